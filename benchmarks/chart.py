@@ -1,0 +1,33 @@
+"""The benchmark as a picture: one bar per case, the hand-written loop at 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Frames per second of reap and TorchRL as a fraction of the hand-written loop's."""
+    labels = [f"{r['case']}\n{r['policy']} policy" for r in results]
+    ours = [r["reap_to_hand"] for r in results]
+    theirs = [r["reap_to_hand"] / r["reap_to_torchrl"] if "reap_to_torchrl" in r else 0.0 for r in results]
+    rows = range(len(results))
+    figure, axes = plt.subplots(figsize=(9, 0.62 * len(results) + 1.2))
+    axes.barh([y - 0.2 for y in rows], ours, 0.38, color="#2f7d4f", label="reap")
+    axes.barh([y + 0.2 for y in rows], theirs, 0.38, color="#c46a3a", label="TorchRL 0.14.1")
+    for y, (a, b) in enumerate(zip(ours, theirs)):
+        axes.text(a + 0.01, y - 0.2, f"{a:.2f}", va="center", fontsize=8)
+        axes.text(b + 0.01, y + 0.2, f"{b:.3f}", va="center", fontsize=8)
+    axes.axvline(1.0, color="black", lw=1, ls="--")
+    axes.set_yticks(list(rows), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("frames per second, hand-written loop = 1")
+    axes.legend(loc="lower right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

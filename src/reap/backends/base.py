@@ -1,0 +1,55 @@
+"""Backend: where workers live and how full slots reach the consumer.
+
+    start ─► take ─► take ─► … ─► close          publish: weights, any time between two takes
+
+A taken rollout is the consumer's; its slot is released when the last tensor on it dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from reap.core.slot import Layout
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The bytes of one full slot, and what is known about them."""
+
+    block: torch.Tensor
+    layout: Layout
+    frames: int
+    version: int
+    worker: int = 0
+
+
+class Backend(Protocol):
+    """What every way of running workers can do."""
+
+    def start(self) -> None:
+        """Build the workers. Errors of their construction are raised here."""
+
+    def take(self, *, random: bool = False) -> Rollout:
+        """The next full rollout; `random` asks for random actions."""
+
+    def publish(self, weights: Any = None) -> int:
+        """Give workers new weights (None: those of the policy they were built with); returns the new version."""
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        """Begin new episodes."""
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        """Seed everything and begin new episodes; returns the seed that follows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Env state, trajectory counter, version."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The counterpart."""
+
+    def close(self) -> None:
+        """End the workers. May be called twice."""

@@ -1,0 +1,77 @@
+"""Inline: one worker in this thread. `take` is a call of the fill loop; nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from reap.backends.base import Rollout
+from reap.core.worker import Plan, Worker
+from reap.errors import WrongState
+from reap.weights import local
+
+
+class InlineBackend:
+    """The worker is here. `same_slot` hands out one slot again and again."""
+
+    def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
+        self._plan, self._source, self._same_slot = plan, source, same_slot
+        self._same: torch.Tensor | None = None
+        self.worker: Worker
+
+    def start(self) -> None:
+        self.worker = Worker(self._plan, same_slot=self._same_slot)
+
+    def take(self, *, random: bool = False) -> Rollout:
+        worker = self.worker
+        slot = worker.pool.acquire()
+        try:
+            frames = worker.fill(slot, random=random)
+        except BaseException:
+            worker.pool.release(slot)
+            raise
+        if self._same_slot:
+            if self._same is None:
+                self._same = torch.from_numpy(slot.block)
+            block = self._same
+        else:
+            block = worker.pool.lend(slot)
+        return Rollout(block, worker.layout, frames, worker.loop.version)
+
+    def publish(self, weights: Any = None) -> int:
+        model = self.worker.model
+        if not isinstance(model, nn.Module):
+            raise WrongState(f"policy {type(model).__name__} has no weights to update")
+        given = self._source if weights is None else weights
+        if given is not None and given is not model:
+            local.load(model, given)
+        self.worker.loop.version += 1
+        return self.worker.loop.version
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        self.worker.reset(lanes)
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        return self.worker.set_seed(seed, static=static)
+
+    def state_dict(self) -> dict[str, Any]:
+        loop = self.worker.loop
+        return {
+            "env_state_dict": self.worker.env.state_dict(),
+            "traj_pool": {"traj_id": torch.tensor(loop.counter.next)},
+            "policy_version": loop.version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loop = self.worker.loop
+        self.worker.env.load_state_dict(state.get("env_state_dict", {}))
+        loop.counter.next = int(state["traj_pool"]["traj_id"])
+        self.worker.reset()  # episodes that were open elsewhere do not go on here
+        loop.version = int(state.get("policy_version", loop.version))
+
+    def close(self) -> None:
+        if hasattr(self, "worker"):
+            self.worker.close()

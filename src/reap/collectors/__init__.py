@@ -1,0 +1,21 @@
+"""Collectors: the classes users know. Each is a plan, a backend and an assembler; none holds a loop."""
+
+import warnings
+from typing import Any
+
+from reap.collectors.base import BaseCollector
+from reap.collectors.single import Collector
+from reap.core.policy import RandomPolicy
+
+__all__ = ["BaseCollector", "Collector", "RandomPolicy"]
+
+_LEGACY = {"DataCollectorBase": BaseCollector, "SyncDataCollector": Collector}
+
+
+def __getattr__(name: str) -> Any:
+    """Names of earlier days: they work, and say what they are called now."""
+    if name not in _LEGACY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _LEGACY[name]
+    warnings.warn(f"{name} is called {found.__name__} now", DeprecationWarning, stacklevel=2)
+    return found

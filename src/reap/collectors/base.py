@@ -1,0 +1,282 @@
+"""BaseCollector: what all collectors have in common, which is everything but where their workers live.
+
+    options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─► consumer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from reap.backends.base import Backend, Rollout
+from reap.collectors.options import Options
+from reap.core.assemble import assemble
+from reap.core.slot import MASK
+from reap.errors import UsageError, WrongArgument, WrongState
+from reap.trajectories import split_trajectories
+
+
+class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+    """Iterates over batches of experience. See `Collector`."""
+
+    options: Options
+    requested_frames_per_batch: int
+    _backend: Backend
+
+    def _prepare(self, options: Options) -> None:
+        self.options = options
+        self._frames = 0
+        self._batches = 0
+        self._version = 0
+        self._why_closed: str | None = None
+        self._same: TensorDict | None = None
+        self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
+        self._postproc = options.postproc
+        _, self._storing = options.devices
+        if self._storing is not None and hasattr(self._postproc, "to"):
+            self._postproc.to(self._storing)  # type: ignore[union-attr]
+
+    def _check_sizes(self, lanes: int) -> int:
+        """Steps per rollout for this many lanes; warns about every rounding."""
+        options = self.options
+        steps = -(-options.frames_per_batch // lanes)
+        size = self.requested_frames_per_batch = steps * lanes
+        if size != options.frames_per_batch:
+            warnings.warn(
+                f"frames_per_batch={options.frames_per_batch} is not a multiple of {lanes} lanes; batches hold {size}",
+                stacklevel=6,
+            )
+        if options.total != float("inf") and options.total % size:
+            warnings.warn(
+                f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
+                stacklevel=6,
+            )
+        if options.random_frames % size:
+            warnings.warn(
+                f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
+                f"whole batches are random",
+                stacklevel=6,
+            )
+        return steps
+
+    # ---- iterating ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return self.iterator()
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Batches until `total_frames`; a new iterator goes on where the last one stopped."""
+        self._open()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[TensorDictBase]:
+        while self._why_closed is None and self._frames < self.options.total:
+            yield self._collect()
+
+    def next(self) -> TensorDictBase | None:
+        """The next batch, or None when `total_frames` is reached."""
+        self._open()
+        return self._collect() if self._frames < self.options.total else None
+
+    def rollout(self) -> TensorDictBase:
+        """One rollout as it comes: not counted, split or post-processed."""
+        self._open()
+        return self._take(random=False)[0]
+
+    def __len__(self) -> int:
+        if self.options.total == float("inf"):
+            raise WrongArgument("an endless collector has no length (total_frames is -1)")
+        return math.ceil(self.options.total / self.requested_frames_per_batch)
+
+    def _collect(self) -> TensorDictBase:
+        options = self.options
+        try:
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
+            batch, rollout = self._take(random=self._frames < options.random_frames)
+            self._frames += rollout.frames
+            self._batches += 1
+            out: TensorDictBase = batch
+            if options.split_trajs:
+                out = split_trajectories(batch, prefix="collector")
+            if self._postproc is not None:
+                out = self._postproc(out)
+                if out is None:
+                    raise UsageError("postproc returned None; it must return the batch")
+            if self.post_collect_hook is not None:
+                self.post_collect_hook(out)
+            return out
+        except Exception as error:
+            self._close(f"it failed: {error!r}")
+            raise
+
+    def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
+        rollout = self._backend.take(random=random)
+        storing = self._storing
+        if self._same is not None:
+            batch = self._same
+        else:
+            batch = assemble(rollout.block, rollout.layout)
+            if self.options.return_same_td:
+                self._same = batch
+        if self.options.set_truncated:
+            _mark_truncated(batch)
+        if storing is not None:
+            moved = batch.to(storing)
+            if self.options.return_same_td:
+                if self._same is batch:
+                    self._moved = moved
+                elif moved is not batch:
+                    moved = self._moved.copy_(moved)
+            batch = moved
+        return batch, rollout
+
+    # ---- weights, seeds, state ------------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Give the acting policy new weights.
+
+        Without an argument: those of the policy the collector was made with. Else a module, a TensorDict of
+        parameters, a state dict, a nested dict, or one of these per worker, `{0: …}`.
+        """
+        self._open()
+        if policy_weights is not None:
+            warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=2)
+            weights = policy_weights if weights is None else weights
+        given = {
+            name: value
+            for name, value in {
+                "policy_or_weights": policy_or_weights,
+                "weights": weights,
+                "policy": policy,
+                "weights_dict": weights_dict,
+            }.items()
+            if value is not None
+        }
+        if len(given) > 1:
+            raise UsageError(f"give the weights once, not as {' and '.join(given)}")
+        if weights_dict is not None and model_id is not None:
+            raise UsageError("weights_dict names its models; leave model_id out")
+        (chosen,) = given.values() or (None,)
+        if weights_dict is not None:
+            unknown = [k for k in weights_dict if k != "policy"]
+            if unknown:
+                raise _UnknownModel(f"weights_dict names model {unknown[0]!r}; this collector has 'policy'")
+            chosen = weights_dict["policy"]
+        if model_id not in (None, "policy"):
+            raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
+        self._backend.publish(self._for_worker(chosen, worker_ids))
+        self._version += 1
+
+    def _for_worker(self, weights: Any, worker_ids: int | Sequence[int] | None) -> Any:
+        """The only worker's share of per-worker weights."""
+        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
+        if ids != [0]:
+            raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
+        if isinstance(weights, Mapping) and not isinstance(weights, nn.Module) and weights and all(
+            isinstance(k, int) for k in weights
+        ):
+            if list(weights) != [0]:
+                raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
+            return weights[0]
+        return weights
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were updated; 0 is the policy as constructed."""
+        return self._version
+
+    def get_policy_version(self) -> int:
+        """`policy_version`, as a call."""
+        return self._version
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
+        self._open()
+        return self._backend.set_seed(seed, static=static_seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on: policy, env, counters."""
+        self._open()
+        state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches}
+        if isinstance(self.policy, nn.Module):
+            state["policy_state_dict"] = self.policy.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
+        self._open()
+        needed = {"frames", "iter", "traj_pool"}
+        if strict and not needed <= state_dict.keys():
+            raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
+        if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
+            self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
+        self._backend.load_state_dict(dict(state_dict))
+        self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", 0))
+        self._version = int(state_dict.get("policy_version", self._version))
+
+    @property
+    def policy(self) -> Any:
+        """The policy that acts."""
+        raise NotImplementedError
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """End the workers and close the envs. May be called twice."""
+        try:
+            self._close("shutdown() was called", close_env=close_env)
+        except Exception:
+            if raise_on_error:
+                raise
+
+    def _close(self, why: str, *, close_env: bool = True) -> None:
+        if self._why_closed is None:
+            self._why_closed = why
+            if close_env:
+                self._backend.close()
+
+    def _open(self) -> None:
+        if self._why_closed is not None:
+            raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
+
+    def __enter__(self) -> BaseCollector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.shutdown()
+
+
+class _UnknownModel(UsageError, KeyError):
+    __str__ = UsageError.__str__  # KeyError would print the message in quotes
+
+
+def _mark_truncated(batch: TensorDict) -> None:
+    """The last step of every lane that is still running ends here, as far as the learner is concerned."""
+    at = (slice(None), -1) if batch.ndim == 2 else -1
+    last = batch["next", "truncated"][at]
+    running = batch[MASK][at].unsqueeze(-1) if MASK in batch.keys(True) else torch.ones_like(last)
+    last |= running
+    batch["next", "done"][at].logical_or_(running)

@@ -1,0 +1,201 @@
+"""Every option of every collector: declared once, documented once, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+
+from reap.core.exploration import exploration_type
+from reap.errors import UsageError, WrongArgument, nearest
+
+_LEGACY = {
+    "devices": "policy_device",
+    "passing_devices": "storing_device",
+    "exploration_mode": "exploration_type",
+}
+_LATER = {
+    "replay_buffer",
+    "extend_buffer",
+    "trajs_per_batch",
+    "trajs_per_write",
+    "traj_format",
+    "compact_obs",
+    "cudagraph_policy",
+    "weight_updater",
+    "weight_sync_schemes",
+    "weight_recv_schemes",
+    "auto_register_policy_transforms",
+    "num_collectors",
+    "sync",
+    "backend_options",
+}
+# Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
+_WITHOUT_EFFECT = {"use_buffers": None, "no_cuda_sync": False, "worker_idx": None, "backend": "direct"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a collector can be told.
+
+    Args:
+        frames_per_batch: frames in a batch, over all lanes; rounded up to a whole number of steps.
+        total_frames: stop after this many (the last batch is whole); -1 or None: never.
+        policy_factory: makes the policy, in place of `policy`.
+        create_env_kwargs: keywords for the env's factory.
+        device: fills `policy_device`, `env_device` and `storing_device` where they are not given.
+        policy_device: where the policy runs; it is copied there only if it lives elsewhere.
+        env_device: where the env's tensors live. Gymnasium envs step on the CPU whatever it says.
+        storing_device: where batches are delivered.
+        max_frames_per_traj: truncate episodes at this length and add `step_count`.
+        init_random_frames: random actions until this many frames were delivered.
+        reset_at_each_iter: begin new episodes with every batch.
+        reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
+        split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
+        postproc: called with each batch; what it returns is delivered.
+        track_traj_ids: False leaves `("collector", "traj_ids")` out.
+        track_policy_version: stamp every frame with the version of the weights that acted.
+        exploration_type: how probabilistic policies sample; RANDOM by default.
+        return_same_td: deliver the same object over and over; copy what you keep.
+        set_truncated: mark the last step of every batch as truncated.
+        interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
+        compile_policy: run the policy through torch.compile; a dict holds its arguments.
+        trust_policy: the policy takes a TensorDict; do not look at it any closer.
+        pre_collect_hook: called before each rollout.
+        post_collect_hook: called with each batch before it is delivered.
+    """
+
+    frames_per_batch: int
+    total_frames: int | None = -1
+    policy_factory: Callable[[], Any] | None = None
+    create_env_kwargs: Mapping[str, Any] | None = None
+    device: torch.device | str | int | None = None
+    policy_device: torch.device | str | int | None = None
+    env_device: torch.device | str | int | None = None
+    storing_device: torch.device | str | int | None = None
+    max_frames_per_traj: int | None = None
+    init_random_frames: int | None = None
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+    split_trajs: bool | None = None
+    postproc: Callable[[Any], Any] | None = None
+    track_traj_ids: bool = True
+    track_policy_version: bool = False
+    exploration_type: InteractionType | str | None = InteractionType.RANDOM
+    return_same_td: bool = False
+    set_truncated: bool = False
+    interruptor: Any = None
+    compile_policy: bool | Mapping[str, Any] | None = None
+    trust_policy: bool | None = None
+    pre_collect_hook: Callable[[], Any] | None = None
+    post_collect_hook: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._whole("frames_per_batch", least=1)
+        self._whole("total_frames", none=True)
+        self._whole("max_frames_per_traj", none=True)
+        self._whole("init_random_frames", none=True)
+        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
+        if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
+            raise WrongArgument(f"interruptor needs a method collection_stopped(), got {type(self.interruptor).__name__}")
+        if self.split_trajs and not self.track_traj_ids:
+            raise UsageError("split_trajs=True needs track_traj_ids=True")
+        if not isinstance(self.track_policy_version, bool):
+            raise WrongArgument(f"track_policy_version must be True or False, got {self.track_policy_version!r}")
+        exploration_type(self.exploration_type)
+        for name in ("device", "policy_device", "env_device", "storing_device"):
+            self._device(name)
+
+    def _whole(self, name: str, *, least: int | None = None, none: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and none:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise WrongArgument(f"{name} must be a whole number, got {value!r}")
+        if least is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}, got {value}")
+
+    def _device(self, name: str) -> torch.device | None:
+        value = getattr(self, name)
+        if value is None:
+            return None
+        try:
+            return torch.device(value)
+        except (RuntimeError, TypeError) as cause:
+            raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
+
+    @property
+    def devices(self) -> tuple[torch.device | None, torch.device | None]:
+        """Policy device and storing device, filled in from the others."""
+        common = self._device("device")
+        policy = self._device("policy_device") or common
+        env = self._device("env_device") or common
+        storing = self._device("storing_device") or common
+        if storing is None and env is not None and env == policy:
+            storing = env
+        return policy, storing
+
+    @property
+    def total(self) -> int | float:
+        """Frames to deliver in all; infinite when endless."""
+        return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
+
+    @property
+    def random_frames(self) -> int:
+        """Frames to collect with random actions."""
+        return max(self.init_random_frames or 0, 0)
+
+    @property
+    def compiling(self) -> dict[str, Any] | None:
+        """Arguments for torch.compile, or None."""
+        if not self.compile_policy:
+            return None
+        return dict(self.compile_policy) if isinstance(self.compile_policy, Mapping) else {}
+
+
+def read_options(owner: str, given: dict[str, Any]) -> Options:
+    """Keywords as Options. Legacy names warn, unknown names are errors that say the nearest."""
+    given = dict(given)
+    for old, new in _LEGACY.items():
+        if old in given:
+            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)
+            if given.get(new) is not None:
+                raise UsageError(f"{old} and {new} are the same option; give one")
+            given[new] = given.pop(old)
+    for name, usual in _WITHOUT_EFFECT.items():
+        value = given.pop(name, usual)
+        if name == "backend" and value not in (None, "direct"):
+            raise UsageError(f"backend={value!r} is not supported yet; 'direct' is")
+    for name in sorted(_LATER & given.keys()):
+        if given.pop(name) not in (None, False):
+            raise UsageError(f"{owner} does not support {name} yet")
+    fields = {f.name for f in dataclasses.fields(Options)}
+    for name in given:
+        if name not in fields:
+            raise WrongArgument(f"{owner} has no option {name!r}{nearest(name, fields)}")
+    if given.get("frames_per_batch") is None:
+        raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
+    return Options(**given)
+
+
+def signature(init: Callable[..., Any]) -> inspect.Signature:
+    """`init`'s own parameters followed by every option, for `help` and editors."""
+    own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default,
+            annotation=f.type,
+        )
+        for f in dataclasses.fields(Options)
+    ]
+    return inspect.Signature([p for p in own if p.name != "self"] + shown)

@@ -1,0 +1,133 @@
+"""Collector: one worker, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reap.backends.inline import InlineBackend
+from reap.collectors.base import BaseCollector
+from reap.collectors.options import read_options, signature
+from reap.core.env import Env
+from reap.core.exploration import exploration_type
+from reap.core.policy import RandomPolicy
+from reap.core.worker import Plan
+from reap.envs import as_env
+from reap.envs.limit import StepLimit
+from reap.errors import UsageError, WrongArgument
+from reap.spec import show
+from reap.weights.local import placed
+
+
+class Collector(BaseCollector):
+    """Collects experience in this process.
+
+    >>> collector = Collector("CartPole-v1", frames_per_batch=100, total_frames=1000)
+    >>> for batch in collector:
+    ...     batch["next", "reward"].mean()
+
+    Args:
+        create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
+        policy: a TensorDictModule, a module or function of observations, or None for random actions.
+        **options: see `reap.collectors.options.Options`.
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        self._why_closed = "it was never built"
+        settings = read_options(type(self).__name__, options)
+        if policy is not None and settings.policy_factory is not None:
+            raise WrongArgument("give policy or policy_factory, not both")
+        if isinstance(create_env_fn, (list, tuple)):
+            if len(create_env_fn) != 1:
+                raise UsageError(f"Collector takes one env, got a list of {len(create_env_fn)}; see SerialEnv for lanes")
+            (create_env_fn,) = create_env_fn
+        self._prepare(settings)
+        device, _ = settings.devices
+
+        def make_env() -> Env:
+            env = as_env(create_env_fn, settings.create_env_kwargs)
+            limit = settings.max_frames_per_traj
+            return StepLimit(env, limit) if limit is not None and limit > 0 else env
+
+        def make_policy() -> Any:
+            made = policy if settings.policy_factory is None else settings.policy_factory()
+            return placed(made, device)
+
+        plan = Plan(
+            make_env,
+            make_policy,
+            self._check_sizes,
+            exploration=exploration_type(settings.exploration_type),
+            policy_device=device if device is not None and device.type != "cpu" else None,
+            trust_policy=bool(settings.trust_policy),
+            compile_policy=settings.compiling,
+            reset_when_done=settings.reset_when_done,
+            reset_at_each_iter=settings.reset_at_each_iter,
+            track_traj_ids=settings.track_traj_ids,
+            track_policy_version=settings.track_policy_version,
+            stop=None if settings.interruptor is None else settings.interruptor.collection_stopped,
+        )
+        self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td)
+        self._backend = self._inline
+        self._inline.start()
+        self.frames_per_batch = self._inline.worker.layout.steps
+
+    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
+
+    @property
+    def policy(self) -> Any:
+        """The policy that acts: the one given, or its copy on `policy_device`."""
+        return self._inline.worker.model
+
+    @property
+    def env(self) -> Env:
+        """The lanes being stepped."""
+        return self._inline.worker.env
+
+    def reset(self, index: Any = None) -> None:
+        """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
+        self._open()
+        self._inline.reset(None if index is None else _lanes(index, self._inline.worker.lanes))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and rates so far."""
+        return {
+            "frames": self._frames,
+            "batches": self._batches,
+            "total_frames": self.options.total,
+            "completed": self._frames >= self.options.total,
+            "requested_frames_per_batch": self.requested_frames_per_batch,
+            "policy_version": self._version,
+            **self._inline.worker.stats.summary(),
+        }
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_inline") or not hasattr(self._inline, "worker"):
+            return f"{type(self).__name__}(not built)"
+        worker = self._inline.worker
+        total = self.options.total
+        amount = "without end" if total == float("inf") else f"{total:,} in all ({len(self)} batches)"
+        model = worker.model
+        who = "random actions" if model is None or isinstance(model, RandomPolicy) else type(model).__name__
+        columns = ", ".join(
+            f"{show(k)} {leaf}" for k, leaf in worker.layout.columns.items() if k[0] not in ("next", "collector")
+        )
+        state = "" if self._why_closed is None else f", closed: {self._why_closed}"
+        return (
+            f"{type(self).__name__}({worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
+            f"{self.requested_frames_per_batch:,} frames per batch, {amount}; policy: {who}; "
+            f"batch {list(worker.layout.batch_size)}: {columns}{state})"
+        )
+
+
+def _lanes(index: Any, count: int) -> list[int]:
+    import torch
+
+    chosen = torch.as_tensor(index).reshape(-1)
+    if chosen.dtype is torch.bool:
+        if len(chosen) != count:
+            raise UsageError(f"reset got a mask of {len(chosen)} for {count} lanes")
+        return chosen.nonzero().reshape(-1).tolist()  # type: ignore[no-any-return]
+    lanes: list[int] = chosen.tolist()
+    if any(not 0 <= lane < count for lane in lanes):
+        raise UsageError(f"reset got lanes {lanes}; there are {count} (0 to {count - 1})")
+    return lanes

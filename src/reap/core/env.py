@@ -1,0 +1,70 @@
+"""Env: N lanes that take actions and report what happened. This file is the whole vocabulary.
+
+The loop that calls an env (see rollout.py; `row` is one time step of a slot):
+
+    env.reset(lanes, into)                  # start episodes; first observations go to `into`
+    while collecting:
+        policy.act(row)                     # reads row.inputs, writes row.outputs (row.action is among them)
+        ended = env.step(lanes, row)        # writes row.next, row.reward, and the flags of lanes that ended
+        if ended:
+            env.reset(ended, row.after)     # the loop decides about resets, never the env
+
+Guarantees an adapter gives, whatever the library behind it does by itself:
+- `row.next` is the true successor, also at an episode's end: never a reset observation, a zero or a phantom;
+- terminated and truncated are kept apart; `row.done` is their union;
+- flags are written only for lanes that ended (the loop has cleared the row);
+- nothing given to it is kept: actions handed to foreign code are copies, since slots are recycled.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reap.spec import EnvSpec, Key, Leaf
+
+if TYPE_CHECKING:
+    from reap.core.slot import Row
+
+Rows = Sequence["np.ndarray[Any, Any]"]
+
+
+class Env(abc.ABC):
+    """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
+
+    spec: EnvSpec
+
+    @abc.abstractmethod
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        """Learn how actions will look; SpecMismatch if they cannot be understood."""
+
+    @abc.abstractmethod
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """Start an episode in each of `lanes`; write first observations to `into[leaf][lane]`."""
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        """Begin one step of `lanes` with the actions in `row`."""
+        self._sent = lanes, row
+
+    def recv(self) -> list[int]:
+        """Finish the step begun by `send`; returns the lanes whose episode ended."""
+        return self.step(*self._sent)
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        """`send`, then `recv`."""
+        self.send(lanes, row)
+        return self.recv()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free everything. May be called twice."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the env would need to go on elsewhere; most have nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The counterpart of `state_dict`."""

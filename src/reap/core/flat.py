@@ -1,0 +1,303 @@
+"""A chain of TensorDictModules as a flat list of calls on plain tensors.
+
+`flatten(policy)` returns a `Program`, or None when any module does something of its own (another `forward`, a hook, a
+keyword, an in-place rule) and must be called as it is. The program makes the same calls to torch in the same order,
+so its numbers, and the random numbers it uses up, are those of the modules it stands for, bit for bit.
+
+    Sequential(Linear, Tanh, Linear) → Categorical        regs:  observation | logits | action | log-prob
+    ───────────────────────────────────────────────►      ops:   linear tanh linear | softmax multinomial | gather
+
+Parameters are looked up again at every `bind()`, once per rollout: replacing `layer.weight` between two rollouts, or
+adding a hook, is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictSequential,
+)
+from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
+from torch import Tensor, distributions, nn
+from torch.distributions.utils import _standard_normal
+from torch.nn.modules import module as torch_module
+
+from reap.spec import Key, as_key
+
+Op = Callable[[list[Any]], None]
+_HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
+
+# Layers without options: the function is the layer.
+_PURE: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
+_CONTAINERS = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+
+
+class Program:
+    """Calls on a list of registers; `keys[i]` names register i. `inputs` come first."""
+
+    def __init__(self, policy: nn.Module, kind: InteractionType) -> None:
+        self.policy, self.kind = policy, kind
+        self.inputs: list[Key] = []
+        self.outputs: list[Key] = []
+        self._out: list[int] = []
+        self._ops: list[Op] = []
+        self._blank: list[Any] = []
+
+    def bind(self) -> bool:
+        """Read the modules as they are now. False: they can no longer be run flat."""
+        leaves = _leaves(self.policy)
+        if leaves is None:
+            return False
+        written: dict[Key, None] = {}
+        at: dict[Key, int] = {}
+        for m in leaves:
+            for key in map(as_key, _reads(m)):
+                if key not in written:
+                    at.setdefault(key, len(at))
+            written.update(dict.fromkeys(map(as_key, _writes(m))))
+        self.inputs = list(at)
+        self._ops = []
+        registers = len(at)
+        for m in leaves:
+            sources = [at[as_key(key)] for key in _reads(m)]
+            writes = [as_key(key) for key in _writes(m)]
+            # A key written twice gets a new register each time: the first value may still be wanted.
+            targets = list(range(registers, registers + len(writes)))
+            registers += len(writes)
+            at.update(zip(writes, targets))
+            self._ops.append(_compile(m, sources, targets, self.kind))
+        self._blank = [None] * (registers - len(self.inputs))
+        self.outputs = [key for key in written if key != ("_",)]
+        self._out = [at[key] for key in self.outputs]
+        return True
+
+    def run(self, *inputs: Tensor) -> tuple[Any, ...]:
+        """The outputs for these inputs, in the order of `outputs`."""
+        regs = [*inputs, *self._blank]
+        for op in self._ops:
+            op(regs)
+        return tuple([regs[i] for i in self._out])
+
+
+def flatten(policy: Any, kind: InteractionType) -> Program | None:
+    """The policy as a program, or None if it must be called as a module."""
+    if not isinstance(policy, nn.Module):
+        return None
+    program = Program(policy, kind)
+    return program if program.bind() else None
+
+
+def _plain(m: nn.Module) -> bool:
+    """No hook would notice that `forward` was not called."""
+    return not (
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or m._backward_hooks
+        or m._backward_pre_hooks
+        or "forward" in m.__dict__
+        or torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    )
+
+
+def _leaves(m: nn.Module) -> list[nn.Module] | None:
+    forward = type(m).forward
+    if not _plain(m):
+        return None
+    if forward is TensorDictModule.forward:
+        return [m] if _simple_module(m) else None
+    if forward is ProbabilisticTensorDictModule.forward:
+        return [m] if _simple_sampler(m) else None
+    if forward in _CONTAINERS:
+        if not _simple_container(m):
+            return None
+        leaves: list[nn.Module] = []
+        for child in m._module_iter():  # type: ignore[operator]
+            found = _leaves(child)
+            if found is None:
+                return None
+            leaves += found
+        return leaves
+    return None
+
+
+def _simple_module(m: Any) -> bool:
+    own = (TensorDictModule._call_module, TensorDictModule._write_to_tensordict)
+    return (
+        (type(m)._call_module, type(m)._write_to_tensordict) == own
+        and m.inplace is True
+        and m._kwargs is None
+        and not m.method_kwargs
+        and not m._get_kwargs
+        and list(m.out_keys) == list(m.out_keys_source)
+    )
+
+
+def _simple_sampler(m: Any) -> bool:
+    own = (ProbabilisticTensorDictModule.get_dist, ProbabilisticTensorDictModule._dist_sample)
+    return (
+        (type(m).get_dist, type(m)._dist_sample) == own
+        and m.num_samples is None
+        and m._generator is None
+        and m._generator_key is None
+        and len(m.dist_sample_keys) == 1
+        and isinstance(m.distribution_class, type)
+        and m.distribution_class.__name__ != "CompositeDistribution"
+    )
+
+
+def _simple_container(m: Any) -> bool:
+    return (
+        not m._select_before_return
+        and m.inplace in (True, None)
+        and not m.partial_tolerant
+        and getattr(m, "_requires_sample", True)
+    )
+
+
+def _reads(m: Any) -> Sequence[Any]:
+    return m.in_keys  # type: ignore[no-any-return]
+
+
+def _writes(m: Any) -> Sequence[Any]:
+    if type(m).forward is ProbabilisticTensorDictModule.forward:
+        return [*m.dist_sample_keys, *([m.log_prob_key] if m.return_log_prob else [])]
+    return m.out_keys  # type: ignore[no-any-return]
+
+
+def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType) -> Op:
+    if type(m).forward is ProbabilisticTensorDictModule.forward:
+        return _sampler(m, sources, targets, kind)
+    call = m.module if m.method is None else getattr(m.module, m.method)
+    layers = _layers(call)
+    if len(targets) == 1:
+        target = targets[0]
+        if len(sources) == 1 and layers is not None:
+            return _chain(layers, sources[0], target)
+
+        def one(regs: list[Any]) -> None:
+            out = call(*[regs[i] for i in sources])
+            regs[target] = out[0] if isinstance(out, tuple) and len(out) == 1 else out
+
+        return one
+
+    def many(regs: list[Any]) -> None:
+        out = call(*[regs[i] for i in sources])
+        if not isinstance(out, tuple):
+            out = tuple(out[k] for k in m.out_keys) if hasattr(out, "keys") else (out,)
+        if len(out) != len(targets):
+            raise RuntimeError(f"the module returned {len(out)} tensors for out_keys {m.out_keys}")
+        for i, value in zip(targets, out):
+            regs[i] = value
+
+    return many
+
+
+def _chain(layers: list[tuple[Callable[..., Tensor], tuple[Any, ...]]], source: int, target: int) -> Op:
+    def chain(regs: list[Any]) -> None:
+        x = regs[source]
+        for call, args in layers:
+            x = call(x, *args)
+        regs[target] = x
+
+    return chain
+
+
+def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
+    """A module as (function, arguments) pairs. A layer of an unknown kind is its own function."""
+    if not isinstance(call, nn.Module):
+        return None
+    if not _plain(call):
+        return [(call, ())]
+    kind = type(call)
+    if kind is nn.Sequential:
+        pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+        for child in call:
+            pairs += _layers(child) or []
+        return pairs
+    if kind is nn.Linear:
+        return [(F.linear, (call.weight, call.bias))]
+    if kind in _PURE:
+        return [(_PURE[kind], ())]
+    if kind is nn.ReLU and not call.inplace:
+        return [(torch.relu, ())]
+    if kind is nn.Identity:
+        return []
+    return [(call, ())]
+
+
+def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType) -> Op:
+    family = m.distribution_class
+    names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
+    fixed = dict(m.distribution_kwargs)
+    want_log_prob = m.return_log_prob
+    if not fixed and kind is InteractionType.DETERMINISTIC and not hasattr(family, "deterministic_sample"):
+        kind = DETERMINISTIC_REGISTER.get(family, kind)
+    exact = {InteractionType.RANDOM, InteractionType.MODE}
+    if family is distributions.Categorical and names == ["logits"] and not fixed and kind in exact:
+        return _categorical(sources[0], targets, kind is InteractionType.RANDOM, want_log_prob)
+    exact = {InteractionType.RANDOM, InteractionType.MODE, InteractionType.MEAN}
+    if family is distributions.Normal and names == ["loc", "scale"] and not fixed and kind in exact:
+        return _normal(sources, targets, kind is InteractionType.RANDOM, want_log_prob)
+    asked = m.default_interaction_type if kind is None else kind
+
+    def sample(regs: list[Any]) -> None:
+        dist = family(**{n: regs[i] for n, i in zip(names, sources)}, **fixed)
+        out = m._dist_sample(dist, interaction_type=asked)
+        if isinstance(out, tuple):
+            (out,) = out
+        regs[targets[0]] = out
+        if want_log_prob:
+            regs[targets[1]] = dist.log_prob(out)
+
+    return sample
+
+
+def _categorical(source: int, targets: list[int], random: bool, want_log_prob: bool) -> Op:
+    """torch.distributions.Categorical(logits=…): the same calls, without the object and its checks."""
+    softmax, multinomial, target = torch.softmax, torch.multinomial, targets[0]
+
+    def sample(regs: list[Any]) -> None:
+        logits = regs[source]
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+        probs = softmax(logits, -1)
+        if random:
+            flat = probs if probs.dim() == 2 else probs.reshape(-1, probs.shape[-1])
+            value = multinomial(flat, 1, True).view(probs.shape[:-1])
+        else:
+            value = probs.argmax(-1)
+        regs[target] = value
+        if want_log_prob:
+            regs[targets[1]] = logits.gather(-1, value.unsqueeze(-1)).squeeze(-1)
+
+    return sample
+
+
+def _normal(sources: list[int], targets: list[int], random: bool, want_log_prob: bool) -> Op:
+    """torch.distributions.Normal(loc, scale): the same calls, with its check for NaN (a NaN action is never data)."""
+    loc_at, scale_at = sources
+    target = targets[0]
+
+    def sample(regs: list[Any]) -> None:
+        loc, scale = regs[loc_at], regs[scale_at]
+        if loc.shape != scale.shape:
+            loc, scale = torch.broadcast_tensors(loc, scale)
+        value = loc + _standard_normal(loc.shape, loc.dtype, loc.device) * scale if random else loc
+        if not math.isfinite(value.sum().item()) and bool(value.isnan().any()):
+            raise ValueError(f"Normal sampled NaN: loc has {int(loc.isnan().sum())} NaN, scale {int(scale.isnan().sum())}")
+        regs[target] = value
+        if want_log_prob:
+            regs[targets[1]] = -((value - loc) ** 2) / (2 * scale**2) - scale.log() - _HALF_LOG_TAU
+
+    return sample

@@ -1,0 +1,407 @@
+"""Policies: whatever the user has, as one thing that reads a row and writes a row.
+
+    as_policy(x) ──►  FlatPolicy      TensorDictModules run as a flat program on plain tensors
+                      CallPolicy      a module or function of observation tensors
+                      TensorDictPolicy  anything that takes and returns a TensorDict
+                      RandomActions   None, or RandomPolicy
+
+What can be decided once is decided here, by one probing call on a real observation that leaves no trace: random
+generators, buffers and attributes are put back. The probe fixes the columns the policy writes; after it, a call whose
+output looks different is an error that names the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
+from torch import Tensor, nn
+
+from reap.core.exploration import exploring
+from reap.core.flat import Program, flatten
+from reap.core.slot import Row, Slot
+from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.spec import Key, Leaf, as_key, show, show_keys, torch_dtype
+
+Reader = Callable[[Any], "np.ndarray[Any, Any]"]
+
+
+class RandomPolicy:
+    """Random actions from the env's action space, the same as `policy=None`.
+
+    >>> collector = Collector("CartPole-v1", RandomPolicy(), frames_per_batch=100)
+    """
+
+    def __init__(self, action_spec: Any = None, action_key: Any = "action") -> None:
+        self.action_spec, self.action_key = action_spec, action_key
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write a random action into `tensordict`."""
+        if self.action_spec is None:
+            raise WrongState("RandomPolicy was given no action_spec and has not met an env yet")
+        return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
+
+
+class Policy:
+    """Reads `row.inputs`, writes `row.outputs`. `inputs` and `outputs` say which columns those are."""
+
+    inputs: Sequence[Key] = ()
+    outputs: Mapping[Key, Leaf]
+
+    def begin(self, slot: Slot) -> None:
+        """A rollout starts: look again at whatever may have changed since the last one."""
+
+    def act(self, row: Row) -> None:
+        """Decide about one step."""
+        raise NotImplementedError
+
+
+class RandomActions(Policy):
+    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero."""
+
+    def __init__(self, action: Mapping[Key, Leaf], outputs: Mapping[Key, Leaf] | None = None) -> None:
+        self._action = action
+        self.outputs = dict(outputs or action)
+
+    def begin(self, slot: Slot) -> None:
+        size = (slot.layout.steps, slot.layout.lanes)
+        for key, leaf in self.outputs.items():
+            if key not in self._action:
+                slot.arrays[key][...] = 0
+            else:
+                slot.arrays[key][...] = _as_written(self._action[key], leaf).rand(size).numpy()
+
+    def act(self, row: Row) -> None:
+        pass
+
+
+def _as_written(space: Leaf, column: Leaf) -> Leaf:
+    """Random values for an action column that a policy writes its own way (an index where the env says one-hot)."""
+    if space.shape == column.shape:
+        return Leaf(column.shape, column.dtype, space.space, space.one_hot)
+    return Leaf(column.shape, column.dtype, space.space, not space.one_hot)
+
+
+class TensorPolicy(Policy):
+    """The common half of every policy that computes: call, check, write."""
+
+    def __init__(self, inputs: Sequence[Key], kind: InteractionType, device: torch.device | None) -> None:
+        self.inputs = tuple(inputs)
+        self.outputs: dict[Key, Leaf] = {}
+        self.kind, self.device = kind, device
+        self._readers: tuple[Reader, ...] = ()
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        """The values of `outputs`, in that order."""
+        raise NotImplementedError
+
+    def act(self, row: Row) -> None:
+        for value, read, column in zip(self.forward(row.inputs), self._readers, row.outputs):
+            array = read(value)
+            if array.shape != column.shape or array.dtype != column.dtype:
+                raise self._changed(array, column)
+            column[...] = array
+
+    def learn_outputs(self, keys: Sequence[Key], values: Sequence[Any], lanes: int | None) -> None:
+        """Fix the columns from one call's values. `lanes` None: values carry no lane dimension."""
+        readers = []
+        for key, value in zip(keys, values):
+            if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float, bool)):
+                raise SpecMismatch(f"policy writes {show(key)} as {type(value).__name__}; tensors are expected")
+            shape = tuple(value.shape) if hasattr(value, "shape") else ()
+            if lanes is not None and shape[:1] != (lanes,):
+                raise SpecMismatch(f"policy writes {show(key)} of shape {list(shape)}; {lanes} lanes need [{lanes}, …]")
+            dtype = value.dtype if isinstance(value, Tensor) else torch_dtype(np.asarray(value).dtype)
+            self.outputs[key] = Leaf(shape if lanes is None else shape[1:], dtype)
+            readers.append(_reader(value))
+        self._readers = tuple(readers)
+
+    def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> SpecMismatch:
+        return SpecMismatch(
+            f"policy output changed: it wrote {column.dtype}{list(column.shape)} before, {array.dtype}{list(array.shape)} now"
+        )
+
+
+class CallPolicy(TensorPolicy):
+    """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
+
+    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], **common: Any) -> None:
+        super().__init__(inputs, **common)
+        self._call, self._action_keys = call, list(outputs)
+        self._many = False
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        if self.device is not None:
+            inputs = tuple([x.to(self.device) for x in inputs])
+        out = self._call(*inputs)
+        return out if self._many else (out,)
+
+    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+        (out,) = self.forward(inputs)
+        if out is None:
+            raise UsageError("policy returned None; the action is expected")
+        self._many = isinstance(out, (tuple, list))
+        values = tuple(out) if self._many else (out,)
+        first = self._action_keys
+        if len(values) < len(first):
+            raise SpecMismatch(f"policy returned {len(values)} tensors; the env's actions are {show_keys(first)}")
+        keys = [*first, *(as_key(f"output{i}") for i in range(1, len(values) - len(first) + 1))]
+        self.learn_outputs(keys, values, lanes)
+
+
+class FlatPolicy(TensorPolicy):
+    """TensorDictModules as a `Program`; turns into a TensorDictPolicy if a hook appears later."""
+
+    def __init__(self, program: Program, fallback: TensorDictPolicy, **common: Any) -> None:
+        super().__init__(program.inputs, **common)
+        self._program, self._fallback = program, fallback
+        self._run: Callable[..., Sequence[Any]] = program.run
+        self._flat = True
+
+    def begin(self, slot: Slot) -> None:
+        flat = self._program.bind() and list(self._program.outputs)[: len(self.outputs)] == list(self.outputs)
+        if not flat and self._flat:
+            self._fallback.adopt(self.inputs, self.outputs)
+        self._flat = flat
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Run the program through torch.compile."""
+        self._run = torch.compile(self._program.run, **options)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        if not self._flat:
+            return self._fallback.forward(inputs)
+        if self.device is not None:
+            inputs = tuple([x.to(self.device) for x in inputs])
+        return self._run(*inputs)
+
+    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+        values = self.forward(inputs)
+        keep = [(k, v) for k, v in zip(self._program.outputs, values) if not _private(k)]
+        if len(keep) < len(values):
+            raise _NotFlat
+        self.learn_outputs([k for k, _ in keep], [v for _, v in keep], lanes)
+
+
+class _NotFlat(Exception):
+    """The program cannot stand for the modules; use them as they are."""
+
+
+class TensorDictPolicy(TensorPolicy):
+    """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none."""
+
+    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, **common: Any) -> None:
+        super().__init__(inputs, **common)
+        self._call, self._lanes = call, lanes
+        self._keys: list[Key] = []
+
+    def _tensordict(self, inputs: tuple[Tensor, ...]) -> TensorDict:
+        size = [] if self._lanes is None else [self._lanes]
+        td = TensorDict({}, batch_size=size, device=self.device)
+        for key, value in zip(self.inputs, inputs):
+            td.set(key, value)
+        return td
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        td = self._tensordict(inputs)
+        with exploring(self.kind):
+            out = self._call(td)
+        out = td if out is None else out
+        return [out.get(key) for key in self._keys]
+
+    def adopt(self, inputs: Sequence[Key], outputs: Mapping[Key, Leaf]) -> None:
+        """Stand in for a flat policy whose modules changed."""
+        self.inputs, self._keys = tuple(inputs), list(outputs)
+
+    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+        td = self._tensordict(inputs)
+        before = {as_key(k): v for k, v in td.items(True, True)}
+        copies = {k: v.clone() for k, v in before.items()}
+        with exploring(self.kind):
+            out = self._call(td)
+        out = td if out is None else out
+        if not isinstance(out, TensorDictBase):
+            raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+        after = {as_key(k): v for k, v in out.items(True, True)}
+        declared = {as_key(k) for k in getattr(self._call, "out_keys", ())}
+        written = {
+            k: v
+            for k, v in after.items()
+            if k in declared or k not in before or (v is not before[k] and not _same(v, copies[k]))
+        }
+        for key in written:
+            if key[0] == "next":
+                raise UsageError(f"policy writes {show(key)}: recurrent state under 'next' is not supported yet")
+        self._keys = [k for k in written if not _private(k)]
+        self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+
+
+def _private(key: Key) -> bool:
+    return any(part.startswith("_") for part in key)
+
+
+def _reader(value: Any) -> Reader:
+    """How to get a NumPy array from this kind of value, decided once."""
+    if not isinstance(value, Tensor):
+        return np.asarray
+    if value.dtype is torch.bfloat16:
+        return lambda x: x.detach().cpu().contiguous().view(torch.int16).numpy()
+    if value.device.type != "cpu":
+        return lambda x: x.detach().cpu().numpy()
+    if value.requires_grad or value.is_conj() or value.is_neg():
+        return lambda x: x.detach().resolve_conj().resolve_neg().numpy()
+    return Tensor.numpy
+
+
+@contextlib.contextmanager
+def untouched(policy: Any) -> Iterator[None]:
+    """Put random generators, buffers and attributes back as they were."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    attributes = [(m, dict(vars(m))) for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not isinstance(m, type)]
+    buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        for owner, before in attributes:
+            now = vars(owner)
+            for name in [n for n in now if n not in before]:
+                del now[name]
+            now.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def as_policy(
+    policy: Any,
+    *,
+    columns: Mapping[Key, Tensor],
+    observation: Sequence[Key],
+    action: Mapping[Key, Leaf],
+    lanes: int | None,
+    kind: InteractionType = InteractionType.RANDOM,
+    device: torch.device | None = None,
+    trust: bool = False,
+    compile: Mapping[str, Any] | None = None,
+) -> Policy:
+    """`policy` as a Policy.
+
+    `columns` holds one real value of every column a policy may read (`observation` keys and flags), shaped as the
+    policy will see them; `lanes` is their leading dimension, None when there is none.
+    """
+    if policy is None or isinstance(policy, RandomPolicy):
+        if isinstance(policy, RandomPolicy) and policy.action_spec is None and len(action) == 1:
+            policy.action_spec = next(iter(action.values()))
+        return RandomActions(action)
+    if not callable(policy):
+        raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
+    common: dict[str, Any] = {"kind": kind, "device": device}
+
+    def probed(candidate: Any) -> Any:
+        absent = [k for k in candidate.inputs if k not in columns]
+        if absent:
+            raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
+        with untouched(policy), torch.no_grad():
+            candidate.probe(tuple(columns[k].clone() for k in candidate.inputs), lanes)
+        lacking = [k for k in action if k not in candidate.outputs]
+        if lacking:
+            raise UsageError(
+                f"policy writes {show_keys(candidate.outputs)} but not the env's action {show_keys(lacking)}; "
+                f"add it to the policy's outputs"
+            )
+        return candidate
+
+    whole = TensorDictPolicy(policy, tuple(columns), lanes, **common)
+    if trust:
+        return probed(whole)  # type: ignore[no-any-return]
+    if isinstance(policy, TensorDictModuleBase):
+        program = flatten(policy, kind)
+        if program is not None:
+            try:
+                flat: FlatPolicy = probed(FlatPolicy(program, whole, **common))
+                if compile is not None:
+                    flat.compile(compile)
+                return flat
+            except _NotFlat:
+                pass
+        absent = [k for k in map(as_key, policy.in_keys) if k not in columns]
+        if absent:
+            raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
+        if compile is not None:
+            whole._call = torch.compile(policy, **compile)
+        return probed(whole)  # type: ignore[no-any-return]
+    names = _parameters(policy)
+    if names is not None and takes_tensordict(policy):
+        return probed(whole)  # type: ignore[no-any-return]
+    if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+        raise WrongState(
+            f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
+            "subclass it, or pass trust_policy=True if it takes a TensorDict"
+        )
+    inputs = _match(names, observation, policy)
+    call = policy if compile is None else torch.compile(policy, **compile)
+    return probed(CallPolicy(call, inputs, list(action), **common))  # type: ignore[no-any-return]
+
+
+def _parameters(policy: Any) -> list[inspect.Parameter] | None:
+    target = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def takes_tensordict(policy: Any) -> bool:
+    """One parameter, named or annotated as a TensorDict."""
+    names = [p for p in _parameters(policy) or () if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in names if p.default is p.empty] or names[:1]
+    if len(required) != 1:
+        return False
+    (one,) = required
+    note = one.annotation
+    text = note if isinstance(note, str) else getattr(note, "__name__", "")
+    return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
+
+
+def _match(params: list[inspect.Parameter] | None, observation: Sequence[Key], policy: Any) -> list[Key]:
+    """Which observation keys a callable takes: by the names of its parameters; the only one for the only other."""
+    keys = {k[0]: k for k in observation if len(k) == 1}
+    if params is not None:
+        positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = [p for p in positional if p.default is p.empty]
+        if required and all(p.name in keys for p in required):
+            named = []
+            for p in positional:
+                if p.name not in keys:
+                    break  # arguments are passed by position: stop at the first that is not an observation
+                named.append(keys[p.name])
+            return named
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
+        fits = len(required) == 1 or (not required and (variadic or len(positional) == 1))
+    else:
+        fits = True
+    if fits and len(observation) == 1:
+        return [observation[0]]
+    taken = "unknown" if params is None else [p.name for p in params]
+    raise WrongArgument(
+        f"cannot tell what policy {type(policy).__name__} reads: its parameters are {taken}, the env's observations "
+        f"{show_keys(observation)}. Name the parameters after the keys, or wrap it in a TensorDictModule"
+    )

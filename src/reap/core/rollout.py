@@ -1,0 +1,201 @@
+"""The hot loop. There is one loop in reap that steps an env: `RolloutLoop.fill`.
+
+    carry ──► row 0            row t: policy.act → env.step → next, reward, flags
+                │                       │
+                └── after ◄── copy ◄────┘   (a lane that ended: after ◄── env.reset)
+                                            last row: after = carry, the first observation of the next rollout
+
+Cost of one step beyond policy and env (2 cores, five leaves): one call each, one NumPy row copy per observation leaf,
+about 2–4 µs. Flags are cleared, trajectory ids and versions written once per rollout, not once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env
+from reap.core.policy import Policy
+from reap.core.slot import FLAGS, MASK, REWARD, TRAJ_IDS, VERSION, RowKeys, Slot
+from reap.core.stats import Stats
+from reap.errors import ReapError, WorkerRaised
+from reap.spec import Key, Leaf, numpy_dtype
+
+
+class TrajectoryIds:
+    """A counter: every trajectory of a run gets the next number."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.next = start
+
+    def take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The next `count` ids."""
+        ids = np.arange(self.next, self.next + count, dtype=np.int64)
+        self.next += count
+        return ids
+
+
+class RolloutLoop:
+    """Fills slots with rollouts of one env under one policy, going on in each where the last one stopped."""
+
+    def __init__(
+        self,
+        env: Env,
+        policy: Policy,
+        *,
+        carry: Sequence[np.ndarray[Any, Any]],
+        ids: TrajectoryIds,
+        stats: Stats,
+        reset_when_done: bool = True,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self.env, self.policy, self.carry, self.stats = env, policy, carry, stats
+        self.reset_when_done, self.stop = reset_when_done, stop
+        self.counter = ids
+        self.version = 0
+        spec = env.spec
+        self.lanes = range(spec.lanes)
+        self.ids = ids.take(spec.lanes)
+        self._due: list[int] = []  # lanes that ended and have not been reset yet
+        self._keys = RowKeys(policy.inputs, list(policy.outputs), list(spec.action), list(spec.observation))
+
+    def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
+        """New episodes in `lanes`, at the border between two rollouts."""
+        try:
+            self.env.reset(lanes, self.carry, seeds)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        chosen = list(lanes)
+        self._due = [lane for lane in self._due if lane not in chosen]
+        if fresh_ids:
+            self.ids[chosen] = self.counter.take(len(chosen))
+        self.stats.forget(chosen)
+
+    def fill(self, slot: Slot, policy: Policy | None = None) -> int:
+        """One rollout into `slot`; returns the steps made (fewer than the slot holds only if stopped or all at rest)."""
+        policy = policy or self.policy
+        if self._due:
+            self.reset(self._due)
+        slot.clear_flags()
+        policy.begin(slot)
+        arrays = slot.arrays
+        for key, value in zip(self._keys.observation, self.carry):
+            arrays[key][0] = value
+
+        act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
+        lanes: Sequence[int] = self.lanes
+        resets = self.reset_when_done
+        ends: list[tuple[int, list[int]]] = []
+        due: list[int] = []
+        t, acted = 0, True
+        try:
+            with torch.no_grad():
+                for t, row in enumerate(slot.cut(self._keys, self.carry)):
+                    acted = False
+                    act(row)
+                    acted = True
+                    ended = step(lanes, row)
+                    for after, successor in row.copies:
+                        after[...] = successor
+                    if ended:
+                        ends.append((t, ended))
+                        if not resets:
+                            due += ended
+                            lanes = [lane for lane in lanes if lane not in ended]
+                            if not lanes:
+                                break
+                    if stop is not None and stop():
+                        due = ended if resets else due
+                        break
+                    if ended and resets:
+                        reset(ended, row.after)
+        except ReapError as error:
+            raise error.at(step=t)
+        except Exception as cause:
+            who = "the env" if acted else "the policy"
+            raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
+        if t + 1 < slot.layout.steps:  # a short rollout: the carry is not the last row's `after`
+            for mine, last in zip(self.carry, row.after):
+                mine[...] = last
+        self._due = due
+        self._finish(slot, t + 1, ends)
+        return t + 1
+
+    def _finish(self, slot: Slot, steps: int, ends: list[tuple[int, list[int]]]) -> None:
+        """What is written once per rollout: mask, ids, versions, statistics."""
+        arrays = slot.arrays
+        when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
+        where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
+        frames = steps * slot.layout.lanes
+        mask = arrays.get(MASK)
+        if mask is not None:
+            self._mask(mask, slot, steps, when, where)
+            frames = int(mask.sum())
+        self.stats.rollout(arrays[REWARD][:steps, :, 0], when, where, frames=frames)
+        if TRAJ_IDS in arrays:
+            self._write_ids(arrays[TRAJ_IDS], when, where, steps)
+            if mask is not None:
+                arrays[TRAJ_IDS][~mask] = -1
+        for key in (VERSION, ("next", *VERSION)):
+            if key in arrays:
+                arrays[key][:steps] = self.version
+
+    def _write_ids(
+        self, column: np.ndarray[Any, Any], when: np.ndarray[Any, Any], where: np.ndarray[Any, Any], steps: int
+    ) -> None:
+        """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
+        column[...] = 0
+        column[0] = self.ids
+        if self._due:  # lanes not reset yet get their new ids when they are
+            began = when < (steps - 1 if self.reset_when_done else 0)
+            when, where = when[began], where[began]
+        if len(when):
+            new = self.counter.take(len(when))
+            inside = when + 1 < len(column)
+            column[when[inside] + 1, where[inside]] = new[inside]
+            self.ids[where] = new  # in order of time: the last one stays
+            np.maximum.accumulate(column, axis=0, out=column)
+        else:
+            column[1:] = self.ids
+
+    def _mask(
+        self, mask: np.ndarray[Any, Any], slot: Slot, steps: int, when: np.ndarray[Any, Any], where: np.ndarray[Any, Any]
+    ) -> None:
+        """Mark the rows that hold a frame and clear the others: never junk."""
+        mask[:steps], mask[steps:] = True, False
+        if not self.reset_when_done:
+            for t, lane in zip(when, where):
+                mask[t + 1 :, lane] = False
+        if not mask.all():
+            junk = ~mask
+            for key, column in slot.arrays.items():
+                if key != MASK:
+                    column[junk] = 0
+
+
+def carry_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
+    """Memory for one observation of every lane."""
+    return [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in observation.values()]
+
+
+def columns_of(env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool) -> dict[Key, Leaf]:
+    """Every column of a batch, flags first so that they lie side by side."""
+    flag = Leaf((1,), torch.bool)
+    columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
+    columns.update(env.spec.observation)
+    columns.update(policy.outputs)
+    columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items()})
+    columns[REWARD] = Leaf((1,), torch.float32)
+    whole = Leaf((), torch.int64)
+    if ids:
+        columns[TRAJ_IDS] = whole
+    if mask:
+        columns[MASK] = Leaf((), torch.bool)
+    if version:
+        columns[VERSION] = columns[("next", *VERSION)] = whole
+    return columns

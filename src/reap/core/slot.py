@@ -1,0 +1,244 @@
+"""Slots: memory for one rollout.   FREE → WRITING → FULL → READING → FREE, one owner at a time.
+
+    Layout   which columns, how many steps and lanes, where each begins in the block
+    Slot     one block of bytes and every column as an array `[T, N, …]` on it
+    Row      one time step of a slot, cut once, so that the hot loop only writes
+    Pool     a few slots; hands out free ones, takes lent ones back
+
+A batch is lent, not copied: its tensors look at the slot's block, through an owner object made for this loan. When
+the last tensor dies, Python frees the owner, the owner's weak reference fires, and the slot is free again.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.spec import Key, Leaf, numpy_dtype
+
+_ALIGN = 64
+_CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data they look at
+
+FLAGS = ("done", "terminated", "truncated")
+REWARD: Key = ("next", "reward")
+TRAJ_IDS: Key = ("collector", "traj_ids")
+MASK: Key = ("collector", "mask")
+VERSION: Key = ("policy_version",)
+
+
+class Layout:
+    """Where every column `[T, N, …]` lies in one block of bytes."""
+
+    def __init__(self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool) -> None:
+        self.columns = dict(columns)
+        self.steps, self.lanes, self.batched = steps, lanes, batched
+        self.offsets: dict[Key, int] = {}
+        end = 0
+        for key, leaf in self.columns.items():
+            self.offsets[key] = end
+            size = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+            end += -(-size // _ALIGN) * _ALIGN
+        self.nbytes = end
+        # Per column, once: what `tensors` needs to look at a block without asking anything again.
+        self._views = []
+        for key, leaf in self.columns.items():
+            shape = (steps, lanes, *leaf.shape)
+            stride = torch.empty(shape, dtype=leaf.dtype, device="meta").stride()
+            offset = self.offsets[key] // numpy_dtype(leaf.dtype).itemsize
+            if batched:
+                size, strides = (lanes, steps, *leaf.shape), (stride[1], stride[0], *stride[2:])
+            else:
+                size, strides = (steps, *leaf.shape), (stride[0], *stride[2:])
+            self._views.append((key, leaf.dtype, size, strides, offset))
+
+    @property
+    def batch_size(self) -> tuple[int, ...]:
+        """The leading dimensions of a delivered batch."""
+        return (self.lanes, self.steps) if self.batched else (self.steps,)
+
+    def arrays(self, block: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
+        """Every column as an array `[T, N, …]` on `block`."""
+        found = {}
+        for key, leaf in self.columns.items():
+            dtype, shape = numpy_dtype(leaf.dtype), (self.steps, self.lanes, *leaf.shape)
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            found[key] = block[self.offsets[key] : self.offsets[key] + size].view(dtype).reshape(shape)
+        return found
+
+    def tensors(self, block: torch.Tensor) -> dict[Key, torch.Tensor]:
+        """Every column as a tensor on `block`, in the delivered order: `[N, T, …]`, or `[T, …]` unbatched."""
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        found = {}
+        for key, dtype, size, stride, offset in self._views:
+            base = typed.get(dtype)
+            if base is None:
+                base = typed[dtype] = block.view(dtype)
+            found[key] = base.as_strided(size, stride, offset)
+        return found
+
+
+class State(enum.Enum):
+    """Who owns a slot."""
+
+    FREE = "free"
+    WRITING = "writing"
+    FULL = "full"
+    READING = "reading"
+
+
+class Row:
+    """One time step of a slot. Arrays are `[N, …]`; policy views lose the lane dimension when unbatched."""
+
+    __slots__ = ("action", "after", "copies", "done", "inputs", "next", "outputs", "reward", "terminated", "truncated")
+
+    inputs: tuple[torch.Tensor, ...]  # what the policy reads
+    outputs: tuple[np.ndarray[Any, Any], ...]  # what the policy writes, action among them
+    action: tuple[np.ndarray[Any, Any], ...]  # what the env reads
+    next: tuple[np.ndarray[Any, Any], ...]  # what the env writes: successors
+    reward: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    done: np.ndarray[Any, Any]
+    after: tuple[np.ndarray[Any, Any], ...]  # the observation of the following step
+    copies: tuple[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]], ...]  # (after, next) pairs
+
+
+class Slot:
+    """One block of memory and its columns."""
+
+    def __init__(self, layout: Layout, index: int = 0) -> None:
+        self.layout, self.index = layout, index
+        raw = np.zeros(layout.nbytes + _ALIGN, np.uint8)
+        start = -raw.ctypes.data % _ALIGN
+        self.block = raw[start : start + layout.nbytes]
+        self.arrays = layout.arrays(self.block)
+        self.state = State.FREE
+        self.rows: list[Row] | None = None
+        self._loan: weakref.ref[np.ndarray[Any, Any]] | None = None
+        flags = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS if (*root, flag) in layout.offsets]
+        first = min(layout.offsets[key] for key in flags)
+        last = max(layout.offsets[key] + self.arrays[key].nbytes for key in flags)
+        self._flags = self.block[first:last]
+
+    def clear_flags(self) -> None:
+        """All flags False: the consumer of the last batch may have written to them."""
+        self._flags[:] = 0
+
+    def lend(self, give_back: Any) -> torch.Tensor:
+        """The block as a tensor; `give_back` is called when nothing looks at it any more."""
+        owner = self.block.view()
+        self._loan = weakref.ref(owner, give_back)
+        return torch.from_numpy(owner)
+
+    def cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
+        """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
+        if self.rows is not None:
+            return iter(self.rows)
+        if self.layout.steps <= _CHUNK:
+            self.rows = list(self._cut(keys, carry, 0, self.layout.steps))
+            return iter(self.rows)
+        bounds = range(0, self.layout.steps, _CHUNK)
+        return (row for a in bounds for row in self._cut(keys, carry, a, min(a + _CHUNK, self.layout.steps)))
+
+    def _cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]], a: int, b: int) -> Iterator[Row]:
+        arrays, batched = self.arrays, self.layout.batched
+        columns = self.layout.columns
+
+        def tensor_rows(key: Key) -> Sequence[torch.Tensor]:
+            part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
+            tensor = torch.from_numpy(part)
+            if columns[key].dtype is torch.bfloat16:
+                tensor = tensor.view(torch.bfloat16)
+            return tensor.unbind(0)
+
+        def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
+            part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
+            # `part[t, ...]` stays an array even where `part[t]` would be a bare number
+            return [part[t, ...] for t in range(b - a)]
+
+        def after_rows(key: Key, last: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+            rows = list(arrays[key][a + 1 : b + 1])
+            return rows if len(rows) == b - a else [*rows, last]
+
+        def flat(key: Key) -> list[np.ndarray[Any, Any]]:
+            return list(arrays[key][a:b, :, 0])
+
+        inputs = [tensor_rows(k) for k in keys.inputs]
+        outputs = [policy_rows(k) for k in keys.outputs]
+        actions = [list(arrays[k][a:b]) for k in keys.action]
+        nexts = [list(arrays[("next", *k)][a:b]) for k in keys.observation]
+        afters = [after_rows(k, last) for k, last in zip(keys.observation, carry)]
+        reward, done = flat(REWARD), flat(("next", "done"))
+        terminated, truncated = flat(("next", "terminated")), flat(("next", "truncated"))
+        for t in range(b - a):
+            row = Row()
+            row.inputs = tuple(c[t] for c in inputs)
+            row.outputs = tuple(c[t] for c in outputs)
+            row.action = tuple(c[t] for c in actions)
+            row.next = tuple(c[t] for c in nexts)
+            row.after = tuple(c[t] for c in afters)
+            row.copies = tuple(zip(row.after, row.next))
+            row.reward, row.done, row.terminated, row.truncated = reward[t], done[t], terminated[t], truncated[t]
+            yield row
+
+
+class RowKeys:
+    """Which columns a row shows to whom, in which order."""
+
+    def __init__(self, inputs: Sequence[Key], outputs: Sequence[Key], action: Sequence[Key], observation: Sequence[Key]):
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.action, self.observation = tuple(action), tuple(observation)
+
+
+class Pool:
+    """At most `limit` lendable slots, made when first needed, and one reserve that never leaves.
+
+    `acquire` never waits: when the consumer holds every lendable slot, the reserve is filled instead and the batch
+    is copied out of it. One batch of memory per slot in flight, and never a batch overwritten.
+    """
+
+    def __init__(self, layout: Layout, limit: int = 2) -> None:
+        self.layout = layout
+        self._limit = limit
+        self._slots: list[Slot] = []
+        # Finalizers append here, from whatever thread drops the last tensor: an append is atomic, a lock could deadlock.
+        self._free: deque[int] = deque()
+        self._reserve: Slot | None = None
+
+    def acquire(self) -> Slot:
+        """A slot to write to."""
+        if self._free:
+            slot = self._slots[self._free.popleft()]
+        elif len(self._slots) < self._limit:
+            slot = Slot(self.layout, len(self._slots))
+            self._slots.append(slot)
+        else:
+            slot = self._reserve = self._reserve or Slot(self.layout, -1)
+        slot.state = State.WRITING
+        return slot
+
+    def lend(self, slot: Slot) -> torch.Tensor:
+        """The bytes of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
+        if slot is self._reserve:
+            slot.state = State.FREE
+            return torch.from_numpy(slot.block.copy())
+        slot.state = State.READING
+        index, slots, free = slot.index, self._slots, self._free
+
+        def give_back(_: object) -> None:
+            slots[index].state = State.FREE
+            free.append(index)
+
+        return slot.lend(give_back)
+
+    def release(self, slot: Slot) -> None:
+        """Take back a slot that was never lent."""
+        slot.state = State.FREE
+        if slot is not self._reserve:
+            self._free.append(slot.index)

@@ -1,0 +1,82 @@
+"""Stats: what a worker has seen, counted once per rollout with whole-array arithmetic."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_RECENT = 100
+
+
+class Stats:
+    """Counts of one worker: frames, episodes, recent returns and lengths, NaN rewards, seconds spent collecting."""
+
+    def __init__(self, lanes: int) -> None:
+        self.frames = 0
+        self.rollouts = 0
+        self.episodes = 0
+        self.nan_rewards = 0
+        self.seconds = 0.0
+        self.returns: deque[float] = deque(maxlen=_RECENT)
+        self.lengths: deque[int] = deque(maxlen=_RECENT)
+        self._return = np.zeros(lanes)
+        self._length = np.zeros(lanes, np.int64)
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A rollout starts."""
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """A rollout is full."""
+        self.seconds += time.perf_counter() - self._began
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        """Episodes cut short by a reset are not counted."""
+        self._return[lanes] = 0.0
+        self._length[lanes] = 0
+
+    def rollout(
+        self, reward: np.ndarray[Any, Any], when: np.ndarray[Any, Any], where: np.ndarray[Any, Any], *, frames: int
+    ) -> None:
+        """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time."""
+        self.rollouts += 1
+        self.frames += frames
+        total = np.cumsum(reward, axis=0, dtype=np.float64)
+        if not np.isfinite(total[-1]).all():
+            self.nan_rewards += int(np.isnan(reward).sum())
+            total = np.cumsum(np.where(np.isfinite(reward), reward, 0.0), axis=0)  # one NaN must not spoil every return
+        if len(when):
+            order = np.lexsort((when, where))
+            t, lane = when[order], where[order]
+            first = np.r_[True, lane[1:] != lane[:-1]]
+            before = np.where(first, -self._return[lane], np.r_[0.0, total[t, lane][:-1]])
+            began = np.where(first, -self._length[lane] - 1, np.r_[0, t[:-1]])
+            returns, lengths = total[t, lane] - before, t - began
+            back = np.argsort(order)  # recent means recent in time, not by lane
+            self.returns.extend(returns[back].tolist())
+            self.lengths.extend(lengths[back].tolist())
+            self.episodes += len(when)
+            last = np.r_[lane[1:] != lane[:-1], True]
+            open_return, open_length = total[-1] + self._return, self._length + len(total)
+            open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
+            open_length[lane[last]] = len(total) - 1 - t[last]
+            self._return, self._length = open_return, open_length
+        else:
+            self._return += total[-1]
+            self._length += len(total)
+
+    def summary(self) -> dict[str, Any]:
+        """The counts, and means over the last hundred episodes (None before the first one ends)."""
+        return {
+            "episodes": self.episodes,
+            "mean_return": float(np.mean(self.returns)) if self.returns else None,
+            "mean_length": float(np.mean(self.lengths)) if self.lengths else None,
+            "nan_rewards": self.nan_rewards,
+            "collect_seconds": self.seconds,
+            "frames_per_second": self.frames / self.seconds if self.seconds else 0.0,
+        }

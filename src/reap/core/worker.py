@@ -1,0 +1,127 @@
+"""Worker: one running fill loop.   take a free slot → fill it → hand it over; stop is the absence of slots.
+
+A worker is built from a `Plan` wherever it lives (this process, another one, another machine), by the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+
+from reap.core.env import Env
+from reap.core.policy import Policy, RandomActions, as_policy
+from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
+from reap.core.slot import FLAGS, Layout, Pool, Slot
+from reap.core.stats import Stats
+from reap.errors import ReapError, WorkerRaised
+from reap.seeding import chain, seed_process
+from reap.spec import Key
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The frozen description a worker is built from."""
+
+    make_env: Callable[[], Env]
+    make_policy: Callable[[], Any]
+    steps: Callable[[int], int]  # lanes → steps per rollout
+    exploration: InteractionType = InteractionType.RANDOM
+    policy_device: torch.device | None = None
+    trust_policy: bool = False
+    compile_policy: dict[str, Any] | None = None
+    reset_when_done: bool = True
+    reset_at_each_iter: bool = False
+    track_traj_ids: bool = True
+    track_policy_version: bool = False
+    stop: Callable[[], bool] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """An env, a policy, the loop that joins them and the slots it fills."""
+
+    def __init__(self, plan: Plan, *, same_slot: bool = False) -> None:
+        self.plan = plan
+        self.env = plan.make_env()
+        spec = self.env.spec
+        self.lanes = spec.lanes
+        self.stats = Stats(spec.lanes)
+        carry = carry_for(spec.observation, spec.lanes)
+        try:
+            self.env.reset(range(spec.lanes), carry)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self.model = plan.make_policy()
+        self.policy = self._policy(carry)
+        self.env.expect({key: self.policy.outputs[key] for key in spec.action})
+        self.random = RandomActions(spec.action, self.policy.outputs)
+        self.loop = RolloutLoop(
+            self.env,
+            self.policy,
+            carry=carry,
+            ids=TrajectoryIds(),
+            stats=self.stats,
+            reset_when_done=plan.reset_when_done,
+            stop=plan.stop,
+        )
+        columns = columns_of(
+            self.env,
+            self.policy,
+            ids=plan.track_traj_ids,
+            mask=not plan.reset_when_done or plan.stop is not None,
+            version=plan.track_policy_version,
+        )
+        self.layout = Layout(columns, plan.steps(spec.lanes), spec.lanes, batched=spec.batched)
+        self.pool = Pool(self.layout, limit=0 if same_slot else 2)
+
+    def _policy(self, carry: Sequence[Any]) -> Policy:
+        spec, plan = self.env.spec, self.plan
+        columns: dict[Key, torch.Tensor] = {}
+        for key, first in zip(spec.observation, carry):
+            tensor = torch.from_numpy(first)
+            columns[key] = tensor if spec.batched else tensor[0]
+        for flag in FLAGS:
+            columns[(flag,)] = torch.zeros((spec.lanes, 1) if spec.batched else (1,), dtype=torch.bool)
+        return as_policy(
+            self.model,
+            columns=columns,
+            observation=list(spec.observation),
+            action=spec.action,
+            lanes=spec.lanes if spec.batched else None,
+            kind=plan.exploration,
+            device=plan.policy_device,
+            trust=plan.trust_policy,
+            compile=plan.compile_policy,
+        )
+
+    def fill(self, slot: Slot, *, random: bool = False) -> int:
+        """One rollout into `slot`; returns the frames made."""
+        if self.plan.reset_at_each_iter:
+            self.loop.reset(range(self.lanes))
+        self.stats.begin()
+        before = self.stats.frames
+        self.loop.fill(slot, self.random if random else None)
+        self.stats.end()
+        return self.stats.frames - before
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        """New episodes in `lanes`, or in all."""
+        self.loop.reset(range(self.lanes) if lanes is None else lanes)
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        """Seed process and lanes and begin again; returns the link after the last lane's."""
+        seeds, following = chain(seed, self.lanes, static=static)
+        seed_process(seed)
+        # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
+        self.loop.reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
+        return following
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()

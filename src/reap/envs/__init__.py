@@ -1,0 +1,13 @@
+"""Environments: `GymEnv`, `SerialEnv`, and whatever a collector accepts as an env."""
+
+from __future__ import annotations
+
+from reap.core.exploration import ExplorationType
+from reap.envs.accept import as_env
+from reap.envs.base import EnvBase
+from reap.envs.gymnasium import GymEnv
+from reap.envs.serial import SerialEnv
+
+GymWrapper = GymEnv
+
+__all__ = ["EnvBase", "ExplorationType", "GymEnv", "GymWrapper", "SerialEnv", "as_env"]

@@ -1,0 +1,34 @@
+"""What a collector accepts as an env: one page with every door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+
+from reap.core.env import Env
+from reap.envs.base import EnvBase
+from reap.envs.gymnasium import GymEnv, GymLanes
+from reap.errors import WrongArgument, WrongState
+
+
+def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
+    """An env, a Gymnasium env, an id, or a factory of any of them, as lanes the engine can step."""
+    kwargs = dict(kwargs or {})
+    if isinstance(source, str):
+        return GymEnv(source, **kwargs).lanes_env
+    if isinstance(source, (Env, EnvBase, gym.Env)):
+        if kwargs:
+            raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
+        if isinstance(source, EnvBase):
+            if source.is_closed:
+                raise WrongState(f"{type(source).__name__} is closed; make a new one")
+            return source.lanes_env
+        return GymLanes([source]) if isinstance(source, gym.Env) else source
+    if callable(source):
+        made = source(**kwargs)
+        if callable(made) and not isinstance(made, (Env, EnvBase, gym.Env)):
+            raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
+        return as_env(made)
+    raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")

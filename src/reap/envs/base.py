@@ -1,0 +1,249 @@
+"""EnvBase: an env for people. `reset`, `step`, `rollout` by hand, in TensorDicts; the engine's lanes underneath.
+
+A collector takes only the lanes (`.lanes_env`); nothing on this page is on its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from reap.core.assemble import assemble
+from reap.core.env import Env, Rows
+from reap.core.policy import RandomActions, as_policy
+from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
+from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
+from reap.core.stats import Stats
+from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.seeding import chain
+from reap.spec import AnyKey, Key, Leaf, show
+
+
+class EnvBase:
+    """One env, or several lanes of it, used by hand.
+
+    >>> env = GymEnv("CartPole-v1")
+    >>> td = env.reset()
+    >>> td = env.rand_step(td)
+    >>> td["next", "reward"]
+    tensor([1.])
+    """
+
+    def __init__(self, lanes_env: Env, *, device: Any = None) -> None:
+        self.lanes_env = lanes_env
+        self.device = torch.device(device) if device is not None else None
+        self._seeds: list[int] | None = None
+        self._carry = carry_for(lanes_env.spec.observation, lanes_env.spec.lanes)
+        self._one: tuple[tuple[Leaf, ...], Slot] | None = None
+        self.is_closed = False
+
+    # ---- what it looks like -------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """[] for one env, [N] for lanes."""
+        spec = self.lanes_env.spec
+        return torch.Size([spec.lanes] if spec.batched else [])
+
+    @property
+    def observation_spec(self) -> dict[AnyKey, Leaf]:
+        """Leaves of the observation by key."""
+        return {k[0] if len(k) == 1 else k: leaf for k, leaf in self.lanes_env.spec.observation.items()}
+
+    @property
+    def action_keys(self) -> list[AnyKey]:
+        """Keys of the action leaves."""
+        return [k[0] if len(k) == 1 else k for k in self.lanes_env.spec.action]
+
+    @property
+    def action_key(self) -> AnyKey:
+        """The key of the only action leaf."""
+        return self._only_action()[0]
+
+    @property
+    def action_spec(self) -> Leaf:
+        """The only action leaf."""
+        return self._only_action()[1]
+
+    def _only_action(self) -> tuple[AnyKey, Leaf]:
+        action = self.lanes_env.spec.action
+        if len(action) != 1:
+            raise UsageError(f"this env has {len(action)} action leaves; see action_keys")
+        ((key, leaf),) = action.items()
+        return (key[0] if len(key) == 1 else key), leaf
+
+    def __repr__(self) -> str:
+        spec = self.lanes_env.spec
+        leaves = {"observation": spec.observation, "action": spec.action}
+        text = "; ".join(f"{what} {', '.join(f'{show(k)} {v}' for k, v in of.items())}" for what, of in leaves.items())
+        return f"{type(self).__name__}({text}; batch_size={list(self.batch_size)})"
+
+    # ---- what it does ---------------------------------------------------------------------------------------------
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the next `reset`, lane by lane; returns the seed that follows the last lane's."""
+        self._seeds, following = chain(seed, self.lanes_env.spec.lanes, static=static_seed)
+        return following
+
+    def reset(self) -> TensorDict:
+        """Begin new episodes in all lanes."""
+        self._open()
+        self._restart()
+        td = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for key, value in zip(self.lanes_env.spec.observation, self._carry):
+            td.set(key, torch.from_numpy(value if self.lanes_env.spec.batched else value[0]).clone())
+        for flag in FLAGS:
+            td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
+        return td
+
+    def _restart(self) -> None:
+        seeds, self._seeds = self._seeds, None
+        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._carry, seeds)
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """Write a random action into `tensordict` (a new one if there is none)."""
+        td = TensorDict({}, batch_size=self.batch_size, device=self.device) if tensordict is None else tensordict
+        for key, leaf in self.lanes_env.spec.action.items():
+            td.set(key, leaf.rand(tuple(self.batch_size)))
+        return td
+
+    def rand_step(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """One step with a random action."""
+        return self.step(self.rand_action(tensordict))
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """One step with the action in `tensordict`; the result goes under "next"."""
+        self._open()
+        spec = self.lanes_env.spec
+        actions = {}
+        for key in spec.action:
+            value = tensordict.get(key, None)
+            if value is None:
+                raise WrongArgument(f"step needs {show(key)} in the tensordict; it holds {list(tensordict.keys(True))}")
+            if value.shape[: len(self.batch_size)] != self.batch_size:
+                raise SpecMismatch(f"{show(key)} has shape {list(value.shape)}, the env's batch is {list(self.batch_size)}")
+            actions[key] = value.detach().cpu()
+        slot = self._slot({k: Leaf(tuple(v.shape[len(self.batch_size) :]), v.dtype) for k, v in actions.items()})
+        slot.clear_flags()
+        (row,) = slot.cut(RowKeys((), (), list(spec.action), list(spec.observation)), self._carry)
+        for array, value in zip(row.action, actions.values()):
+            array[...] = value.numpy().reshape(array.shape)
+        self.lanes_env.step(range(spec.lanes), row)
+        block = torch.from_numpy(slot.block.copy())
+        batch = assemble(block, slot.layout, device=None)
+        at = (slice(None), 0) if spec.batched else 0
+        following = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for key, value in batch["next"].items(True, True):
+            following.set(key, value[at])
+        tensordict.set("next", following)
+        return tensordict
+
+    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+        """`step`, and the root of the step after it: the successor, or a reset observation where an episode ended."""
+        stepped = self.step(tensordict)
+        root = stepped["next"].exclude("reward")
+        done = root["done"].reshape(-1)
+        if bool(done.any()):
+            lanes = done.nonzero().reshape(-1).tolist()
+            self.lanes_env.reset(lanes, self._carry)
+            for key, value in zip(self.lanes_env.spec.observation, self._carry):
+                fresh = torch.from_numpy(value)
+                target = root.get(key).clone()
+                target.reshape(self.lanes_env.spec.lanes, -1)[lanes] = fresh.reshape(len(fresh), -1)[lanes].to(target.device)
+                root.set(key, target)
+            for flag in FLAGS:
+                root.set(flag, torch.zeros_like(root[flag]))
+        return stepped, root
+
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Any = None,
+        *,
+        auto_reset: bool = True,
+        break_when_any_done: bool = True,
+    ) -> TensorDict:
+        """Up to `max_steps` steps under `policy` (random if None), from a reset, as one batch ending in "time"."""
+        self._open()
+        if max_steps < 1:
+            raise UsageError(f"max_steps must be at least 1, got {max_steps}")
+        env = _Watched(self.lanes_env)
+        spec = env.spec
+        if auto_reset:
+            self._restart()
+        columns = {k: torch.from_numpy(c if spec.batched else c[0]) for k, c in zip(spec.observation, self._carry)}
+        chosen = as_policy(
+            policy,
+            columns=columns,
+            observation=list(spec.observation),
+            action=spec.action,
+            lanes=spec.lanes if spec.batched else None,
+        )
+        env.expect({k: chosen.outputs[k] for k in spec.action})
+        self._one = None  # the env now expects this policy's actions
+        loop = RolloutLoop(
+            env,
+            chosen,
+            carry=self._carry,
+            ids=TrajectoryIds(),
+            stats=Stats(spec.lanes),
+            stop=env.any_ended if break_when_any_done else None,
+        )
+        columns_ = columns_of(env, chosen, ids=False, mask=False, version=False)
+        slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
+        steps = loop.fill(slot)
+        batch = assemble(torch.from_numpy(slot.block), slot.layout, device=None)
+        batch = batch[..., :steps] if steps < max_steps else batch
+        return batch.to(self.device) if self.device is not None else batch
+
+    def close(self, **_: Any) -> None:
+        """Close the env. May be called twice."""
+        self.is_closed = True
+        self.lanes_env.close()
+
+    def __enter__(self) -> EnvBase:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self.is_closed:
+            raise WrongState(f"{type(self).__name__} is closed; make a new one")
+
+    def _slot(self, action: dict[Key, Leaf]) -> Slot:
+        """A slot of one step for `step`, kept while actions look the same."""
+        leaves = tuple(action.values())
+        if self._one is None or self._one[0] != leaves:
+            self.lanes_env.expect(action)
+            columns = columns_of(self.lanes_env, RandomActions(action), ids=False, mask=False, version=False)
+            spec = self.lanes_env.spec
+            self._one = leaves, Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))
+        return self._one[1]
+
+
+class _Watched(Env):
+    """Passes everything through and remembers whether the last step ended an episode."""
+
+    def __init__(self, env: Env) -> None:
+        self._env, self.spec = env, env.spec
+        self._ended: list[int] = []
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into, seeds)
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        self._ended = self._env.step(lanes, row)
+        return self._ended
+
+    def any_ended(self) -> bool:
+        return bool(self._ended)
+
+    def close(self) -> None:
+        self._env.close()

@@ -1,0 +1,210 @@
+"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the env people type.
+
+    GymLanes   N separate envs stepped one after another, written straight into slot rows
+    GymEnv     one of them, from an id or an env
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.base import EnvBase
+from reap.envs.spaces import Actions, Observations, fit
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show_keys, torch_dtype
+
+InfoKeys = Sequence[str] | Mapping[str, Any]
+
+
+class GymLanes(Env):
+    """N `gym.Env`s with the same spaces, one lane each."""
+
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        *,
+        categorical: bool = False,
+        info_keys: InfoKeys = (),
+        batched: bool = False,
+    ) -> None:
+        if not envs:
+            raise UsageError("an env needs at least one lane")
+        self.envs = list(envs)
+        self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
+        first = self.envs[0]
+        for lane, env in enumerate(self.envs[1:], 1):
+            for what in ("observation_space", "action_space"):
+                mine, theirs = getattr(first, what), getattr(env, what)
+                if mine != theirs:
+                    raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
+        self._observations = Observations(first.observation_space, categorical=categorical)
+        self._actions = Actions(first.action_space, categorical=categorical)
+        self._info = _info_leaves(info_keys)
+        self._info_at = len(self._observations.leaves)
+        clash = [k for k in self._info if k in self._observations.leaves]
+        if clash:
+            raise UsageError(f"info_keys {show_keys(clash)} are observation keys already")
+        self.spec = EnvSpec(
+            observation={**self._observations.leaves, **self._info},
+            action=self._actions.leaves,
+            lanes=len(self.envs),
+            batched=batched,
+        )
+        self._steps = [env.step for env in self.envs]
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
+        """These lanes and those of `others` as one batched env."""
+        for other in others:
+            if other._settings != self._settings:
+                raise SpecMismatch(f"lanes are encoded differently: {self._settings} and {other._settings}")
+        return GymLanes([e for lanes in (self, *others) for e in lanes.envs], batched=True, **self._settings)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        shape, dtype = self._observations.plain
+        lane = 0
+        try:
+            for i, lane in enumerate(lanes):
+                env = self.envs[lane]
+                observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                    into[0][lane] = observation
+                else:
+                    self._observations.write(observation, into, lane)
+                if self._info:
+                    self._write_info(info, into, lane)
+        except ReapError as error:
+            raise error.at(lane=lane)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        actions = self._decode(*row.action)
+        steps, write, successors, reward = self._steps, self._observations.write, row.next, row.reward
+        first, infos = successors[0], self._info
+        shape, dtype = self._observations.plain
+        ended: list[int] = []
+        lane = 0
+        try:
+            for lane in lanes:
+                observation, r, terminated, truncated, info = steps[lane](actions[lane])
+                # One array of just the right kind is the common case: a bare row assignment. All else goes the long way.
+                if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                    first[lane] = observation
+                else:
+                    write(observation, successors, lane)
+                reward[lane] = r
+                if infos:
+                    self._write_info(info, successors, lane)
+                if terminated or truncated:
+                    row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
+                    ended += [lane]
+        except ReapError as error:
+            raise error.at(lane=lane)
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}").at(lane=lane) from cause
+        return ended
+
+    def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
+        for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
+            value = info.get(key[0])
+            array[lane] = 0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+def _info_leaves(info_keys: InfoKeys) -> dict[Key, Leaf]:
+    """Declared info keys as leaves: a name alone is a float32 number; a mapping gives dtype, (dtype, shape) or space."""
+    if isinstance(info_keys, str):
+        raise WrongArgument(f"info_keys must be a list of names or a mapping, got the string {info_keys!r}")
+    declared = dict(info_keys) if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys, np.float32)
+    leaves: dict[Key, Leaf] = {}
+    for name, what in declared.items():
+        if isinstance(what, gym.Space):
+            dtype, shape = what.dtype, what.shape or ()
+        else:
+            dtype, shape = what if isinstance(what, tuple) else (what, ())
+        leaves[(name,)] = Leaf(tuple(shape), dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype))
+    return leaves
+
+
+class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
+    """Repeats each action, adds up the rewards, and stops early where the episode ends."""
+
+    def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
+        if times < 1:
+            raise UsageError(f"frame_skip must be at least 1, got {times}")
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> Any:
+        total = 0.0
+        for _ in range(self._times):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+
+class GymEnv(EnvBase):
+    """A Gymnasium env, from its id or the env itself.
+
+    >>> env = GymEnv("CartPole-v1")
+    >>> env.rollout(3)["observation"].shape
+    torch.Size([3, 4])
+
+    Args:
+        env: a Gymnasium id (further keywords go to `gymnasium.make`) or a `gymnasium.Env`.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        frame_skip: repeat each action this often, adding up rewards.
+        from_pixels: add what `render()` shows as "pixels"; `pixels_only` leaves everything else out.
+        info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
+            (dtype, shape) or a space. Missing entries are zero.
+        device: where tensors used by hand are placed.
+    """
+
+    def __init__(
+        self,
+        env: str | gym.Env[Any, Any],
+        *,
+        categorical_action_encoding: bool = False,
+        frame_skip: int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = False,
+        info_keys: InfoKeys = (),
+        device: Any = None,
+        **make_kwargs: Any,
+    ) -> None:
+        if isinstance(env, str):
+            if from_pixels:
+                make_kwargs.setdefault("render_mode", "rgb_array")
+            inner: gym.Env[Any, Any] = gym.make(env, **make_kwargs)
+        elif isinstance(env, gym.Env):
+            if make_kwargs:
+                raise WrongArgument(f"{sorted(make_kwargs)} go to gymnasium.make; a finished env takes none")
+            inner = env
+        else:
+            raise WrongArgument(f"GymEnv takes an id or a gymnasium.Env, got {type(env).__name__}")
+        if frame_skip is not None and frame_skip != 1:
+            inner = FrameSkip(inner, frame_skip)
+        if from_pixels:
+            inner.reset()  # some envs can render only after a reset, and the wrapper renders to learn the shape
+            inner = gym.wrappers.AddRenderObservation(
+                inner, render_only=pixels_only, render_key="pixels", obs_key="observation"
+            )
+        super().__init__(
+            GymLanes([inner], categorical=categorical_action_encoding, info_keys=info_keys), device=device
+        )

@@ -1,0 +1,65 @@
+"""StepLimit: episodes cut after so many steps, with the count as a column.
+
+Wraps any env; the loop knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.errors import UsageError
+from reap.spec import EnvSpec, Key, Leaf
+
+STEP_COUNT: Key = ("step_count",)
+
+
+class StepLimit(Env):
+    """Truncates after `limit` steps and reports `step_count`: 0 at a reset, counted up by each step."""
+
+    def __init__(self, env: Env, limit: int) -> None:
+        if STEP_COUNT in env.spec.observation:
+            raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
+        self._env, self._limit = env, limit
+        spec = env.spec
+        observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
+        self.spec = EnvSpec(observation, spec.action, spec.lanes, spec.batched)
+        self._count = np.zeros(spec.lanes, np.int64)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[:-1], seeds)
+        self._count[list(lanes)] = 0
+        into[-1][list(lanes)] = 0
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        self._sent = lanes, row
+        self._env.send(lanes, row)
+
+    def recv(self) -> list[int]:
+        lanes, row = self._sent
+        ended = self._env.recv()
+        count = self._count
+        if len(lanes) == len(count):
+            count += 1
+        else:
+            count[list(lanes)] += 1
+        row.next[-1][:, 0] = count
+        over = count >= self._limit
+        if over.any():
+            for lane in np.flatnonzero(over).tolist():
+                if lane in lanes:
+                    row.truncated[lane] = row.done[lane] = True
+                    if lane not in ended:
+                        ended.append(lane)
+            ended.sort()
+        return ended
+
+    def close(self) -> None:
+        self._env.close()

@@ -1,0 +1,279 @@
+"""Gymnasium spaces as leaves: how an observation is written to a row, and how an action is read from one.
+
+| space                    | default (one-hot)      | categorical_action_encoding=True |
+|--------------------------|------------------------|----------------------------------|
+| Discrete(n, start)       | int64 [n]              | int64 [], counted from 0         |
+| MultiDiscrete, equal n   | int64 [k, n]           | int64 [k]                        |
+| MultiDiscrete, mixed     | int64 [sum n]          | int64 [k]                        |
+| MultiBinary(n)           | int8 [n]               | the same                         |
+| Box                      | its own; [] becomes [1]| the same                         |
+| Dict, Tuple              | nested keys            | the same                         |
+
+Actions are understood in any of these forms, whatever the flag says: what the policy writes decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from reap.errors import SpecMismatch, UsageError
+from reap.spec import Key, Leaf, numpy_dtype, show, torch_dtype
+
+Array = np.ndarray[Any, Any]
+Put = Callable[[Array, int, Any], None]
+Decode = Callable[[Array], Sequence[Any]]
+
+
+class Observations:
+    """The leaves of an observation space, and the writing of one observation into row arrays."""
+
+    def __init__(self, space: gym.Space[Any], *, categorical: bool) -> None:
+        self.leaves: dict[Key, Leaf] = {}
+        self._puts: list[tuple[tuple[Any, ...], Put]] = []
+        self._add(space, (), (), categorical)
+        #: shape and dtype of a plain Box observation, for a bare row assignment in the hot path; Nones if it is not one
+        self.plain: tuple[Any, Any] = (None, None)
+        if isinstance(space, spaces.Box) and space.shape:
+            self.plain = tuple(space.shape), space.dtype
+
+    def write(self, observation: Any, arrays: Sequence[Array], lane: int) -> None:
+        """Write one lane's observation, checked, into `arrays` (in the order of `leaves`)."""
+        for array, (path, put) in zip(arrays, self._puts):
+            value = observation
+            for part in path:
+                value = value[part]
+            put(array, lane, value)
+
+    def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
+        if isinstance(space, spaces.Dict):
+            for name, sub in space.spaces.items():
+                self._add(sub, (*key, "observation" if name == "state" and not key else str(name)), (*path, name), categorical)
+            return
+        if isinstance(space, spaces.Tuple):
+            if _stackable(space):
+                self._leaf(*_tuple_leaf(space), key=key or ("observation",), path=path)
+                return
+            for i, sub in enumerate(space.spaces):
+                self._add(sub, (*(key or ("observation",)), str(i)), (*path, i), categorical)
+            return
+        leaf, put = _observation_leaf(space, categorical)
+        image = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+        self._leaf(leaf, put, key=key or (("pixels",) if image else ("observation",)), path=path)
+
+    def _leaf(self, leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
+        if key in self.leaves:
+            raise UsageError(f"two observation entries would both be called {show(key)}")
+        self.leaves[key] = leaf
+        self._puts.append((path, put))
+
+
+def _stackable(space: spaces.Tuple) -> bool:
+    first = space.spaces[0] if space.spaces else None
+    return isinstance(first, spaces.Box) and all(
+        isinstance(s, spaces.Box) and s.shape == first.shape and s.dtype == first.dtype for s in space.spaces
+    )
+
+
+def _tuple_leaf(space: spaces.Tuple) -> tuple[Leaf, Put]:
+    first = space.spaces[0]
+    assert isinstance(first, spaces.Box)
+    leaf = Leaf((len(space.spaces), *first.shape), torch_dtype(first.dtype), space)
+    part = _put_array(first.shape, first.dtype)
+
+    def put(array: Array, lane: int, value: Any) -> None:
+        if len(value) != leaf.shape[0]:
+            raise SpecMismatch(f"env returned a tuple of {len(value)}, its space holds {leaf.shape[0]}")
+        for i, one in enumerate(value):
+            part(array[lane], i, one)
+
+    return leaf, put
+
+
+def _observation_leaf(space: gym.Space[Any], categorical: bool) -> tuple[Leaf, Put]:
+    if isinstance(space, spaces.Box):
+        shape = space.shape or (1,)
+        return Leaf(shape, torch_dtype(space.dtype), space), _put_array(space.shape, space.dtype)
+    if isinstance(space, spaces.MultiBinary):
+        return Leaf(space.shape, torch.int8, space), _put_array(space.shape, np.dtype(np.int8))
+    if isinstance(space, spaces.Discrete):
+        n, start = int(space.n), int(space.start)
+        if categorical:
+            return Leaf((), torch.int64, space), _put_index(n, start)
+        return Leaf((n,), torch.int64, space, one_hot=True), _put_one_hot(n, start)
+    if isinstance(space, spaces.MultiDiscrete):
+        shape = one_hot_shape(space)
+        if categorical:
+            return Leaf(space.shape, torch.int64, space), _put_categories(space)
+        return Leaf(shape, torch.int64, space, one_hot=True), _put_multi_one_hot(space)
+    raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
+
+
+def one_hot_shape(space: spaces.MultiDiscrete) -> tuple[int, ...]:
+    """`[k, n]` when all choices have the same size, `[sum n]` otherwise."""
+    nvec = space.nvec
+    return (*nvec.shape, int(nvec.flat[0])) if (nvec == nvec.flat[0]).all() else (int(nvec.sum()),)
+
+
+def _put_array(shape: tuple[int, ...], dtype: Any) -> Put:
+    dtype = np.dtype(dtype)
+
+    def put(array: Array, lane: int, value: Any) -> None:
+        if value.__class__ is not np.ndarray or value.shape != shape or value.dtype is not dtype:
+            value = fit(value, shape, dtype)
+        array[lane] = value
+
+    return put
+
+
+def fit(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str = "observation") -> Array:
+    """A value that is not exactly what the space says, as if it were; SpecMismatch if that would lose anything."""
+    array = np.asarray(value)
+    if array.shape != tuple(shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise SpecMismatch(
+            f"env returned {what} {array.dtype}{list(array.shape)}, its space says {dtype}{list(shape)}"
+        )
+    return array
+
+
+def _category(value: Any, n: int, start: int) -> int:
+    index = int(value) - start
+    if not 0 <= index < n:
+        raise SpecMismatch(f"env returned {value!r} for Discrete({n}, start={start})")
+    return index
+
+
+def _put_index(n: int, start: int) -> Put:
+    def put(array: Array, lane: int, value: Any) -> None:
+        array[lane] = _category(value, n, start)
+
+    return put
+
+
+def _put_one_hot(n: int, start: int) -> Put:
+    def put(array: Array, lane: int, value: Any) -> None:
+        array[lane] = 0
+        array[lane, _category(value, n, start)] = 1
+
+    return put
+
+
+def _categories(value: Any, space: spaces.MultiDiscrete) -> Array:
+    index = fit(value, space.shape, np.dtype(np.int64)) - space.start
+    if ((index < 0) | (index >= space.nvec)).any():
+        raise SpecMismatch(f"env returned {value!r} for {space}")
+    return index
+
+
+def _put_categories(space: spaces.MultiDiscrete) -> Put:
+    def put(array: Array, lane: int, value: Any) -> None:
+        array[lane] = _categories(value, space)
+
+    return put
+
+
+def _put_multi_one_hot(space: spaces.MultiDiscrete) -> Put:
+    sizes = space.nvec.reshape(-1)
+    offsets = np.cumsum(sizes) - sizes
+
+    def put(array: Array, lane: int, value: Any) -> None:
+        array[lane] = 0
+        array[lane].reshape(-1)[offsets + _categories(value, space).reshape(-1)] = 1
+
+    return put
+
+
+class Actions:
+    """The leaves of an action space, and the reading of a row's actions as what the env's `step` takes."""
+
+    def __init__(self, space: gym.Space[Any], *, categorical: bool) -> None:
+        self.space = space
+        self.leaves: dict[Key, Leaf] = {}
+        self._collect(space, ("action",), categorical)
+
+    def _collect(self, space: gym.Space[Any], key: Key, categorical: bool) -> None:
+        for name, sub in _children(space):
+            self._collect(sub, (*key, str(name)), categorical)
+        if not _children(space):
+            self.leaves[key] = _action_leaf(space, categorical)
+
+    def decoder(self, columns: Mapping[Key, Leaf]) -> Callable[..., Sequence[Any]]:
+        """A function from row arrays (in the order of `leaves`) to one action per lane. SpecMismatch if unreadable."""
+        decodes = {key: _decoder(key, leaf.space, columns[key]) for key, leaf in self.leaves.items()}
+        if len(decodes) == 1 and not _children(self.space):
+            (only,) = decodes.values()
+            return only
+        order = list(self.leaves)
+
+        def decode(*arrays: Array) -> Sequence[Any]:
+            per_leaf = {key: decodes[key](array) for key, array in zip(order, arrays)}
+            return [self._nest(self.space, ("action",), per_leaf, lane) for lane in range(len(arrays[0]))]
+
+        return decode
+
+    def _nest(self, space: gym.Space[Any], key: Key, per_leaf: Mapping[Key, Sequence[Any]], lane: int) -> Any:
+        children = _children(space)
+        if not children:
+            return per_leaf[key][lane]
+        parts = {name: self._nest(sub, (*key, str(name)), per_leaf, lane) for name, sub in children}
+        return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+
+
+def _children(space: gym.Space[Any]) -> list[tuple[Any, gym.Space[Any]]]:
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.items())
+    return list(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else []
+
+
+def _action_leaf(space: gym.Space[Any], categorical: bool) -> Leaf:
+    if isinstance(space, spaces.Discrete):
+        return Leaf(() if categorical else (int(space.n),), torch.int64, space, one_hot=not categorical)
+    if isinstance(space, spaces.MultiDiscrete):
+        shape = space.shape if categorical else one_hot_shape(space)
+        return Leaf(shape, torch.int64, space, one_hot=not categorical)
+    if isinstance(space, spaces.MultiBinary):
+        return Leaf(space.shape, torch.int8, space)
+    if isinstance(space, spaces.Box):
+        return Leaf(space.shape or (1,), torch_dtype(space.dtype), space)
+    raise UsageError(f"action space {space} has no tensor form")
+
+
+def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf) -> Decode:
+    whole = not column.dtype.is_floating_point and not column.dtype.is_complex
+    shape = column.shape
+    if isinstance(space, spaces.Discrete):
+        n, start = int(space.n), int(space.start)
+        if shape in ((), (1,)) and whole:
+            return _index_decoder(n, start)
+        if shape == (n,):
+            return lambda a: (a.argmax(-1) + start).tolist()
+    elif isinstance(space, spaces.MultiDiscrete):
+        nvec, start, dtype = space.nvec, space.start, space.dtype
+        if shape == space.shape and whole:
+            return lambda a: (a + start).astype(dtype)
+        if shape == (*space.shape, int(nvec.flat[0])) and shape == one_hot_shape(space):
+            return lambda a: (a.argmax(-1) + start).astype(dtype)
+        if shape == (int(nvec.sum()),) and len(space.shape) == 1:
+            cuts = np.cumsum(nvec)[:-1]
+            return lambda a: (np.stack([p.argmax(-1) for p in np.split(a, cuts, -1)], -1) + start).astype(dtype)
+    elif isinstance(space, (spaces.Box, spaces.MultiBinary)) and shape == (space.shape or (1,)):
+        own, target = space.dtype, space.shape
+        if column.dtype is not torch.bfloat16 and np.can_cast(numpy_dtype(column.dtype), own, "same_kind"):
+            # astype copies: foreign code may keep or change what it is given, and slots are recycled
+            return lambda a: a.astype(own).reshape(len(a), *target)
+    raise SpecMismatch(f"policy writes {show(key)} as {column}, the env's action space is {space}")
+
+
+def _index_decoder(n: int, start: int) -> Decode:
+    def decode(array: Array) -> Sequence[Any]:
+        index: list[int] = array.tolist() if array.ndim == 1 else array[:, 0].tolist()
+        if min(index) < 0 or max(index) >= n:
+            raise SpecMismatch(f"policy chose action {next(i for i in index if not 0 <= i < n)} of {n} (0 to {n - 1})")
+        return index if start == 0 else [i + start for i in index]
+
+    return decode

@@ -1,0 +1,75 @@
+"""Everything reap raises, in one tree.
+
+    ReapError
+    ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
+    │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
+    │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
+    │   └── SpecMismatch                     two sides disagree on a shape or dtype; both are printed
+    ├── WorkerError (RuntimeError)       collecting failed
+    │   └── WorkerRaised                     env or policy raised; the original exception is the cause
+    └── MissingDependency (ImportError)  an optional library is not installed
+
+Messages say who, what, where, what next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ReapError(Exception):
+    """The root of every error reap raises on purpose."""
+
+    lane: int | None = None
+    step: int | None = None
+
+    def at(self, *, lane: int | None = None, step: int | None = None) -> ReapError:
+        """Remember where it happened; known places are kept. Returns self, to be raised."""
+        self.lane = lane if self.lane is None else self.lane
+        self.step = step if self.step is None else self.step
+        return self
+
+    def __str__(self) -> str:
+        places = [f"{name} {n}" for name, n in (("lane", self.lane), ("step", self.step)) if n is not None]
+        message = super().__str__()
+        return f"{', '.join(places)}: {message}" if places else message
+
+
+class UsageError(ReapError, ValueError):
+    """A wrong call. Nothing was started and nothing was lost."""
+
+
+class WrongArgument(UsageError, TypeError):
+    """An argument of the wrong kind, a missing one, or one that does not exist."""
+
+
+class WrongState(UsageError, RuntimeError):
+    """A right call at the wrong time."""
+
+
+class SpecMismatch(UsageError):
+    """Two sides disagree on a shape, a dtype or a set of keys."""
+
+
+class WorkerError(ReapError, RuntimeError):
+    """Collecting failed inside a worker."""
+
+
+class WorkerRaised(WorkerError):
+    """The env or the policy raised; `__cause__` is the original exception."""
+
+
+class MissingDependency(ReapError, ImportError):
+    """An optional library is needed; the message holds the pip line."""
+
+
+def missing(library: str, extra: str) -> MissingDependency:
+    """The error for an absent optional library."""
+    return MissingDependency(f"{library} is not installed; pip install 'reap[{extra}]'")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """" did you mean 'x'?", or nothing when no word is close."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,157 @@
+"""Specs: what one lane's values look like, addressed by nested keys.
+
+    Leaf      one column: shape, dtype, and the Gymnasium space it came from
+    EnvSpec   the leaves an env reports and the leaves it takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Union
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from reap.errors import UsageError
+
+Key = tuple[str, ...]
+AnyKey = Union[str, tuple[str, ...]]
+
+# bfloat16 has no NumPy type: its bits travel as int16, and only torch ever reads them.
+_NUMPY = {
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.int16,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.uint16: np.uint16,
+    torch.uint32: np.uint32,
+    torch.uint64: np.uint64,
+    torch.bool: np.bool_,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+_TORCH = {np.dtype(n): t for t, n in _NUMPY.items() if t is not torch.bfloat16}
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The NumPy type that holds the same bytes."""
+    return np.dtype(_NUMPY[dtype])
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """The torch type for a NumPy one; a UsageError for strings and objects."""
+    try:
+        return _TORCH[np.dtype(dtype)]
+    except KeyError:
+        raise UsageError(f"dtype {dtype} has no tensor form") from None
+
+
+def as_key(key: AnyKey) -> Key:
+    """A key as a tuple: "a" → ("a",)."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def show(key: Key) -> str:
+    """A key as users write it."""
+    return repr(key[0]) if len(key) == 1 else repr(key)
+
+
+def show_keys(keys: Iterable[Key]) -> str:
+    """Keys as users write them, in a list."""
+    return "[" + ", ".join(show(k) for k in keys) + "]"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One column of the data, as one lane sees it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    space: gym.Space[Any] | None = None
+    one_hot: bool = False
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    @property
+    def n(self) -> int:
+        """How many choices a discrete leaf has."""
+        if not isinstance(self.space, gym.spaces.Discrete):
+            raise UsageError(f"n is the size of a discrete space; this leaf is {self.space}")
+        return int(self.space.n)
+
+    @property
+    def low(self) -> torch.Tensor:
+        """The lower bound of a Box leaf."""
+        return torch.as_tensor(self._box().low)
+
+    @property
+    def high(self) -> torch.Tensor:
+        """The upper bound of a Box leaf."""
+        return torch.as_tensor(self._box().high)
+
+    def _box(self) -> gym.spaces.Box:
+        if not isinstance(self.space, gym.spaces.Box):
+            raise UsageError(f"low and high are the bounds of a Box; this leaf is {self.space}")
+        return self.space
+
+    def rand(self, size: tuple[int, ...] = ()) -> torch.Tensor:
+        """Random values of shape `[*size, *shape]` from torch's generator, encoded as this leaf is."""
+        count = int(np.prod(size, dtype=np.int64))
+        return _random(self, count).reshape(*size, *self.shape).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """The leaves an env reports, and the ones it takes. `batched` says whether a lane dimension is delivered."""
+
+    observation: Mapping[Key, Leaf]
+    action: Mapping[Key, Leaf]
+    lanes: int = 1
+    batched: bool = False
+
+
+def _random(leaf: Leaf, count: int) -> torch.Tensor:
+    space = leaf.space
+    if isinstance(space, gym.spaces.Discrete):
+        index = torch.randint(int(space.n), (count,))
+        return torch.nn.functional.one_hot(index, int(space.n)) if leaf.one_hot else index
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        nvec = torch.as_tensor(space.nvec.reshape(-1).astype(np.int64))
+        index = (torch.rand(count, len(nvec), dtype=torch.float64) * nvec).long()
+        if not leaf.one_hot:
+            return index
+        if len(nvec.unique()) == 1:
+            return torch.nn.functional.one_hot(index, int(nvec[0]))
+        return torch.cat([torch.nn.functional.one_hot(index[:, i], int(n)) for i, n in enumerate(nvec)], -1)
+    if isinstance(space, gym.spaces.MultiBinary):
+        return torch.randint(2, (count, *leaf.shape))
+    if isinstance(space, gym.spaces.Box):
+        return _random_box(space, count)
+    raise UsageError(f"no random values for space {space}")
+
+
+def _random_box(space: gym.spaces.Box, count: int) -> torch.Tensor:
+    """Uniform between two bounds, exponential beyond one, normal without any: as Gymnasium draws them."""
+    low = torch.as_tensor(space.low.astype(np.float64))
+    high = torch.as_tensor(space.high.astype(np.float64))
+    whole = not np.issubdtype(space.dtype, np.floating)
+    top = high + 1 if whole else high
+    below, above = torch.as_tensor(space.bounded_below), torch.as_tensor(space.bounded_above)
+    uniform = torch.rand(count, *space.shape, dtype=torch.float64)
+    if bool((below & above).all()):
+        values = low + uniform * (top - low)
+    else:
+        tail = -torch.log1p(-uniform)
+        values = torch.randn(count, *space.shape, dtype=torch.float64)
+        values = torch.where(below & above, low + uniform * (top - low), values)
+        values = torch.where(below & ~above, low + tail, values)
+        values = torch.where(above & ~below, high - tail, values)
+    return torch.minimum(values.floor() if whole else values, high)

@@ -1,0 +1,1 @@
+"""Weights: parameters of a policy, in every form users hold them."""

@@ -1,0 +1,79 @@
+"""Weights in one process: any form in, one module updated, all or nothing.
+
+    module · TensorDict · state dict · nested dict · {worker: …}   ──►  {"layer.weight": tensor, …}  ──►  copy_
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from reap.errors import SpecMismatch, WrongArgument, nearest
+
+_EXTRA = "_extra_state"
+
+
+def as_named(weights: Any) -> dict[str, Any]:
+    """Weights as a flat dict of names; names are joined by dots."""
+    if isinstance(weights, nn.Module):
+        return _module(weights)
+    if isinstance(weights, TensorDictBase):
+        return {".".join(k) if isinstance(k, tuple) else k: v for k, v in weights.items(True, True)}
+    if isinstance(weights, Mapping):
+        named: dict[str, Any] = {}
+        for name, value in weights.items():
+            if isinstance(value, (Mapping, TensorDictBase)):
+                named.update({f"{name}.{inner}": v for inner, v in as_named(value).items()})
+            else:
+                named[str(name)] = value
+        return named
+    raise WrongArgument(f"weights must be a module, a TensorDict or a state dict, got {type(weights).__name__}")
+
+
+def _module(module: nn.Module) -> dict[str, Any]:
+    named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
+    named.update(module.named_buffers(remove_duplicate=False))
+    for name, value in module.state_dict().items():
+        if name.endswith(_EXTRA):
+            named[name] = value
+    return named
+
+
+def load(module: nn.Module, weights: Any) -> None:
+    """Copy `weights` into `module`. Everything is checked before anything is written."""
+    new, own = as_named(weights), _module(module)
+    new = {k: v for k, v in new.items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
+    unknown = [name for name in new if name not in own]
+    if unknown:
+        raise SpecMismatch(f"weights hold {unknown[0]!r}, which the policy has not{nearest(unknown[0], own)}")
+    missing = [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in new]
+    if missing:
+        raise SpecMismatch(f"weights lack {len(missing)} of the policy's parameters, first {missing[0]!r}")
+    for name, value in new.items():
+        if isinstance(value, Tensor) and isinstance(own[name], Tensor) and value.shape != own[name].shape:
+            raise SpecMismatch(f"{name!r} has shape {list(value.shape)}, the policy's {list(own[name].shape)}")
+    with torch.no_grad():
+        for name, value in new.items():
+            if name.endswith(_EXTRA):
+                module.get_submodule(name[: -len(_EXTRA)].rstrip(".")).set_extra_state(value)
+            elif own[name] is not value:
+                own[name].copy_(value)
+
+
+def placed(policy: Any, device: torch.device | None) -> Any:
+    """The policy on `device`: itself if it is there already, else a frozen copy."""
+    if device is None or not isinstance(policy, nn.Module):
+        return policy
+    tensors = [*policy.parameters(), *policy.buffers()]
+    if all(_same_device(t.device, device) for t in tensors):
+        return policy
+    return copy.deepcopy(policy).to(device).requires_grad_(False)
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (b.index is None or a.index == b.index)
