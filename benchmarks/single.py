@@ -1,6 +1,6 @@
 """`make bench`: one process. Contenders take turns inside one run; what is printed are medians of paired ratios.
 
-    python -m benchmarks.single [--rounds 7] [--only cartpole] [--no-torchrl]
+python -m benchmarks.single [--rounds 7] [--only cartpole] [--no-torchrl]
 """
 
 from __future__ import annotations
@@ -96,7 +96,12 @@ def measure(case: Case, *, probabilistic: bool, rounds: int, torchrl: bool) -> d
 def start_up() -> dict[str, float]:
     """Seconds from a bare interpreter to the first batch, medians of three."""
     runs = [
-        [float(x) for x in subprocess.run([sys.executable, "-c", START_UP], capture_output=True, text=True, check=True).stdout.split()]
+        [
+            float(x)
+            for x in subprocess.run(
+                [sys.executable, "-c", START_UP], capture_output=True, text=True, check=True
+            ).stdout.split()
+        ]
         for _ in range(3)
     ]
     return {
@@ -132,9 +137,7 @@ def main() -> None:
         if args.only.lower() not in case.name.lower():
             continue
         for probabilistic in (False, True):
-            result = measure(
-                case, probabilistic=probabilistic, rounds=max(args.rounds, 5), torchrl=not args.no_torchrl
-            )
+            result = measure(case, probabilistic=probabilistic, rounds=max(args.rounds, 5), torchrl=not args.no_torchrl)
             results.append(result)
             print(show(result), flush=True)
     starting = start_up()

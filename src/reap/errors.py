@@ -17,6 +17,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from typing_extensions import Self
+
 
 class ReapError(Exception):
     """The root of every error reap raises on purpose."""
@@ -24,8 +26,8 @@ class ReapError(Exception):
     lane: int | None = None
     step: int | None = None
 
-    def at(self, *, lane: int | None = None, step: int | None = None) -> ReapError:
-        """Remember where it happened; known places are kept. Returns self, to be raised."""
+    def at(self, *, lane: int | None = None, step: int | None = None) -> Self:
+        """Remember where it happened; what is known already is kept."""
         self.lane = lane if self.lane is None else self.lane
         self.step = step if self.step is None else self.step
         return self
@@ -70,6 +72,6 @@ def missing(library: str, extra: str) -> MissingDependency:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """" did you mean 'x'?", or nothing when no word is close."""
+    """ " did you mean 'x'?", or nothing when no word is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

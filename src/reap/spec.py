@@ -1,14 +1,14 @@
 """Specs: what one lane's values look like, addressed by nested keys.
 
-    Leaf      one column: shape, dtype, and the Gymnasium space it came from
-    EnvSpec   the leaves an env reports and the leaves it takes
+Leaf      one column: shape, dtype, and the Gymnasium space it came from
+EnvSpec   the leaves an env reports and the leaves it takes
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from reap.errors import UsageError
 
 Key = tuple[str, ...]
-AnyKey = Union[str, tuple[str, ...]]
+AnyKey = str | tuple[str, ...]
 
 # bfloat16 has no NumPy type: its bits travel as int16, and only torch ever reads them.
 _NUMPY = {
@@ -128,7 +128,7 @@ def _random(leaf: Leaf, count: int) -> torch.Tensor:
         index = (torch.rand(count, len(nvec), dtype=torch.float64) * nvec).long()
         if not leaf.one_hot:
             return index
-        if len(nvec.unique()) == 1:
+        if bool((nvec == nvec[0]).all()):
             return torch.nn.functional.one_hot(index, int(nvec[0]))
         return torch.cat([torch.nn.functional.one_hot(index[:, i], int(n)) for i, n in enumerate(nvec)], -1)
     if isinstance(space, gym.spaces.MultiBinary):

@@ -83,7 +83,7 @@ def _keys(td: TensorDictBase, prefix: AnyKey | None, trajectory_key: AnyKey | No
         ids = as_key(trajectory_key)
         return ids, (*ids[:-1], "mask")
     if prefix is None:
-        root: Key = ("collector",) if "collector" in td.keys() else ()
+        root: Key = ("collector",) if td.get("collector", None) is not None else ()
     else:
         root = as_key(prefix)
     return (*root, "traj_ids"), (*root, "mask")

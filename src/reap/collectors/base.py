@@ -1,6 +1,6 @@
 """BaseCollector: what all collectors have in common, which is everything but where their workers live.
 
-    options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─► consumer
+options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─► consumer
 """
 
 from __future__ import annotations
@@ -191,8 +191,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
-        if isinstance(weights, Mapping) and not isinstance(weights, nn.Module) and weights and all(
-            isinstance(k, int) for k in weights
+        if (
+            isinstance(weights, Mapping)
+            and not isinstance(weights, nn.Module)
+            and weights
+            and all(isinstance(k, int) for k in weights)
         ):
             if list(weights) != [0]:
                 raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")

@@ -105,7 +105,8 @@ class Options:
             if value is not None and not callable(value):
                 raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
         if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
-            raise WrongArgument(f"interruptor needs a method collection_stopped(), got {type(self.interruptor).__name__}")
+            kind = type(self.interruptor).__name__
+            raise WrongArgument(f"interruptor needs a method collection_stopped(), got {kind}")
         if self.split_trajs and not self.track_traj_ids:
             raise UsageError("split_trajs=True needs track_traj_ids=True")
         if not isinstance(self.track_policy_version, bool):

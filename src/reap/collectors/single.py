@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.options import read_options, signature
@@ -38,7 +40,9 @@ class Collector(BaseCollector):
             raise WrongArgument("give policy or policy_factory, not both")
         if isinstance(create_env_fn, (list, tuple)):
             if len(create_env_fn) != 1:
-                raise UsageError(f"Collector takes one env, got a list of {len(create_env_fn)}; see SerialEnv for lanes")
+                raise UsageError(
+                    f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
+                )
             (create_env_fn,) = create_env_fn
         self._prepare(settings)
         device, _ = settings.devices
@@ -120,13 +124,11 @@ class Collector(BaseCollector):
 
 
 def _lanes(index: Any, count: int) -> list[int]:
-    import torch
-
     chosen = torch.as_tensor(index).reshape(-1)
     if chosen.dtype is torch.bool:
         if len(chosen) != count:
             raise UsageError(f"reset got a mask of {len(chosen)} for {count} lanes")
-        return chosen.nonzero().reshape(-1).tolist()  # type: ignore[no-any-return]
+        return chosen.nonzero().reshape(-1).tolist()
     lanes: list[int] = chosen.tolist()
     if any(not 0 <= lane < count for lane in lanes):
         raise UsageError(f"reset got lanes {lanes}; there are {count} (0 to {count - 1})")

@@ -1,6 +1,6 @@
 """Assemble: the bytes of a full slot as the batch a consumer receives. Pure: no copy, no state.
 
-    block ──► tensors `[N, T, …]` by key ──► TensorDict, last dimension named "time"
+block ──► tensors `[N, T, …]` by key ──► TensorDict, last dimension named "time"
 """
 
 from __future__ import annotations

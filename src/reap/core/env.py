@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
 if TYPE_CHECKING:
@@ -68,3 +69,5 @@ class Env(abc.ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The counterpart of `state_dict`."""
+        if state:
+            raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")

@@ -223,7 +223,7 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     kind = type(call)
     if kind is nn.Sequential:
         pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        for child in call:
+        for child in call.children():
             pairs += _layers(child) or []
         return pairs
     if kind is nn.Linear:
@@ -292,10 +292,10 @@ def _normal(sources: list[int], targets: list[int], random: bool, want_log_prob:
     def sample(regs: list[Any]) -> None:
         loc, scale = regs[loc_at], regs[scale_at]
         if loc.shape != scale.shape:
-            loc, scale = torch.broadcast_tensors(loc, scale)
+            loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
         value = loc + _standard_normal(loc.shape, loc.dtype, loc.device) * scale if random else loc
         if not math.isfinite(value.sum().item()) and bool(value.isnan().any()):
-            raise ValueError(f"Normal sampled NaN: loc has {int(loc.isnan().sum())} NaN, scale {int(scale.isnan().sum())}")
+            raise ValueError(f"Normal got NaN: {int(loc.isnan().sum())} in loc, {int(scale.isnan().sum())} in scale")
         regs[target] = value
         if want_log_prob:
             regs[targets[1]] = -((value - loc) ** 2) / (2 * scale**2) - scale.log() - _HALF_LOG_TAU

@@ -125,7 +125,8 @@ class TensorPolicy(Policy):
 
     def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> SpecMismatch:
         return SpecMismatch(
-            f"policy output changed: it wrote {column.dtype}{list(column.shape)} before, {array.dtype}{list(array.shape)} now"
+            f"the policy's output changed: {column.dtype}{list(column.shape)} before, "
+            f"{array.dtype}{list(array.shape)} now"
         )
 
 
@@ -268,10 +269,11 @@ def _reader(value: Any) -> Reader:
 def untouched(policy: Any) -> Iterator[None]:
     """Put random generators, buffers and attributes back as they were."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
-    attributes = [(m, dict(vars(m))) for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not isinstance(m, type)]
+    objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
+    attributes = [(m, dict(vars(m))) for m in objects]
     buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -388,7 +390,7 @@ def _match(params: list[inspect.Parameter] | None, observation: Sequence[Key], p
         positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         required = [p for p in positional if p.default is p.empty]
         if required and all(p.name in keys for p in required):
-            named = []
+            named: list[Key] = []
             for p in positional:
                 if p.name not in keys:
                     break  # arguments are passed by position: stop at the first that is not an observation

@@ -77,7 +77,7 @@ class RolloutLoop:
         self.stats.forget(chosen)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
-        """One rollout into `slot`; returns the steps made (fewer than the slot holds only if stopped or all at rest)."""
+        """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
         if self._due:
             self.reset(self._due)
@@ -115,7 +115,8 @@ class RolloutLoop:
                     if ended and resets:
                         reset(ended, row.after)
         except ReapError as error:
-            raise error.at(step=t)
+            error.at(step=t)
+            raise
         except Exception as cause:
             who = "the env" if acted else "the policy"
             raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
@@ -164,7 +165,12 @@ class RolloutLoop:
             column[1:] = self.ids
 
     def _mask(
-        self, mask: np.ndarray[Any, Any], slot: Slot, steps: int, when: np.ndarray[Any, Any], where: np.ndarray[Any, Any]
+        self,
+        mask: np.ndarray[Any, Any],
+        slot: Slot,
+        steps: int,
+        when: np.ndarray[Any, Any],
+        where: np.ndarray[Any, Any],
     ) -> None:
         """Mark the rows that hold a frame and clear the others: never junk."""
         mask[:steps], mask[steps:] = True, False

@@ -42,20 +42,20 @@ class Layout:
         end = 0
         for key, leaf in self.columns.items():
             self.offsets[key] = end
-            size = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
-            end += -(-size // _ALIGN) * _ALIGN
+            length = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+            end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
         # Per column, once: what `tensors` needs to look at a block without asking anything again.
-        self._views = []
+        self._views: list[tuple[Key, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         for key, leaf in self.columns.items():
             shape = (steps, lanes, *leaf.shape)
             stride = torch.empty(shape, dtype=leaf.dtype, device="meta").stride()
             offset = self.offsets[key] // numpy_dtype(leaf.dtype).itemsize
             if batched:
-                size, strides = (lanes, steps, *leaf.shape), (stride[1], stride[0], *stride[2:])
+                view = (lanes, steps, *leaf.shape), (stride[1], stride[0], *stride[2:])
             else:
-                size, strides = (steps, *leaf.shape), (stride[0], *stride[2:])
-            self._views.append((key, leaf.dtype, size, strides, offset))
+                view = (steps, *leaf.shape), (stride[0], *stride[2:])
+            self._views.append((key, leaf.dtype, *view, offset))
 
     @property
     def batch_size(self) -> tuple[int, ...]:
@@ -191,7 +191,9 @@ class Slot:
 class RowKeys:
     """Which columns a row shows to whom, in which order."""
 
-    def __init__(self, inputs: Sequence[Key], outputs: Sequence[Key], action: Sequence[Key], observation: Sequence[Key]):
+    def __init__(
+        self, inputs: Sequence[Key], outputs: Sequence[Key], action: Sequence[Key], observation: Sequence[Key]
+    ):
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.action, self.observation = tuple(action), tuple(observation)
 

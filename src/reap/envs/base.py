@@ -124,7 +124,9 @@ class EnvBase:
             if value is None:
                 raise WrongArgument(f"step needs {show(key)} in the tensordict; it holds {list(tensordict.keys(True))}")
             if value.shape[: len(self.batch_size)] != self.batch_size:
-                raise SpecMismatch(f"{show(key)} has shape {list(value.shape)}, the env's batch is {list(self.batch_size)}")
+                raise SpecMismatch(
+                    f"{show(key)} has shape {list(value.shape)}, the env's batch is {list(self.batch_size)}"
+                )
             actions[key] = value.detach().cpu()
         slot = self._slot({k: Leaf(tuple(v.shape[len(self.batch_size) :]), v.dtype) for k, v in actions.items()})
         slot.clear_flags()
@@ -152,7 +154,9 @@ class EnvBase:
             for key, value in zip(self.lanes_env.spec.observation, self._carry):
                 fresh = torch.from_numpy(value)
                 target = root.get(key).clone()
-                target.reshape(self.lanes_env.spec.lanes, -1)[lanes] = fresh.reshape(len(fresh), -1)[lanes].to(target.device)
+                target.reshape(self.lanes_env.spec.lanes, -1)[lanes] = fresh.reshape(len(fresh), -1)[lanes].to(
+                    target.device
+                )
                 root.set(key, target)
             for flag in FLAGS:
                 root.set(flag, torch.zeros_like(root[flag]))

@@ -1,7 +1,7 @@
 """Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the env people type.
 
-    GymLanes   N separate envs stepped one after another, written straight into slot rows
-    GymEnv     one of them, from an id or an env
+GymLanes   N separate envs stepped one after another, written straight into slot rows
+GymEnv     one of them, from an id or an env
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class GymLanes(Env):
                 if self._info:
                     self._write_info(info, into, lane)
         except ReapError as error:
-            raise error.at(lane=lane)
+            error.at(lane=lane)
+            raise
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
 
@@ -110,7 +111,8 @@ class GymLanes(Env):
                     row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
                     ended += [lane]
         except ReapError as error:
-            raise error.at(lane=lane)
+            error.at(lane=lane)
+            raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}").at(lane=lane) from cause
         return ended
@@ -118,7 +120,9 @@ class GymLanes(Env):
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
             value = info.get(key[0])
-            array[lane] = 0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+            array[lane] = (
+                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+            )
 
     def close(self) -> None:
         for env in self.envs:
@@ -205,6 +209,4 @@ class GymEnv(EnvBase):
             inner = gym.wrappers.AddRenderObservation(
                 inner, render_only=pixels_only, render_key="pixels", obs_key="observation"
             )
-        super().__init__(
-            GymLanes([inner], categorical=categorical_action_encoding, info_keys=info_keys), device=device
-        )
+        super().__init__(GymLanes([inner], categorical=categorical_action_encoding, info_keys=info_keys), device=device)

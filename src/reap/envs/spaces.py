@@ -27,7 +27,7 @@ from reap.spec import Key, Leaf, numpy_dtype, show, torch_dtype
 
 Array = np.ndarray[Any, Any]
 Put = Callable[[Array, int, Any], None]
-Decode = Callable[[Array], Sequence[Any]]
+Decode = Callable[[Array], Any]
 
 
 class Observations:
@@ -53,7 +53,9 @@ class Observations:
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
         if isinstance(space, spaces.Dict):
             for name, sub in space.spaces.items():
-                self._add(sub, (*key, "observation" if name == "state" and not key else str(name)), (*path, name), categorical)
+                self._add(
+                    sub, (*key, "observation" if name == "state" and not key else str(name)), (*path, name), categorical
+                )
             return
         if isinstance(space, spaces.Tuple):
             if _stackable(space):
@@ -73,14 +75,14 @@ class Observations:
         self._puts.append((path, put))
 
 
-def _stackable(space: spaces.Tuple) -> bool:
+def _stackable(space: spaces.Tuple[Any]) -> bool:
     first = space.spaces[0] if space.spaces else None
     return isinstance(first, spaces.Box) and all(
         isinstance(s, spaces.Box) and s.shape == first.shape and s.dtype == first.dtype for s in space.spaces
     )
 
 
-def _tuple_leaf(space: spaces.Tuple) -> tuple[Leaf, Put]:
+def _tuple_leaf(space: spaces.Tuple[Any]) -> tuple[Leaf, Put]:
     first = space.spaces[0]
     assert isinstance(first, spaces.Box)
     leaf = Leaf((len(space.spaces), *first.shape), torch_dtype(first.dtype), space)
@@ -135,9 +137,7 @@ def fit(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str = "o
     """A value that is not exactly what the space says, as if it were; SpecMismatch if that would lose anything."""
     array = np.asarray(value)
     if array.shape != tuple(shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise SpecMismatch(
-            f"env returned {what} {array.dtype}{list(array.shape)}, its space says {dtype}{list(shape)}"
-        )
+        raise SpecMismatch(f"env returned {what} {array.dtype}{list(array.shape)}, its space says {dtype}{list(shape)}")
     return array
 
 
@@ -253,14 +253,14 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf) -> Decode:
         if shape == (n,):
             return lambda a: (a.argmax(-1) + start).tolist()
     elif isinstance(space, spaces.MultiDiscrete):
-        nvec, start, dtype = space.nvec, space.start, space.dtype
+        nvec, starts, dtype = space.nvec, space.start, space.dtype
         if shape == space.shape and whole:
-            return lambda a: (a + start).astype(dtype)
+            return lambda a: (a + starts).astype(dtype)
         if shape == (*space.shape, int(nvec.flat[0])) and shape == one_hot_shape(space):
-            return lambda a: (a.argmax(-1) + start).astype(dtype)
+            return lambda a: (a.argmax(-1) + starts).astype(dtype)
         if shape == (int(nvec.sum()),) and len(space.shape) == 1:
             cuts = np.cumsum(nvec)[:-1]
-            return lambda a: (np.stack([p.argmax(-1) for p in np.split(a, cuts, -1)], -1) + start).astype(dtype)
+            return lambda a: (np.stack([p.argmax(-1) for p in np.split(a, cuts, -1)], -1) + starts).astype(dtype)
     elif isinstance(space, (spaces.Box, spaces.MultiBinary)) and shape == (space.shape or (1,)):
         own, target = space.dtype, space.shape
         if column.dtype is not torch.bfloat16 and np.can_cast(numpy_dtype(column.dtype), own, "same_kind"):

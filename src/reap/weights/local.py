@@ -1,6 +1,6 @@
 """Weights in one process: any form in, one module updated, all or nothing.
 
-    module · TensorDict · state dict · nested dict · {worker: …}   ──►  {"layer.weight": tensor, …}  ──►  copy_
+module · TensorDict · state dict · nested dict · {worker: …}   ──►  {"layer.weight": tensor, …}  ──►  copy_
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def as_named(weights: Any) -> dict[str, Any]:
 def _module(module: nn.Module) -> dict[str, Any]:
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
-    for name, value in module.state_dict().items():
-        if name.endswith(_EXTRA):
-            named[name] = value
+    named.update({k: v for k, v in module.state_dict().items() if k.endswith(_EXTRA)})
     return named
 
 

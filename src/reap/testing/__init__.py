@@ -1,0 +1,22 @@
+"""A world you can predict, and checks to run in it. Public: use it for your own envs, policies and backends.
+
+CountingEnv    an env whose every frame follows from its lane, episode and step
+EchoPolicy     a policy whose action says what it saw
+CountingWorld  the batches the two must produce, computed without reap
+check_backend  one behaviour suite for every backend
+no_leaks       fails if a thread, process, descriptor or shared-memory file stays behind
+"""
+
+from reap.testing.backend import backend_checks, check_backend
+from reap.testing.counting import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from reap.testing.leaks import no_leaks
+
+__all__ = [
+    "CountingEnv",
+    "CountingWorld",
+    "EchoPolicy",
+    "assert_same",
+    "backend_checks",
+    "check_backend",
+    "no_leaks",
+]
