@@ -129,7 +129,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(
-        f"{'case':26} {'policy':13} {'reap/hand':>8} {'reap/TorchRL':>10}  {'hand fps':>10} {'reap fps':>10} {'TorchRL':>9}  "
+        f"{'case':26} {'policy':13} {'reap/hand':>8} {'reap/TorchRL':>10}  "
+        f"{'hand fps':>10} {'reap fps':>10} {'TorchRL':>9}  "
         f"{'calls per frame: hand, reap, TorchRL':>24}  per step"
     )
     results = []

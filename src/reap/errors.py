@@ -72,6 +72,6 @@ def missing(library: str, extra: str) -> MissingDependency:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """ " did you mean 'x'?", or nothing when no word is close."""
+    """A hint at the closest of `words`, or nothing when none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""

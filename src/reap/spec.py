@@ -58,6 +58,11 @@ def as_key(key: AnyKey) -> Key:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
+def private(key: Key) -> bool:
+    """A key that is not delivered: one of its parts begins with an underscore."""
+    return any(part.startswith("_") for part in key)
+
+
 def show(key: Key) -> str:
     """A key as users write it."""
     return repr(key[0]) if len(key) == 1 else repr(key)

@@ -106,7 +106,8 @@ def _nested(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
         for key, value in flat.items(True, True)
         if as_key(key) != mask_key
     }
-    out = TensorDict({}, batch_size=[len(sizes), -1], device=flat.device)
+    ragged = len(set(sizes)) > 1
+    out = TensorDict({}, batch_size=[len(sizes), -1 if ragged else sizes[0]], device=flat.device)
     for key, value in leaves.items():
         out.set(key, value)
     return out

@@ -37,7 +37,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
-        self._same: TensorDict | None = None
+        self._same: tuple[TensorDict, TensorDict] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self._postproc = options.postproc
         _, self._storing = options.devices
@@ -120,24 +120,20 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
         rollout = self._backend.take(random=random)
-        storing = self._storing
-        if self._same is not None:
-            batch = self._same
-        else:
+        if self._same is None:
             batch = assemble(rollout.block, rollout.layout)
-            if self.options.return_same_td:
-                self._same = batch
+        else:
+            batch, delivered = self._same
         if self.options.set_truncated:
             _mark_truncated(batch)
-        if storing is not None:
-            moved = batch.to(storing)
+        storing = self._storing
+        if self._same is None:
+            delivered = batch if storing is None else batch.to(storing)
             if self.options.return_same_td:
-                if self._same is batch:
-                    self._moved = moved
-                elif moved is not batch:
-                    moved = self._moved.copy_(moved)
-            batch = moved
-        return batch, rollout
+                self._same = batch, delivered
+        elif storing is not None and storing.type != "cpu":
+            delivered.update_(batch)
+        return delivered, rollout
 
     # ---- weights, seeds, state ------------------------------------------------------------------------------------
 
@@ -191,12 +187,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
-        if (
-            isinstance(weights, Mapping)
-            and not isinstance(weights, nn.Module)
-            and weights
-            and all(isinstance(k, int) for k in weights)
-        ):
+        if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
             if list(weights) != [0]:
                 raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
             return weights[0]

@@ -199,4 +199,4 @@ def signature(init: Callable[..., Any]) -> inspect.Signature:
         )
         for f in dataclasses.fields(Options)
     ]
-    return inspect.Signature([p for p in own if p.name != "self"] + shown)
+    return inspect.Signature(own + shown)

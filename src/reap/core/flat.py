@@ -31,7 +31,7 @@ from torch import Tensor, distributions, nn
 from torch.distributions.utils import _standard_normal
 from torch.nn.modules import module as torch_module
 
-from reap.spec import Key, as_key
+from reap.spec import Key, as_key, private
 
 Op = Callable[[list[Any]], None]
 _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
@@ -76,7 +76,7 @@ class Program:
             at.update(zip(writes, targets))
             self._ops.append(_compile(m, sources, targets, self.kind))
         self._blank = [None] * (registers - len(self.inputs))
-        self.outputs = [key for key in written if key != ("_",)]
+        self.outputs = [key for key in written if not private(key)]
         self._out = [at[key] for key in self.outputs]
         return True
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from reap.core.exploration import exploring
 from reap.core.flat import Program, flatten
 from reap.core.slot import Row, Slot
-from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
-from reap.spec import Key, Leaf, as_key, show, show_keys, torch_dtype
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.spec import Key, Leaf, as_key, private, show, show_keys, torch_dtype
 
 Reader = Callable[[Any], "np.ndarray[Any, Any]"]
 
@@ -167,7 +167,7 @@ class FlatPolicy(TensorPolicy):
         self._flat = True
 
     def begin(self, slot: Slot) -> None:
-        flat = self._program.bind() and list(self._program.outputs)[: len(self.outputs)] == list(self.outputs)
+        flat = self._program.bind() and self._program.outputs == list(self.outputs)
         if not flat and self._flat:
             self._fallback.adopt(self.inputs, self.outputs)
         self._flat = flat
@@ -185,10 +185,9 @@ class FlatPolicy(TensorPolicy):
 
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
         values = self.forward(inputs)
-        keep = [(k, v) for k, v in zip(self._program.outputs, values) if not _private(k)]
-        if len(keep) < len(values):
+        if not all(isinstance(value, Tensor) for value in values):
             raise _NotFlat
-        self.learn_outputs([k for k, _ in keep], [v for _, v in keep], lanes)
+        self.learn_outputs(self._program.outputs, values, lanes)
 
 
 class _NotFlat(Exception):
@@ -240,16 +239,12 @@ class TensorDictPolicy(TensorPolicy):
         for key in written:
             if key[0] == "next":
                 raise UsageError(f"policy writes {show(key)}: recurrent state under 'next' is not supported yet")
-        self._keys = [k for k in written if not _private(k)]
+        self._keys = [k for k in written if not private(k)]
         self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
 
 
 def _same(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
-
-
-def _private(key: Key) -> bool:
-    return any(part.startswith("_") for part in key)
 
 
 def _reader(value: Any) -> Reader:
@@ -321,8 +316,15 @@ def as_policy(
         absent = [k for k in candidate.inputs if k not in columns]
         if absent:
             raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
-        with untouched(policy), torch.no_grad():
-            candidate.probe(tuple(columns[k].clone() for k in candidate.inputs), lanes)
+        first = [columns[k].clone() for k in candidate.inputs]
+        try:
+            with untouched(policy), torch.no_grad():
+                candidate.probe(tuple(first), lanes)
+        except (ReapError, _NotFlat):
+            raise
+        except Exception as cause:
+            given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
+            raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
         lacking = [k for k in action if k not in candidate.outputs]
         if lacking:
             raise UsageError(

@@ -123,7 +123,7 @@ class RolloutLoop:
         if t + 1 < slot.layout.steps:  # a short rollout: the carry is not the last row's `after`
             for mine, last in zip(self.carry, row.after):
                 mine[...] = last
-        self._due = due
+        self._due = sorted(due)
         self._finish(slot, t + 1, ends)
         return t + 1
 

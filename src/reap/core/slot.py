@@ -209,7 +209,7 @@ class Pool:
         self.layout = layout
         self._limit = limit
         self._slots: list[Slot] = []
-        # Finalizers append here, from whatever thread drops the last tensor: an append is atomic, a lock could deadlock.
+        # Finalizers append here, in whatever thread drops the last tensor: atomic, where a lock could deadlock.
         self._free: deque[int] = deque()
         self._reserve: Slot | None = None
 

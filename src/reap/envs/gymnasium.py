@@ -99,7 +99,7 @@ class GymLanes(Env):
         try:
             for lane in lanes:
                 observation, r, terminated, truncated, info = steps[lane](actions[lane])
-                # One array of just the right kind is the common case: a bare row assignment. All else goes the long way.
+                # One array of just the right kind is the common case and a bare row assignment.
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     first[lane] = observation
                 else:
@@ -130,7 +130,7 @@ class GymLanes(Env):
 
 
 def _info_leaves(info_keys: InfoKeys) -> dict[Key, Leaf]:
-    """Declared info keys as leaves: a name alone is a float32 number; a mapping gives dtype, (dtype, shape) or space."""
+    """Declared info keys as leaves: a bare name is a float32 number; a mapping gives dtype, (dtype, shape), space."""
     if isinstance(info_keys, str):
         raise WrongArgument(f"info_keys must be a list of names or a mapping, got the string {info_keys!r}")
     declared = dict(info_keys) if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys, np.float32)
