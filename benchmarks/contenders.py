@@ -39,9 +39,9 @@ def hand_written(case: Case, *, probabilistic: bool) -> Run:
     traj = np.arange(n)
     extra: dict[str, Any] = {}
     if probabilistic:
-        width = act_space.shape if case.continuous else (act_space.n,)  # type: ignore[attr-defined]
+        width: Any = act_space.shape if case.continuous else (act_space.n,)  # type: ignore[attr-defined]
         names = ("loc", "scale") if case.continuous else ("logits",)
-        extra = {k: np.zeros((steps, n, *width), np.float32) for k in names}  # type: ignore[misc]
+        extra = {k: np.zeros((steps, n, *width), np.float32) for k in names}
         extra["log_prob"] = np.zeros((steps, n, *width) if case.continuous else (steps, n), np.float32)
         net = policy.module[0].module
     single = n == 1
@@ -49,7 +49,7 @@ def hand_written(case: Case, *, probabilistic: bool) -> Run:
 
     def decide(x: torch.Tensor, t: int) -> np.ndarray[Any, Any]:
         if not probabilistic:
-            return policy(x).numpy()  # type: ignore[no-any-return]
+            return policy(x).numpy()
         out = net(x)
         dist = Normal(*out) if case.continuous else Categorical(logits=out)
         chosen = dist.sample()
@@ -58,7 +58,7 @@ def hand_written(case: Case, *, probabilistic: bool) -> Run:
             extra["loc"][t], extra["scale"][t] = out[0].numpy(), out[1].numpy()
         else:
             extra["logits"][t] = out.numpy()
-        return chosen.numpy()  # type: ignore[no-any-return]
+        return chosen.numpy()
 
     def run() -> Any:
         with torch.no_grad():

@@ -7,7 +7,7 @@ TensorDictModules and keeps the distribution's parameters and the log-probabilit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
@@ -112,7 +112,7 @@ class Case:
             net: nn.Module = LocScale(nn.Sequential(Flat(), mlp(inputs, actions)), actions)
             if not probabilistic:
                 return GaussianPolicy(net)
-            params, family = ["loc", "scale"], Normal
+            params, family = ["loc", "scale"], cast(Any, Normal)
         else:
             assert isinstance(space.action_space, gym.spaces.Discrete)
             choices = int(space.action_space.n)

@@ -46,7 +46,7 @@ class _ThreadAware:
 
 
 @contextlib.contextmanager
-def exploring(kind: InteractionType) -> Iterator[None]:
+def exploring(kind: InteractionType | None) -> Iterator[None]:
     """Sample as `kind` in this thread, for the length of the block."""
     if not isinstance(probabilistic._interaction_type, _ThreadAware):
         with _install:

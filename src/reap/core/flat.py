@@ -44,7 +44,7 @@ _CONTAINERS = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.f
 class Program:
     """Calls on a list of registers; `keys[i]` names register i. `inputs` come first."""
 
-    def __init__(self, policy: nn.Module, kind: InteractionType) -> None:
+    def __init__(self, policy: nn.Module, kind: InteractionType | None) -> None:
         self.policy, self.kind = policy, kind
         self.inputs: list[Key] = []
         self.outputs: list[Key] = []
@@ -88,7 +88,7 @@ class Program:
         return tuple([regs[i] for i in self._out])
 
 
-def flatten(policy: Any, kind: InteractionType) -> Program | None:
+def flatten(policy: Any, kind: InteractionType | None) -> Program | None:
     """The policy as a program, or None if it must be called as a module."""
     if not isinstance(policy, nn.Module):
         return None
@@ -176,7 +176,7 @@ def _writes(m: Any) -> Sequence[Any]:
     return m.out_keys  # type: ignore[no-any-return]
 
 
-def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType) -> Op:
+def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
     if type(m).forward is ProbabilisticTensorDictModule.forward:
         return _sampler(m, sources, targets, kind)
     call = m.module if m.method is None else getattr(m.module, m.method)
@@ -237,11 +237,12 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     return [(call, ())]
 
 
-def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType) -> Op:
+def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
     family = m.distribution_class
     names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
     fixed = dict(m.distribution_kwargs)
     want_log_prob = m.return_log_prob
+    asked = kind = m.default_interaction_type if kind is None else kind
     if not fixed and kind is InteractionType.DETERMINISTIC and not hasattr(family, "deterministic_sample"):
         kind = DETERMINISTIC_REGISTER.get(family, kind)
     exact = {InteractionType.RANDOM, InteractionType.MODE}
@@ -250,7 +251,6 @@ def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionTy
     exact = {InteractionType.RANDOM, InteractionType.MODE, InteractionType.MEAN}
     if family is distributions.Normal and names == ["loc", "scale"] and not fixed and kind in exact:
         return _normal(sources, targets, kind is InteractionType.RANDOM, want_log_prob)
-    asked = m.default_interaction_type if kind is None else kind
 
     def sample(regs: list[Any]) -> None:
         dist = family(**{n: regs[i] for n, i in zip(names, sources)}, **fixed)

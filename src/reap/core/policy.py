@@ -92,10 +92,10 @@ def _as_written(space: Leaf, column: Leaf) -> Leaf:
 class TensorPolicy(Policy):
     """The common half of every policy that computes: call, check, write."""
 
-    def __init__(self, inputs: Sequence[Key], kind: InteractionType, device: torch.device | None) -> None:
+    def __init__(self, inputs: Sequence[Key], device: torch.device | None) -> None:
         self.inputs = tuple(inputs)
         self.outputs: dict[Key, Leaf] = {}
-        self.kind, self.device = kind, device
+        self.device = device
         self._readers: tuple[Reader, ...] = ()
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
@@ -133,8 +133,8 @@ class TensorPolicy(Policy):
 class CallPolicy(TensorPolicy):
     """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
 
-    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], **common: Any) -> None:
-        super().__init__(inputs, **common)
+    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], device: torch.device | None) -> None:
+        super().__init__(inputs, device)
         self._call, self._action_keys = call, list(outputs)
         self._many = False
 
@@ -160,8 +160,8 @@ class CallPolicy(TensorPolicy):
 class FlatPolicy(TensorPolicy):
     """TensorDictModules as a `Program`; turns into a TensorDictPolicy if a hook appears later."""
 
-    def __init__(self, program: Program, fallback: TensorDictPolicy, **common: Any) -> None:
-        super().__init__(program.inputs, **common)
+    def __init__(self, program: Program, fallback: TensorDictPolicy, device: torch.device | None) -> None:
+        super().__init__(program.inputs, device)
         self._program, self._fallback = program, fallback
         self._run: Callable[..., Sequence[Any]] = program.run
         self._flat = True
@@ -197,8 +197,8 @@ class _NotFlat(Exception):
 class TensorDictPolicy(TensorPolicy):
     """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none."""
 
-    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, **common: Any) -> None:
-        super().__init__(inputs, **common)
+    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None) -> None:
+        super().__init__(inputs, device)
         self._call, self._lanes = call, lanes
         self._keys: list[Key] = []
 
@@ -211,8 +211,7 @@ class TensorDictPolicy(TensorPolicy):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         td = self._tensordict(inputs)
-        with exploring(self.kind):
-            out = self._call(td)
+        out = self._call(td)
         out = td if out is None else out
         return [out.get(key) for key in self._keys]
 
@@ -224,8 +223,7 @@ class TensorDictPolicy(TensorPolicy):
         td = self._tensordict(inputs)
         before = {as_key(k): v for k, v in td.items(True, True)}
         copies = {k: v.clone() for k, v in before.items()}
-        with exploring(self.kind):
-            out = self._call(td)
+        out = self._call(td)
         out = td if out is None else out
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
@@ -294,7 +292,7 @@ def as_policy(
     observation: Sequence[Key],
     action: Mapping[Key, Leaf],
     lanes: int | None,
-    kind: InteractionType = InteractionType.RANDOM,
+    kind: InteractionType | None,
     device: torch.device | None = None,
     trust: bool = False,
     compile: Mapping[str, Any] | None = None,
@@ -310,7 +308,6 @@ def as_policy(
         return RandomActions(action)
     if not callable(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
-    common: dict[str, Any] = {"kind": kind, "device": device}
 
     def probed(candidate: Any) -> Any:
         absent = [k for k in candidate.inputs if k not in columns]
@@ -318,7 +315,7 @@ def as_policy(
             raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
         first = [columns[k].clone() for k in candidate.inputs]
         try:
-            with untouched(policy), torch.no_grad():
+            with untouched(policy), torch.no_grad(), exploring(kind):
                 candidate.probe(tuple(first), lanes)
         except (ReapError, _NotFlat):
             raise
@@ -333,14 +330,14 @@ def as_policy(
             )
         return candidate
 
-    whole = TensorDictPolicy(policy, tuple(columns), lanes, **common)
+    whole = TensorDictPolicy(policy, tuple(columns), lanes, device)
     if trust:
         return probed(whole)  # type: ignore[no-any-return]
     if isinstance(policy, TensorDictModuleBase):
         program = flatten(policy, kind)
         if program is not None:
             try:
-                flat: FlatPolicy = probed(FlatPolicy(program, whole, **common))
+                flat: FlatPolicy = probed(FlatPolicy(program, whole, device))
                 if compile is not None:
                     flat.compile(compile)
                 return flat
@@ -362,7 +359,7 @@ def as_policy(
         )
     inputs = _match(names, observation, policy)
     call = policy if compile is None else torch.compile(policy, **compile)
-    return probed(CallPolicy(call, inputs, list(action), **common))  # type: ignore[no-any-return]
+    return probed(CallPolicy(call, inputs, list(action), device))  # type: ignore[no-any-return]
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter] | None:

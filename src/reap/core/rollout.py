@@ -16,8 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import InteractionType
 
 from reap.core.env import Env
+from reap.core.exploration import exploring
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, MASK, REWARD, TRAJ_IDS, VERSION, RowKeys, Slot
 from reap.core.stats import Stats
@@ -49,11 +51,12 @@ class RolloutLoop:
         carry: Sequence[np.ndarray[Any, Any]],
         ids: TrajectoryIds,
         stats: Stats,
+        exploration: InteractionType | None = InteractionType.RANDOM,
         reset_when_done: bool = True,
         stop: Callable[[], bool] | None = None,
     ) -> None:
         self.env, self.policy, self.carry, self.stats = env, policy, carry, stats
-        self.reset_when_done, self.stop = reset_when_done, stop
+        self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.counter = ids
         self.version = 0
         spec = env.spec
@@ -94,7 +97,7 @@ class RolloutLoop:
         due: list[int] = []
         t, acted = 0, True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), exploring(self.exploration):
                 for t, row in enumerate(slot.cut(self._keys, self.carry)):
                     acted = False
                     act(row)

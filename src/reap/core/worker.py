@@ -67,6 +67,7 @@ class Worker:
             carry=carry,
             ids=TrajectoryIds(),
             stats=self.stats,
+            exploration=plan.exploration,
             reset_when_done=plan.reset_when_done,
             stop=plan.stop,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn.probabilistic import interaction_type
 
 from reap.core.assemble import assemble
 from reap.core.env import Env, Rows
@@ -185,6 +186,7 @@ class EnvBase:
             observation=list(spec.observation),
             action=spec.action,
             lanes=spec.lanes if spec.batched else None,
+            kind=interaction_type(),
         )
         env.expect({k: chosen.outputs[k] for k in spec.action})
         self._one = None  # the env now expects this policy's actions
@@ -194,6 +196,7 @@ class EnvBase:
             carry=self._carry,
             ids=TrajectoryIds(),
             stats=Stats(spec.lanes),
+            exploration=interaction_type(),
             stop=env.any_ended if break_when_any_done else None,
         )
         columns_ = columns_of(env, chosen, ids=False, mask=False, version=False)
