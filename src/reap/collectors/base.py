@@ -15,6 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
+from typing_extensions import Self
 
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
@@ -150,8 +151,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     ) -> None:
         """Give the acting policy new weights.
 
-        Without an argument: those of the policy the collector was made with. Else a module, a TensorDict of
-        parameters, a state dict, a nested dict, or one of these per worker, `{0: …}`.
+        Without an argument: those of the policy the collector was made with (where that very module acts, nothing has
+        to be copied and only the version is counted). Else a module, a TensorDict of parameters, a state dict, a nested
+        dict, or one of these per worker, `{0: …}`.
         """
         self._open()
         if policy_weights is not None:
@@ -232,6 +234,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The policy that acts."""
         raise NotImplementedError
 
+    def stats(self) -> dict[str, Any]:
+        """Counts and rates so far."""
+        raise NotImplementedError
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -252,7 +258,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if self._why_closed is not None:
             raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
 
-    def __enter__(self) -> BaseCollector:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,6 +27,9 @@ class Collector(BaseCollector):
     >>> for batch in collector:
     ...     batch["next", "reward"].mean()
 
+    A batch is a TensorDict `[T]`, or `[N, T]` for N lanes, and yours to keep. With lanes it is a transposed view of
+    time-major memory: flatten it with `reshape(-1)`.
+
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
         policy: a TensorDictModule, a module or function of observations, or None for random actions.
@@ -93,7 +96,10 @@ class Collector(BaseCollector):
         self._inline.reset(None if index is None else _lanes(index, self._inline.worker.lanes))
 
     def stats(self) -> dict[str, Any]:
-        """Counts and rates so far."""
+        """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
+
+        `collect_seconds` and `frames_per_second` are the collector's own time, without what the consumer does.
+        """
         return {
             "frames": self._frames,
             "batches": self._batches,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.probabilistic import interaction_type
+from typing_extensions import Self
 
 from reap.core.assemble import assemble
 from reap.core.env import Env, Rows
@@ -211,7 +212,7 @@ class EnvBase:
         self.is_closed = True
         self.lanes_env.close()
 
-    def __enter__(self) -> EnvBase:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,46 @@
+"""The examples run as a user would run them: as scripts, in a process of their own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *args: str, cwd: Path, timeout: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_ppo_cartpole_runs_on_a_small_budget(tmp_path: Path) -> None:
+    plot = tmp_path / "curve.png"
+    done = run("ppo_cartpole.py", "--frames", "4096", "--plot", str(plot), cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"2,048 frames +[\d,]+ frames/s +mean return +\d+\.\d", done.stdout), done.stdout
+    # Two batches cannot be enough; the script has to say so, and a lowered budget is no failure.
+    assert re.match(r"not learned: mean return \d+ over the last \d+ episodes after 4,096 frames", last_line(done))
+    assert "Warning" not in done.stderr
+    assert is_png(plot)
+    assert list(tmp_path.iterdir()) == [plot]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ppo_cartpole_learns(tmp_path: Path) -> None:
+    done = run("ppo_cartpole.py", "--seed", "0", cwd=tmp_path, timeout=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.match(r"solved: mean return (\d+) over the last 100 episodes", last_line(done))
+    assert told, done.stdout
+    assert int(told[1]) >= 450
+    assert is_png(tmp_path / "demo.png")
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout.rstrip().splitlines()[-1]
