@@ -95,6 +95,7 @@ class RolloutLoop:
         resets = self.reset_when_done
         ends: list[tuple[int, list[int]]] = []
         due: list[int] = []
+        self._due = list(lanes)  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):

@@ -6,7 +6,7 @@ A worker is built from a `Plan` wherever it lives (this process, another one, an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class Plan:
     track_traj_ids: bool = True
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Worker:

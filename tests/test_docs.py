@@ -1,0 +1,66 @@
+"""What the documents say is what runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
+
+
+@pytest.mark.parametrize(
+    ("path", "index"),
+    [(p, i) for p in PAGES for i, code in enumerate(blocks(p)) if "..." not in code],
+    ids=lambda v: v.name if isinstance(v, Path) else str(v),
+)
+def test_python_blocks_run(path, index):
+    code = "import warnings; warnings.simplefilter('error', UserWarning)\n" + blocks(path)[index]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, capture_output=True, cwd=ROOT)
+
+
+def test_the_option_table_is_the_docstring():
+    from reap.collectors.options import Options
+
+    rows: list[list[str]] = []
+    for line in (inspect.getdoc(Options) or "").split("Args:\n")[1].splitlines():
+        if match := re.match(r"    (\w+): (.*)", line):
+            rows.append([match[1], match[2]])
+        elif line.strip():
+            rows[-1][1] += " " + line.strip()
+    page = (ROOT / "docs" / "collecting.md").read_text()
+    for name, text in rows:
+        assert f"| `{name}` | {text} |" in page
+    import dataclasses
+
+    assert {name for name, _ in rows} == {f.name for f in dataclasses.fields(Options)}
+
+
+def test_links_lead_somewhere():
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_docstring_examples_of_public_names_run():
+    import doctest
+
+    import reap.envs.base
+    import reap.envs.gymnasium
+    import reap.envs.serial
+    import reap.testing.counting
+
+    for module in (reap.envs.gymnasium, reap.envs.serial, reap.testing.counting):
+        result = doctest.testmod(module, extraglobs={"GymEnv": reap.envs.gymnasium.GymEnv})
+        assert result.attempted
+        assert not result.failed
