@@ -7,8 +7,8 @@ EnvSpec   the leaves an env reports and the leaves it takes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -115,12 +115,19 @@ class Leaf:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """The leaves an env reports, and the ones it takes. `batched` says whether a lane dimension is delivered."""
+    """The leaves an env reports, and the ones it takes.
+
+    `batched` says whether a lane dimension is delivered. `rows` says whether every step of every lane is a frame
+    ("whole"), or the env marks those that are not, which stay where they are ("masked") or are taken out, the lane's
+    later rows moving up ("skipping").
+    """
 
     observation: Mapping[Key, Leaf]
     action: Mapping[Key, Leaf]
     lanes: int = 1
     batched: bool = False
+    reward: Mapping[Key, Leaf] = field(default_factory=lambda: {("reward",): Leaf((1,), torch.float32)})
+    rows: Literal["whole", "masked", "skipping"] = "whole"
 
 
 def _random(leaf: Leaf, count: int) -> torch.Tensor:

@@ -133,7 +133,9 @@ class TensorPolicy(Policy):
 class CallPolicy(TensorPolicy):
     """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
 
-    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], device: torch.device | None) -> None:
+    def __init__(
+        self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], device: torch.device | None
+    ) -> None:
         super().__init__(inputs, device)
         self._call, self._action_keys = call, list(outputs)
         self._many = False
@@ -197,7 +199,9 @@ class _NotFlat(Exception):
 class TensorDictPolicy(TensorPolicy):
     """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none."""
 
-    def __init__(self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None) -> None:
+    def __init__(
+        self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None
+    ) -> None:
         super().__init__(inputs, device)
         self._call, self._lanes = call, lanes
         self._keys: list[Key] = []

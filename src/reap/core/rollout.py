@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from reap.core.env import Env
 from reap.core.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, MASK, REWARD, TRAJ_IDS, VERSION, RowKeys, Slot
+from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, numpy_dtype
@@ -63,7 +63,7 @@ class RolloutLoop:
         self.lanes = range(spec.lanes)
         self.ids = ids.take(spec.lanes)
         self._due: list[int] = []  # lanes that ended and have not been reset yet
-        self._keys = RowKeys(policy.inputs, list(policy.outputs), list(spec.action), list(spec.observation))
+        self._keys = RowKeys(spec, policy.inputs, list(policy.outputs))
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
@@ -87,6 +87,8 @@ class RolloutLoop:
         slot.clear_flags()
         policy.begin(slot)
         arrays = slot.arrays
+        if MASK in arrays:
+            arrays[MASK][...] = True
         for key, value in zip(self._keys.observation, self.carry):
             arrays[key][0] = value
 
@@ -139,9 +141,15 @@ class RolloutLoop:
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
         if mask is not None:
-            self._mask(mask, slot, steps, when, where)
+            when = self._settle(mask, slot, steps, when, where)
             frames = int(mask.sum())
-        self.stats.rollout(arrays[REWARD][:steps, :, 0], when, where, frames=frames)
+        reward = arrays[("next", *self._keys.reward[0])][:steps]
+        number = (
+            reward[..., 0]
+            if reward.ndim == 3 and reward.shape[2] == 1
+            else reward.reshape(steps, len(self.lanes), -1).mean(-1)
+        )
+        self.stats.rollout(number, when, where, frames=frames)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps)
             if mask is not None:
@@ -168,24 +176,33 @@ class RolloutLoop:
         else:
             column[1:] = self.ids
 
-    def _mask(
+    def _settle(
         self,
         mask: np.ndarray[Any, Any],
         slot: Slot,
         steps: int,
         when: np.ndarray[Any, Any],
         where: np.ndarray[Any, Any],
-    ) -> None:
-        """Mark the rows that hold a frame and clear the others: never junk."""
-        mask[:steps], mask[steps:] = True, False
+    ) -> np.ndarray[Any, Any]:
+        """Finish the mask, close the gaps of skipped steps, clear rows without a frame; returns where ends are now."""
+        mask[steps:] = False
         if not self.reset_when_done:
             for t, lane in zip(when, where):
                 mask[t + 1 :, lane] = False
-        if not mask.all():
-            junk = ~mask
-            for key, column in slot.arrays.items():
-                if key != MASK:
-                    column[junk] = 0
+        if mask.all():
+            return when
+        columns = {key: column for key, column in slot.arrays.items() if key != MASK}
+        if self.env.spec.rows == "skipping":
+            when = np.cumsum(mask, axis=0)[when, where] - 1
+            order = np.argsort(~mask, axis=0, kind="stable")
+            for column in columns.values():
+                index = order.reshape(*order.shape, *(1,) * (column.ndim - 2))
+                column[...] = np.take_along_axis(column, index, axis=0)
+            mask[...] = np.take_along_axis(mask, order, axis=0)
+        junk = ~mask
+        for column in columns.values():
+            column[junk] = 0
+        return when
 
 
 def carry_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
@@ -200,11 +217,11 @@ def columns_of(env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool
     columns.update(env.spec.observation)
     columns.update(policy.outputs)
     columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items()})
-    columns[REWARD] = Leaf((1,), torch.float32)
+    columns.update({("next", *key): leaf for key, leaf in env.spec.reward.items()})
     whole = Leaf((), torch.int64)
     if ids:
         columns[TRAJ_IDS] = whole
-    if mask:
+    if mask or env.spec.rows != "whole":
         columns[MASK] = Leaf((), torch.bool)
     if version:
         columns[VERSION] = columns[("next", *VERSION)] = whole

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.spec import Key, Leaf, numpy_dtype
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 _ALIGN = 64
 _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data they look at
 
 FLAGS = ("done", "terminated", "truncated")
-REWARD: Key = ("next", "reward")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
 VERSION: Key = ("policy_version",)
@@ -95,13 +94,28 @@ class State(enum.Enum):
 class Row:
     """One time step of a slot. Arrays are `[N, …]`; policy views lose the lane dimension when unbatched."""
 
-    __slots__ = ("action", "after", "copies", "done", "inputs", "next", "outputs", "reward", "terminated", "truncated")
+    __slots__ = (
+        "action",
+        "after",
+        "copies",
+        "done",
+        "inputs",
+        "mask",
+        "next",
+        "outputs",
+        "reward",
+        "rewards",
+        "terminated",
+        "truncated",
+    )
 
     inputs: tuple[torch.Tensor, ...]  # what the policy reads
     outputs: tuple[np.ndarray[Any, Any], ...]  # what the policy writes, action among them
     action: tuple[np.ndarray[Any, Any], ...]  # what the env reads
     next: tuple[np.ndarray[Any, Any], ...]  # what the env writes: successors
-    reward: np.ndarray[Any, Any]
+    rewards: tuple[np.ndarray[Any, Any], ...]  # every reward leaf
+    reward: np.ndarray[Any, Any]  # the first of them, as one number per lane where it is one
+    mask: np.ndarray[Any, Any] | None  # False: this lane made no frame; only where the env's rows are not whole
     terminated: np.ndarray[Any, Any]
     truncated: np.ndarray[Any, Any]
     done: np.ndarray[Any, Any]
@@ -174,7 +188,11 @@ class Slot:
         actions = [list(arrays[k][a:b]) for k in keys.action]
         nexts = [list(arrays[("next", *k)][a:b]) for k in keys.observation]
         afters = [after_rows(k, last) for k, last in zip(keys.observation, carry)]
-        reward, done = flat(REWARD), flat(("next", "done"))
+        rewards = [list(arrays[("next", *k)][a:b]) for k in keys.reward]
+        numbers = columns[("next", *keys.reward[0])].shape == (1,)
+        reward = flat(("next", *keys.reward[0])) if numbers else rewards[0]
+        mask = list(arrays[MASK][a:b]) if MASK in arrays else [None] * (b - a)
+        done = flat(("next", "done"))
         terminated, truncated = flat(("next", "terminated")), flat(("next", "truncated"))
         for t in range(b - a):
             row = Row()
@@ -184,18 +202,18 @@ class Slot:
             row.next = tuple(c[t] for c in nexts)
             row.after = tuple(c[t] for c in afters)
             row.copies = tuple(zip(row.after, row.next))
-            row.reward, row.done, row.terminated, row.truncated = reward[t], done[t], terminated[t], truncated[t]
+            row.rewards = tuple(c[t] for c in rewards)
+            row.reward, row.mask = reward[t], mask[t]
+            row.done, row.terminated, row.truncated = done[t], terminated[t], truncated[t]
             yield row
 
 
 class RowKeys:
     """Which columns a row shows to whom, in which order."""
 
-    def __init__(
-        self, inputs: Sequence[Key], outputs: Sequence[Key], action: Sequence[Key], observation: Sequence[Key]
-    ):
+    def __init__(self, spec: EnvSpec, inputs: Sequence[Key] = (), outputs: Sequence[Key] = ()) -> None:
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.action, self.observation = tuple(action), tuple(observation)
+        self.action, self.observation, self.reward = tuple(spec.action), tuple(spec.observation), tuple(spec.reward)
 
 
 class Pool:

@@ -132,7 +132,7 @@ class EnvBase:
             actions[key] = value.detach().cpu()
         slot = self._slot({k: Leaf(tuple(v.shape[len(self.batch_size) :]), v.dtype) for k, v in actions.items()})
         slot.clear_flags()
-        (row,) = slot.cut(RowKeys((), (), list(spec.action), list(spec.observation)), self._carry)
+        (row,) = slot.cut(RowKeys(spec), self._carry)
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
         self.lanes_env.step(range(spec.lanes), row)

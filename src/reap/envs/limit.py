@@ -5,6 +5,7 @@ Wraps any env; the loop knows nothing of it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.errors import UsageError
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import Key, Leaf
 
 STEP_COUNT: Key = ("step_count",)
 
@@ -27,7 +28,7 @@ class StepLimit(Env):
         self._env, self._limit = env, limit
         spec = env.spec
         observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
-        self.spec = EnvSpec(observation, spec.action, spec.lanes, spec.batched)
+        self.spec = dataclasses.replace(spec, observation=observation)
         self._count = np.zeros(spec.lanes, np.int64)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
