@@ -10,6 +10,7 @@ import gymnasium as gym
 from reap.core.env import Env
 from reap.envs.base import EnvBase
 from reap.envs.gymnasium import GymEnv, GymLanes
+from reap.envs.gymnasium_vector import VectorLanes
 from reap.errors import WrongArgument, WrongState
 
 
@@ -18,17 +19,19 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     kwargs = dict(kwargs or {})
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
-    if isinstance(source, (Env, EnvBase, gym.Env)):
+    if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
         if kwargs:
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
         if isinstance(source, EnvBase):
             if source.is_closed:
                 raise WrongState(f"{type(source).__name__} is closed; make a new one")
             return source.lanes_env
+        if isinstance(source, gym.vector.VectorEnv):
+            return VectorLanes(source)
         return GymLanes([source]) if isinstance(source, gym.Env) else source
     if callable(source):
         made = source(**kwargs)
-        if callable(made) and not isinstance(made, (Env, EnvBase, gym.Env)):
+        if callable(made) and not isinstance(made, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
             raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
         return as_env(made)
     raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")

@@ -11,16 +11,15 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
+from reap.envs.gymnasium_vector import VectorLanes
+from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show_keys, torch_dtype
-
-InfoKeys = Sequence[str] | Mapping[str, Any]
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 
 class GymLanes(Env):
@@ -46,11 +45,8 @@ class GymLanes(Env):
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
         self._observations = Observations(first.observation_space, categorical=categorical)
         self._actions = Actions(first.action_space, categorical=categorical)
-        self._info = _info_leaves(info_keys)
+        self._info = info_leaves(info_keys, self._observations.leaves)
         self._info_at = len(self._observations.leaves)
-        clash = [k for k in self._info if k in self._observations.leaves]
-        if clash:
-            raise UsageError(f"info_keys {show_keys(clash)} are observation keys already")
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
             action=self._actions.leaves,
@@ -129,21 +125,6 @@ class GymLanes(Env):
             env.close()
 
 
-def _info_leaves(info_keys: InfoKeys) -> dict[Key, Leaf]:
-    """Declared info keys as leaves: a bare name is a float32 number; a mapping gives dtype, (dtype, shape), space."""
-    if isinstance(info_keys, str):
-        raise WrongArgument(f"info_keys must be a list of names or a mapping, got the string {info_keys!r}")
-    declared = dict(info_keys) if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys, np.float32)
-    leaves: dict[Key, Leaf] = {}
-    for name, what in declared.items():
-        if isinstance(what, gym.Space):
-            dtype, shape = what.dtype, what.shape or ()
-        else:
-            dtype, shape = what if isinstance(what, tuple) else (what, ())
-        leaves[(name,)] = Leaf(tuple(shape), dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype))
-    return leaves
-
-
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
     """Repeats each action, adds up the rewards, and stops early where the episode ends."""
 
@@ -171,7 +152,8 @@ class GymEnv(EnvBase):
     torch.Size([3, 4])
 
     Args:
-        env: a Gymnasium id (further keywords go to `gymnasium.make`) or a `gymnasium.Env`.
+        env: a Gymnasium id (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a `VectorEnv`.
+        num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
         frame_skip: repeat each action this often, adding up rewards.
         from_pixels: add what `render()` shows as "pixels"; `pixels_only` leaves everything else out.
@@ -182,8 +164,9 @@ class GymEnv(EnvBase):
 
     def __init__(
         self,
-        env: str | gym.Env[Any, Any],
+        env: str | gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any],
         *,
+        num_envs: int | None = None,
         categorical_action_encoding: bool = False,
         frame_skip: int | None = None,
         from_pixels: bool = False,
@@ -192,21 +175,32 @@ class GymEnv(EnvBase):
         device: Any = None,
         **make_kwargs: Any,
     ) -> None:
+        settings: dict[str, Any] = {"categorical": categorical_action_encoding, "info_keys": info_keys}
+        if not isinstance(env, str) and (make_kwargs or num_envs is not None):
+            extra = sorted(make_kwargs) or ["num_envs"]
+            raise WrongArgument(f"{extra} go to gymnasium.make; a finished env takes none")
+        if isinstance(env, str) and "vectorization_mode" in make_kwargs:
+            env = gym.make_vec(env, num_envs or 1, **make_kwargs)
+        if isinstance(env, gym.vector.VectorEnv):
+            if frame_skip not in (None, 1) or from_pixels:
+                raise UsageError("frame_skip and from_pixels wrap single envs; wrap them before making the vector env")
+            super().__init__(VectorLanes(env, **settings), device=device)
+            return
         if isinstance(env, str):
             if from_pixels:
                 make_kwargs.setdefault("render_mode", "rgb_array")
-            inner: gym.Env[Any, Any] = gym.make(env, **make_kwargs)
+            envs = [gym.make(env, **make_kwargs) for _ in range(num_envs or 1)]
         elif isinstance(env, gym.Env):
-            if make_kwargs:
-                raise WrongArgument(f"{sorted(make_kwargs)} go to gymnasium.make; a finished env takes none")
-            inner = env
+            envs = [env]
         else:
             raise WrongArgument(f"GymEnv takes an id or a gymnasium.Env, got {type(env).__name__}")
-        if frame_skip is not None and frame_skip != 1:
-            inner = FrameSkip(inner, frame_skip)
+        if frame_skip not in (None, 1):
+            envs = [FrameSkip(one, frame_skip or 0) for one in envs]
         if from_pixels:
-            inner.reset()  # some envs can render only after a reset, and the wrapper renders to learn the shape
-            inner = gym.wrappers.AddRenderObservation(
-                inner, render_only=pixels_only, render_key="pixels", obs_key="observation"
-            )
-        super().__init__(GymLanes([inner], categorical=categorical_action_encoding, info_keys=info_keys), device=device)
+            envs = [_with_pixels(one, pixels_only) for one in envs]
+        super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+def _with_pixels(env: gym.Env[Any, Any], only: bool) -> gym.Env[Any, Any]:
+    env.reset()  # some envs can render only after a reset, and the wrapper renders to learn the shape
+    return gym.wrappers.AddRenderObservation(env, render_only=only, render_key="pixels", obs_key="observation")

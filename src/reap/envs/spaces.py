@@ -27,6 +27,7 @@ from reap.spec import Key, Leaf, numpy_dtype, show, torch_dtype
 
 Array = np.ndarray[Any, Any]
 Put = Callable[[Array, int, Any], None]
+Encode = Callable[[Any, int], Array]
 Decode = Callable[[Array], Any]
 
 
@@ -35,7 +36,7 @@ class Observations:
 
     def __init__(self, space: gym.Space[Any], *, categorical: bool) -> None:
         self.leaves: dict[Key, Leaf] = {}
-        self._puts: list[tuple[tuple[Any, ...], Put]] = []
+        self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
         #: shape and dtype of a plain Box observation, for a bare row assignment in the hot path; Nones if it is not one
         self.plain: tuple[Any, Any] = (None, None)
@@ -44,11 +45,19 @@ class Observations:
 
     def write(self, observation: Any, arrays: Sequence[Array], lane: int) -> None:
         """Write one lane's observation, checked, into `arrays` (in the order of `leaves`)."""
-        for array, (path, put) in zip(arrays, self._puts):
+        for array, (path, put, _) in zip(arrays, self._puts):
             value = observation
             for part in path:
                 value = value[part]
             put(array, lane, value)
+
+    def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any) -> None:
+        """Write a batch of all lanes' observations, checked, into rows `at` of `arrays`."""
+        for array, (path, _, encode) in zip(arrays, self._puts):
+            value = observation
+            for part in path:
+                value = value[part]
+            array[at] = encode(value, len(array))[at]
 
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
         if isinstance(space, spaces.Dict):
@@ -59,20 +68,20 @@ class Observations:
             return
         if isinstance(space, spaces.Tuple):
             if _stackable(space):
-                self._leaf(*_tuple_leaf(space), key=key or ("observation",), path=path)
+                self._leaf(space, *_tuple_leaf(space), key=key or ("observation",), path=path)
                 return
             for i, sub in enumerate(space.spaces):
                 self._add(sub, (*(key or ("observation",)), str(i)), (*path, i), categorical)
             return
         leaf, put = _observation_leaf(space, categorical)
         image = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
-        self._leaf(leaf, put, key=key or (("pixels",) if image else ("observation",)), path=path)
+        self._leaf(space, leaf, put, key=key or (("pixels",) if image else ("observation",)), path=path)
 
-    def _leaf(self, leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
+    def _leaf(self, space: gym.Space[Any], leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
         if key in self.leaves:
             raise UsageError(f"two observation entries would both be called {show(key)}")
         self.leaves[key] = leaf
-        self._puts.append((path, put))
+        self._puts.append((path, put, _encoder(space, leaf)))
 
 
 def _stackable(space: spaces.Tuple[Any]) -> bool:
@@ -188,6 +197,43 @@ def _put_multi_one_hot(space: spaces.MultiDiscrete) -> Put:
     return put
 
 
+def _encoder(space: gym.Space[Any], leaf: Leaf) -> Encode:
+    """A batch of values `[N, …]` of one space as its leaf's array."""
+    if isinstance(space, spaces.Tuple):
+        own, shape = numpy_dtype(leaf.dtype), leaf.shape[1:]
+
+        def stack(values: Any, count: int) -> Array:
+            return np.stack([fit(value, (count, *shape), own) for value in values], axis=1)
+
+        return stack
+    if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        sizes = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
+        eyes = [np.eye(int(n), dtype=np.int64) for n in sizes.reshape(-1)]
+        equal = (sizes == sizes.flat[0]).all()
+
+        def categories(values: Any, count: int) -> Array:
+            index = fit(values, (count, *sizes.shape), np.dtype(np.int64)) - space.start
+            if ((index < 0) | (index >= sizes)).any():
+                raise SpecMismatch(f"env returned a value outside {space}")
+            if not leaf.one_hot:
+                return index
+            if equal:
+                return np.asarray(eyes[0][index])
+            flat = index.reshape(count, -1)
+            return np.concatenate([eye[flat[:, i]] for i, eye in enumerate(eyes)], axis=-1)
+
+        return categories
+    target, dtype = tuple(space.shape or ()), np.dtype(numpy_dtype(leaf.dtype))
+
+    def plain(values: Any, count: int) -> Array:
+        if values.__class__ is not np.ndarray or values.shape != (count, *target) or values.dtype is not dtype:
+            values = fit(values, (count, *target), dtype)
+        array: Array = values if target == leaf.shape else values.reshape(count, *leaf.shape)
+        return array
+
+    return plain
+
+
 class Actions:
     """The leaves of an action space, and the reading of a row's actions as what the env's `step` takes."""
 
@@ -216,6 +262,23 @@ class Actions:
 
         return decode
 
+    def batch_decoder(self, columns: Mapping[Key, Leaf]) -> Callable[..., Any]:
+        """The same for all lanes at once: one batched action."""
+        decodes = {key: _decoder(key, leaf.space, columns[key], batch=True) for key, leaf in self.leaves.items()}
+        if len(decodes) == 1 and not _children(self.space):
+            (only,) = decodes.values()
+            return only
+        order = list(self.leaves)
+
+        def nest(space: gym.Space[Any], key: Key, per_leaf: Mapping[Key, Any]) -> Any:
+            children = _children(space)
+            if not children:
+                return per_leaf[key]
+            parts = {name: nest(sub, (*key, str(name)), per_leaf) for name, sub in children}
+            return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
+
+        return lambda *arrays: nest(self.space, ("action",), {k: decodes[k](a) for k, a in zip(order, arrays)})
+
     def _nest(self, space: gym.Space[Any], key: Key, per_leaf: Mapping[Key, Sequence[Any]], lane: int) -> Any:
         children = _children(space)
         if not children:
@@ -243,14 +306,16 @@ def _action_leaf(space: gym.Space[Any], categorical: bool) -> Leaf:
     raise UsageError(f"action space {space} has no tensor form")
 
 
-def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf) -> Decode:
+def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: bool = False) -> Decode:
     whole = not column.dtype.is_floating_point and not column.dtype.is_complex
     shape = column.shape
     if isinstance(space, spaces.Discrete):
         n, start = int(space.n), int(space.start)
         if shape in ((), (1,)) and whole:
-            return _index_decoder(n, start)
+            return _batch_index_decoder(space) if batch else _index_decoder(n, start)
         if shape == (n,):
+            if batch:
+                return lambda a: (a.argmax(-1) + start).astype(space.dtype)
             return lambda a: (a.argmax(-1) + start).tolist()
     elif isinstance(space, spaces.MultiDiscrete):
         nvec, starts, dtype = space.nvec, space.start, space.dtype
@@ -275,5 +340,18 @@ def _index_decoder(n: int, start: int) -> Decode:
         if min(index) < 0 or max(index) >= n:
             raise SpecMismatch(f"policy chose action {next(i for i in index if not 0 <= i < n)} of {n} (0 to {n - 1})")
         return index if start == 0 else [i + start for i in index]
+
+    return decode
+
+
+def _batch_index_decoder(space: spaces.Discrete) -> Decode:
+    n, start = int(space.n), int(space.start)
+
+    def decode(array: Array) -> Array:
+        index = array.reshape(-1)
+        if index.min() < 0 or index.max() >= n:
+            wrong = index[(index < 0) | (index >= n)][0]
+            raise SpecMismatch(f"policy chose action {wrong} of {n} (0 to {n - 1})")
+        return (index + start).astype(space.dtype)
 
     return decode

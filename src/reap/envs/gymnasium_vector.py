@@ -1,0 +1,190 @@
+"""Gymnasium's vector envs as lanes: every autoreset mode turned into the one true form.
+
+SAME_STEP   the env has reset already: the true last observation is taken from info, the fresh one is kept back
+            until the loop asks for a reset
+DISABLED    the loop's reset is passed on, with `options={"reset_mask": …}`
+NEXT_STEP   the same, where single lanes can be reset (Gymnasium's Sync- and AsyncVectorEnv). Where they cannot, the env
+            spends its next step on the reset; that step is no frame and is skipped: the lane's later rows move up
+            and `("collector", "mask")` is False at its end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.spaces import Actions, Observations, fit
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+
+
+class VectorLanes(Env):
+    """A `gymnasium.vector.VectorEnv`, one lane for each of its envs."""
+
+    def __init__(
+        self,
+        env: VectorEnv[Any, Any, Any],
+        *,
+        categorical: bool = False,
+        info_keys: InfoKeys = (),
+        resets_lanes: bool | None = None,
+    ) -> None:
+        self.env = env
+        self._count = env.num_envs
+        mode = env.metadata.get("autoreset_mode", getattr(env, "autoreset_mode", None))
+        if mode is None:
+            raise UsageError(
+                f"{type(env).__name__} does not say how it resets; set metadata['autoreset_mode'] to an AutoresetMode"
+            )
+        self.mode = AutoresetMode(mode)
+        known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
+        self._resets_lanes = known if resets_lanes is None else resets_lanes
+        self._observations = Observations(env.single_observation_space, categorical=categorical)
+        self._actions = Actions(env.single_action_space, categorical=categorical)
+        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        skipping = self.mode is AutoresetMode.NEXT_STEP and not self._resets_lanes
+        self.spec = EnvSpec(
+            observation={**self._observations.leaves, **self._info},
+            action=self._actions.leaves,
+            lanes=self._count,
+            batched=True,
+            rows="skipping" if skipping else "whole",
+        )
+        self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
+        self._resetting = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes whose next step is their reset
+        self._ended: set[int] = set()
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.batch_decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        chosen = list(lanes)
+        if seeds is None:  # lanes the env resets by itself need no call
+            chosen = [lane for lane in chosen if not self._reset_by_itself(lane, into)]
+            if not chosen:
+                return
+        every = len(chosen) == self._count
+        if not every and not self._resets_lanes:
+            raise UsageError(
+                f"{type(self.env.unwrapped).__name__} cannot reset single lanes, which max_frames_per_traj and "
+                f"reset(index) need; let it honour options['reset_mask'] and say resets_lanes=True"
+            )
+        seed: Any = None
+        if seeds is not None and isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
+            seed = [None] * self._count
+            for lane, one in zip(chosen, seeds):
+                seed[lane] = int(one)
+        elif seeds is not None:
+            seed = int(seeds[0])  # one generator for all lanes, as such envs have it
+        try:
+            if every:
+                observation, info = self.env.reset(seed=seed)
+            else:
+                mask = np.zeros(self._count, np.bool_)
+                mask[chosen] = True
+                observation, info = self.env.reset(seed=seed, options={"reset_mask": mask})
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        at: Any = slice(None) if every else chosen
+        self._observations.write_batch(observation, into, at)
+        self._write_info(info, into, at)
+        for lane in chosen:
+            self._kept.pop(lane, None)
+            self._ended.discard(lane)
+        self._resetting[chosen] = False
+
+    def _reset_by_itself(self, lane: int, into: Rows) -> bool:
+        if lane in self._kept:
+            for array, value in zip(into, self._kept.pop(lane)):
+                array[lane] = value
+            return True
+        if self.spec.rows == "skipping" and lane in self._ended:
+            self._ended.remove(lane)
+            self._resetting[lane] = True
+            return True
+        return False
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if len(lanes) != self._count:
+            raise UsageError("a vector env steps all its lanes at once; reset_when_done=False needs separate envs")
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(self._decode(*row.action))
+            self._observations.write_batch(observation, row.next, slice(None))
+            row.reward[...] = reward
+            if self._info:
+                self._write_info(info, row.next, slice(None))
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        if self.spec.rows == "skipping" and self._resetting.any():
+            row.mask[self._resetting] = False  # type: ignore[index]
+            self._resetting[...] = False
+        done = np.logical_or(terminated, truncated)
+        if not done.any():
+            return []
+        row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
+        ended: list[int] = np.flatnonzero(done).tolist()
+        self._ended = set(ended)
+        if self.mode is AutoresetMode.SAME_STEP:
+            for lane in ended:
+                self._kept[lane] = tuple(array[lane].copy() for array in row.next)
+                self._observations.write(_final(info, lane), row.next, lane)
+                self._write_final_info(info.get("final_info", {}), row.next, lane)
+        return ended
+
+    def _write_final_info(self, info: Any, arrays: Rows, lane: int) -> None:
+        if isinstance(info, np.ndarray):  # one dict per lane
+            info = {key: [value] for key, value in (info[lane] or {}).items()}
+            lane_in_info = 0
+        else:
+            lane_in_info = lane
+        for array, (key, leaf) in zip(arrays[len(self._observations.leaves) :], self._info.items()):
+            values = info.get(key[0])
+            array[lane] = (
+                0 if values is None else fit(values[lane_in_info], leaf.shape, numpy_dtype(leaf.dtype), key[0])
+            )
+
+    def _write_info(self, info: Mapping[str, Any], arrays: Rows, at: Any) -> None:
+        first = len(self._observations.leaves)
+        for array, (key, leaf) in zip(arrays[first:], self._info.items()):
+            values, given = info.get(key[0]), info.get(f"_{key[0]}")
+            if values is None:
+                array[at] = 0
+                continue
+            whole = fit(np.asarray(values), (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {key[0]!r}")
+            array[at] = whole[at]
+            if given is not None:
+                absent = ~np.asarray(given)
+                absent[[lane for lane in range(self._count) if lane not in _lanes(at, self._count)]] = False
+                array[absent] = 0
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _lanes(at: Any, count: int) -> set[int]:
+    return set(range(count)) if isinstance(at, slice) else set(at)
+
+
+def _final(info: Mapping[str, Any], lane: int) -> Any:
+    """One lane's true last observation, from any of the places vector envs put it."""
+    for key in ("final_obs", "final_observation"):
+        if key in info:
+            return _pick(info[key], lane)
+    raise SpecMismatch(f"lane {lane} ended in SAME_STEP mode but info has no 'final_obs'; it holds {sorted(info)}")
+
+
+def _pick(batch: Any, lane: int) -> Any:
+    if isinstance(batch, Mapping):
+        return {key: _pick(value, lane) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(_pick(value, lane) for value in batch)
+    return batch[lane]
