@@ -134,10 +134,10 @@ class CallPolicy(TensorPolicy):
     """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
 
     def __init__(
-        self, call: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key], device: torch.device | None
+        self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
     ) -> None:
         super().__init__(inputs, device)
-        self._call, self._action_keys = call, list(outputs)
+        self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
@@ -152,10 +152,11 @@ class CallPolicy(TensorPolicy):
             raise UsageError("policy returned None; the action is expected")
         self._many = isinstance(out, (tuple, list))
         values = tuple(out) if self._many else (out,)
-        first = self._action_keys
-        if len(values) < len(first):
-            raise SpecMismatch(f"policy returned {len(values)} tensors; the env's actions are {show_keys(first)}")
-        keys = [*first, *(as_key(f"output{i}") for i in range(1, len(values) - len(first) + 1))]
+        extra = len(values) - len(self._first) - len(self._last)
+        if extra < 0:
+            wanted = show_keys([*self._first, *self._last])
+            raise SpecMismatch(f"policy returned {len(values)} tensors; {wanted} are expected")
+        keys = [*self._first, *(as_key(f"output{i}") for i in range(1, extra + 1)), *self._last]
         self.learn_outputs(keys, values, lanes)
 
 
@@ -238,9 +239,6 @@ class TensorDictPolicy(TensorPolicy):
             for k, v in after.items()
             if k in declared or k not in before or (v is not before[k] and not _same(v, copies[k]))
         }
-        for key in written:
-            if key[0] == "next":
-                raise UsageError(f"policy writes {show(key)}: recurrent state under 'next' is not supported yet")
         self._keys = [k for k in written if not private(k)]
         self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
 
@@ -289,11 +287,19 @@ def untouched(policy: Any) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+_DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
+
+
+def _missing(absent: Sequence[Key], columns: Mapping[Key, Tensor]) -> UsageError:
+    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)} ({_DECLARE})")
+
+
 def as_policy(
     policy: Any,
     *,
     columns: Mapping[Key, Tensor],
     observation: Sequence[Key],
+    carry: Sequence[Key] = (),
     action: Mapping[Key, Leaf],
     lanes: int | None,
     kind: InteractionType | None,
@@ -303,8 +309,8 @@ def as_policy(
 ) -> Policy:
     """`policy` as a Policy.
 
-    `columns` holds one real value of every column a policy may read (`observation` keys and flags), shaped as the
-    policy will see them; `lanes` is their leading dimension, None when there is none.
+    `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
+    the policy will see them; `lanes` is their leading dimension, None when there is none.
     """
     if policy is None or isinstance(policy, RandomPolicy):
         if isinstance(policy, RandomPolicy) and policy.action_spec is None and len(action) == 1:
@@ -316,7 +322,7 @@ def as_policy(
     def probed(candidate: Any) -> Any:
         absent = [k for k in candidate.inputs if k not in columns]
         if absent:
-            raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
+            raise _missing(absent, columns)
         first = [columns[k].clone() for k in candidate.inputs]
         try:
             with untouched(policy), torch.no_grad(), exploring(kind):
@@ -332,6 +338,12 @@ def as_policy(
                 f"policy writes {show_keys(candidate.outputs)} but not the env's action {show_keys(lacking)}; "
                 f"add it to the policy's outputs"
             )
+        lost = [k for k in carry if ("next", *k) not in candidate.outputs]
+        if lost:
+            raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry]
+        if new:
+            raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
         return candidate
 
     whole = TensorDictPolicy(policy, tuple(columns), lanes, device)
@@ -349,7 +361,7 @@ def as_policy(
                 pass
         absent = [k for k in map(as_key, policy.in_keys) if k not in columns]
         if absent:
-            raise UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}")
+            raise _missing(absent, columns)
         if compile is not None:
             whole._call = torch.compile(policy, **compile)
         return probed(whole)  # type: ignore[no-any-return]
@@ -361,9 +373,9 @@ def as_policy(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
-    inputs = _match(names, observation, policy)
+    inputs = _match(names, observation, carry, policy)
     call = policy if compile is None else torch.compile(policy, **compile)
-    return probed(CallPolicy(call, inputs, list(action), device))  # type: ignore[no-any-return]
+    return probed(CallPolicy(call, inputs, list(action), carry, device))  # type: ignore[no-any-return]
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter] | None:
@@ -386,27 +398,34 @@ def takes_tensordict(policy: Any) -> bool:
     return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
 
 
-def _match(params: list[inspect.Parameter] | None, observation: Sequence[Key], policy: Any) -> list[Key]:
-    """Which observation keys a callable takes: by the names of its parameters; the only one for the only other."""
-    keys = {k[0]: k for k in observation if len(k) == 1}
-    if params is not None:
+def _match(
+    params: list[inspect.Parameter] | None, observation: Sequence[Key], carry: Sequence[Key], policy: Any
+) -> list[Key]:
+    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
+    if params is None:
+        positional, required, variadic = [], [], True
+    else:
         positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         required = [p for p in positional if p.default is p.empty]
-        if required and all(p.name in keys for p in required):
-            named: list[Key] = []
-            for p in positional:
-                if p.name not in keys:
-                    break  # arguments are passed by position: stop at the first that is not an observation
-                named.append(keys[p.name])
-            return named
         variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
-        fits = len(required) == 1 or (not required and (variadic or len(positional) == 1))
-    else:
-        fits = True
-    if fits and len(observation) == 1:
-        return [observation[0]]
-    taken = "unknown" if params is None else [p.name for p in params]
+    named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
+    strange = [p for p in required if p.name not in keys]
+    others = [k for k in observation if k not in named.values() and k != ("is_init",)]
+    if len(strange) == 1 and len(others) == 1:
+        named[strange[0].name] = others[0]
+        strange = []
+    if not strange and named:
+        taken: list[Key] = []
+        for p in positional:
+            if p.name not in named:
+                break  # arguments are passed by position: stop at the first that is not a key
+            taken.append(named[p.name])
+        return taken
+    if not required and (variadic or len(positional) == 1) and len(others) == 1:
+        return [others[0], *carry]
+    said = "unknown" if params is None else [p.name for p in params]
     raise WrongArgument(
-        f"cannot tell what policy {type(policy).__name__} reads: its parameters are {taken}, the env's observations "
+        f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
         f"{show_keys(observation)}. Name the parameters after the keys, or wrap it in a TensorDictModule"
     )

@@ -13,6 +13,7 @@ import torch
 from tensordict.nn import InteractionType
 
 from reap.core.env import Env
+from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, as_policy
 from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
 from reap.core.slot import FLAGS, Layout, Pool, Slot
@@ -45,7 +46,10 @@ class Worker:
 
     def __init__(self, plan: Plan, *, same_slot: bool = False) -> None:
         self.plan = plan
-        self.env = plan.make_env()
+        env = plan.make_env()
+        self.model = plan.make_policy()
+        self.memory = carry_of(self.model)
+        self.env = remembering(env, self.memory)
         spec = self.env.spec
         self.lanes = spec.lanes
         self.stats = Stats(spec.lanes)
@@ -56,7 +60,6 @@ class Worker:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        self.model = plan.make_policy()
         self.policy = self._policy(carry)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         self.random = RandomActions(spec.action, self.policy.outputs)
@@ -91,7 +94,8 @@ class Worker:
         return as_policy(
             self.model,
             columns=columns,
-            observation=list(spec.observation),
+            observation=[key for key in spec.observation if key not in self.memory],
+            carry=list(self.memory),
             action=spec.action,
             lanes=spec.lanes if spec.batched else None,
             kind=plan.exploration,

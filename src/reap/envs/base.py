@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from reap.core.assemble import assemble
 from reap.core.env import Env, Rows
+from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, as_policy
 from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
@@ -176,15 +177,19 @@ class EnvBase:
         self._open()
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
-        env = _Watched(self.lanes_env)
+        memory = carry_of(policy)
+        env = _Watched(remembering(self.lanes_env, memory))
         spec = env.spec
-        if auto_reset:
-            self._restart()
-        columns = {k: torch.from_numpy(c if spec.batched else c[0]) for k, c in zip(spec.observation, self._carry)}
+        carry = carry_for(spec.observation, spec.lanes) if memory else self._carry
+        if auto_reset or memory:
+            seeds, self._seeds = self._seeds, None
+            env.reset(range(spec.lanes), carry, seeds)
+        columns = {k: torch.from_numpy(c if spec.batched else c[0]) for k, c in zip(spec.observation, carry)}
         chosen = as_policy(
             policy,
             columns=columns,
-            observation=list(spec.observation),
+            observation=[key for key in spec.observation if key not in memory],
+            carry=list(memory),
             action=spec.action,
             lanes=spec.lanes if spec.batched else None,
             kind=interaction_type(),
@@ -194,7 +199,7 @@ class EnvBase:
         loop = RolloutLoop(
             env,
             chosen,
-            carry=self._carry,
+            carry=carry,
             ids=TrajectoryIds(),
             stats=Stats(spec.lanes),
             exploration=interaction_type(),

@@ -29,15 +29,16 @@ class StepLimit(Env):
         spec = env.spec
         observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
         self.spec = dataclasses.replace(spec, observation=observation)
+        self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into[:-1], seeds)
+        self._env.reset(lanes, into[: self._at], seeds)
         self._count[list(lanes)] = 0
-        into[-1][list(lanes)] = 0
+        into[self._at][list(lanes)] = 0
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._sent = lanes, row
@@ -51,7 +52,7 @@ class StepLimit(Env):
             count += 1
         else:
             count[list(lanes)] += 1
-        row.next[-1][:, 0] = count
+        row.next[self._at][:, 0] = count
         over = count >= self._limit
         if over.any():
             for lane in np.flatnonzero(over).tolist():

@@ -1,0 +1,96 @@
+"""Memory: what a recurrent policy carries from step to step, as columns beside the observations.
+
+    row t      hidden, is_init ──► policy ──► ("next", hidden)
+                    ▲                              │
+    row t+1         └────────── copied ◄───────────┘      a lane that is reset: the first carry again, is_init True
+
+To the loop a carry is one more observation: `Memory` wraps the env and adds the leaves, the policy writes their `next`.
+So the state that acted is delivered with every frame, and a trajectory can be replayed offline from its own rows.
+
+A policy declares its carry as an attribute, one lane's first value by key:
+
+    class Recurrent(nn.Module):
+        carry = {"hidden": torch.zeros(32)}
+        def forward(self, observation, hidden):
+            ...
+            return action, hidden            # actions first, then anything else, the new carry last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.errors import UsageError, WrongArgument
+from reap.spec import Key, Leaf, as_key, show
+
+IS_INIT: Key = ("is_init",)
+
+
+def carry_of(policy: Any) -> dict[Key, Tensor]:
+    """The carry a policy and its parts declare: key → one lane's first value. Empty for policies without memory."""
+    parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    found: dict[Key, Tensor] = {}
+    for part in parts:
+        declared = getattr(part, "carry", None)
+        if isinstance(declared, Mapping):
+            for key, first in declared.items():
+                if not isinstance(first, Tensor):
+                    raise WrongArgument(f"carry {key!r} must be a tensor, one lane's first value; got {first!r}")
+                found[as_key(key)] = first.detach().cpu()
+        elif callable(getattr(part, "make_tensordict_primer", None)):  # TorchRL's recurrent modules
+            primers = part.make_tensordict_primer().primers
+            for key in primers.keys(True, True):
+                found[as_key(key)] = primers[key].zero().detach().cpu()
+    return found
+
+
+def remembering(env: Env, carry: Mapping[Key, Tensor]) -> Env:
+    """`env` with room for the carry; `env` itself when there is none."""
+    return Memory(env, carry) if carry else env
+
+
+class Memory(Env):
+    """Adds `is_init` and the carry's leaves to an env's observations."""
+
+    def __init__(self, env: Env, carry: Mapping[Key, Tensor]) -> None:
+        self._env = env
+        own = env.spec.observation
+        clash = [key for key in carry if key in own]
+        if clash:
+            raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
+        added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
+        added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
+        self.spec = dataclasses.replace(env.spec, observation={**own, **added})
+        self._own = len(own)
+        self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
+        self._flag = self._own if IS_INIT in added else None
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._own], seeds)
+        chosen = list(lanes)
+        for array, first in zip(into[self._own :], self._first):
+            array[chosen] = first
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if self._flag is not None:
+            row.next[self._flag][...] = False
+        return self._env.step(lanes, row)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._env.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._env.load_state_dict(state)

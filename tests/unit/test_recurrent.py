@@ -1,0 +1,197 @@
+"""Policies with memory: carried per lane, begun anew with every episode, delivered so that it can be replayed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from torch import nn
+
+from reap.collectors import Collector
+from reap.envs import GymEnv, SerialEnv
+from reap.errors import UsageError
+from reap.testing import CountingEnv
+
+LENGTHS = [(3, 1, 5), (2, 2, 7), (4,)]
+
+
+def lanes(lengths=LENGTHS):
+    return SerialEnv(len(lengths), [lambda one=one, i=i: CountingEnv(one, i) for i, one in enumerate(lengths)])
+
+
+class Steps(nn.Module):
+    """Counts the steps it has seen in this episode: its memory must equal the env's own count."""
+
+    carry = {"seen": torch.zeros(1)}
+
+    def forward(self, observation, seen):
+        return observation[..., :1], seen + 1
+
+
+class GRU(nn.Module):
+    def __init__(self, inputs=3, hidden=8):
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(inputs, hidden), nn.Linear(hidden, 1)
+        self.carry = {"hidden": torch.zeros(hidden)}
+
+    def forward(self, observation, hidden):
+        hidden = self.cell(observation, hidden)
+        return self.head(hidden), hidden
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3),
+    steps=st.integers(1, 6),
+)
+@settings(max_examples=30, deadline=None)
+def test_memory_is_kept_in_an_episode_and_begun_anew_after_it(lengths, steps):
+    c = Collector(lanes(lengths), Steps(), frames_per_batch=steps * len(lengths))
+    for _ in range(4):
+        batch = c.next()
+        t = batch["observation"][..., 2:]
+        assert torch.equal(batch["seen"], t)
+        assert torch.equal(batch["next", "seen"], t + 1)
+        assert torch.equal(batch["is_init"], t == 0)
+        assert not batch["next", "is_init"].any()
+        assert batch["is_init"].dtype is torch.bool
+
+
+def test_a_carry_that_begins_elsewhere_than_zero():
+    policy = Steps()
+    policy.carry = {"seen": torch.tensor([10.0])}
+    batch = Collector(lanes(), policy, frames_per_batch=30).next()
+    assert torch.equal(batch["seen"], batch["observation"][..., 2:] + 10)
+
+
+def replay(batch, step, hidden, first):
+    """Run the rows of a batch again, in order of time, from the delivered state of the first row."""
+    outputs = []
+    state = batch[hidden][:, 0]
+    for t in range(batch.shape[1]):
+        state = torch.where(batch["is_init"][:, t], first, state)
+        assert torch.equal(state, batch[hidden][:, t])
+        action, state = step(batch["observation"][:, t], state)
+        outputs.append(action)
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("form", ["module", "TensorDictModule", "sequence"])
+def test_replaying_reproduces_the_online_outputs_bit_for_bit(form):
+    torch.manual_seed(0)
+    net = GRU()
+    policy = {
+        "module": lambda: net,
+        "TensorDictModule": lambda: TensorDictModule(net, ["observation", "hidden"], ["action", ("next", "hidden")]),
+        "sequence": lambda: TensorDictSequential(
+            TensorDictModule(lambda o: o * 0.5, ["observation"], ["scaled"]),
+            TensorDictModule(net, ["scaled", "hidden"], ["action", ("next", "hidden")]),
+        ),
+    }[form]()
+    scale = 0.5 if form == "sequence" else 1.0
+    c = Collector(lanes(), policy, frames_per_batch=45)
+    for _ in range(3):
+        batch = c.next()
+        with torch.no_grad():
+            again = replay(batch, lambda o, h: net(o * scale, h), "hidden", torch.zeros(8))
+        assert torch.equal(again, batch["action"])
+
+
+def test_single_env_and_rollout_by_hand():
+    batch = Collector(CountingEnv(), Steps(), frames_per_batch=12).next()
+    assert batch["seen"].shape == (12, 1)
+    assert torch.equal(batch["seen"], batch["observation"][:, 2:])
+    out = GymEnv(CountingEnv((9,))).rollout(5, Steps())
+    assert out["seen"][:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_memory_survives_resets_limits_and_random_frames():
+    c = Collector(lanes(), Steps(), frames_per_batch=12, max_frames_per_traj=2, init_random_frames=12)
+    random = c.next()
+    assert random["next", "seen"].eq(0).all()  # nobody acted
+    c.reset()
+    for _ in range(3):
+        batch = c.next()
+        assert torch.equal(batch["seen"], batch["step_count"].float())
+    c.set_seed(1)
+    assert c.next()["is_init"][:, 0].all()
+
+
+def test_an_interrupted_batch_goes_on_with_its_memory():
+    class Stop:
+        asked = 0
+
+        def collection_stopped(self):
+            self.asked += 1
+            return self.asked % 3 == 0
+
+    c = Collector(SerialEnv(2, lambda: CountingEnv((50,))), Steps(), frames_per_batch=10, interruptor=Stop())
+    seen = torch.cat([b["seen"][:, :3] for b in (c.next() for _ in range(5))], 1)
+    assert seen[0, :, 0].tolist() == list(range(15))
+
+
+def test_losing_the_carry_is_an_error():
+    class Forgets(nn.Module):
+        carry = {"seen": torch.zeros(1)}
+
+        def forward(self, observation, seen):
+            return observation[..., :1]
+
+    with pytest.raises(UsageError, match=r"\('next', 'seen'\).*are expected"):
+        Collector(lanes(), Forgets(), frames_per_batch=12)
+    lost = TensorDictModule(lambda o, h: o[..., :1], ["observation", "seen"], ["action"])
+    lost.carry = {"seen": torch.zeros(1)}
+    with pytest.raises(UsageError, match="declares the carry.*does not write"):
+        Collector(lanes(), lost, frames_per_batch=12)
+    undeclared = TensorDictModule(lambda o: (o[..., :1], o), ["observation"], ["action", ("next", "h")])
+    with pytest.raises(UsageError, match="nothing says how that begins.*carry ="):
+        Collector(lanes(), undeclared, frames_per_batch=12)
+    unknown = TensorDictModule(lambda o, h: (o[..., :1], h), ["observation", "h"], ["action", ("next", "h")])
+    with pytest.raises(UsageError, match="policy reads.*'h'.*carry ="):
+        Collector(lanes(), unknown, frames_per_batch=12)
+    clash = Steps()
+    clash.carry = {"observation": torch.zeros(3)}
+    with pytest.raises(UsageError, match="observation of the env already"):
+        Collector(lanes(), clash, frames_per_batch=12)
+    wrong = Steps()
+    wrong.carry = {"seen": 3}
+    with pytest.raises(TypeError, match="must be a tensor"):
+        Collector(lanes(), wrong, frames_per_batch=12)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("single", [False, True])
+def test_torchrl_recurrent_modules(kind, single):
+    modules = pytest.importorskip("torchrl.modules")
+    torch.manual_seed(0)
+    if kind == "lstm":
+        net = modules.LSTMModule(input_size=3, hidden_size=6, in_key="observation", out_key="feature")
+        states = ["recurrent_state_h", "recurrent_state_c"]
+    else:
+        net = modules.GRUModule(input_size=3, hidden_size=6, in_key="observation", out_key="feature")
+        states = ["recurrent_state"]
+    policy = TensorDictSequential(net, TensorDictModule(nn.Linear(6, 1), ["feature"], ["action"]))
+    env = CountingEnv() if single else lanes()
+    c = Collector(env, policy, frames_per_batch=12)
+    for _ in range(3):
+        batch = c.next().reshape(1 if single else 3, -1)
+        for key in states:
+            assert batch[key].shape[2:] == (1, 6)
+            assert (batch[key][batch["is_init"].squeeze(-1)] == 0).all()
+            going = ~batch["next", "done"][:, :-1, 0]
+            assert torch.equal(batch["next", key][:, :-1][going], batch[key][:, 1:][going])
+        with torch.no_grad():
+            for t in range(batch.shape[1]):  # each row replays by itself from its own state
+                row = batch[:, t].select("observation", "is_init", *states).clone()
+                again = policy(row[0] if single else row)["action"]
+                assert torch.equal(again.reshape(batch[:, t]["action"].shape), batch[:, t]["action"])
+
+
+def test_versions_of_numpy_and_dtypes():
+    policy = Steps()
+    policy.carry = {"seen": torch.zeros(1, dtype=torch.float64)}
+    batch = Collector(lanes(), policy, frames_per_batch=12).next()
+    assert batch["seen"].dtype is torch.float64
+    assert np.array_equal(batch["seen"].numpy(), batch["observation"][..., 2:].double().numpy())
