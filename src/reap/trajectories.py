@@ -4,6 +4,10 @@
                  3 3 3 3 4 4    ──►   …               1 1 ·             1 1 0
                                                       2 · ·             1 0 0
 Whole-array arithmetic: one running sum finds the pieces, one scatter per leaf moves them.
+
+    split_trajectories   a batch in pieces, complete or not
+    WholeTrajectories    complete episodes only, over many batches
+    cu_seqlens           where the pieces of a packed batch begin, for variable-length attention
 """
 
 from __future__ import annotations
@@ -65,16 +69,19 @@ def split_trajectories(
     lengths = ends - starts
     if as_nested:
         return _nested(flat, lengths, mask_key)
-    count, longest = len(starts), int(lengths.max()) if len(starts) else 0
-    piece = begins.cumsum(0) - 1
-    place = torch.arange(len(begins), device=starts.device) - starts[piece]
-    index = piece * longest + place
-    out = TensorDict({}, batch_size=[count, longest], device=td.device)
+    return _padded(flat, lengths, mask_key)
+
+
+def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDict:
+    """Rows that lie one trajectory after another, as `[N, L]` with zeros behind each, and a mask."""
+    count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+    index = mask.reshape(-1).nonzero().squeeze(-1)
+    out = TensorDict({}, batch_size=[count, longest], device=flat.device)
     for key, value in flat.items(True, True):
         padded = value.new_zeros((count * longest, *value.shape[1:]))
         padded.index_copy_(0, index, value)
         out.set(key, padded.reshape(count, longest, *value.shape[1:]))
-    mask = torch.arange(longest, device=starts.device) < lengths.unsqueeze(1)
     return out.set(mask_key, mask)
 
 
@@ -111,3 +118,92 @@ def _nested(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
     for key, value in leaves.items():
         out.set(key, value)
     return out
+
+
+def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:
+    """Where the trajectories of a packed batch `[steps]` begin, and its end: int32 `[N + 1]`, counted up from 0.
+
+    >>> offsets = cu_seqlens(batch)          # for kernels that attend within sequences of different length
+    """
+    ids = batch.get(("collector", "traj_ids"), None)
+    if ids is None or batch.ndim != 1:
+        raise UsageError("cu_seqlens needs a packed batch [steps] with trajectory ids (traj_format='cat')")
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[1:] = ids[1:] != ids[:-1]
+    ends = ids.new_tensor([len(ids)])
+    return torch.cat([begins.nonzero().squeeze(-1), ends]).to(torch.int32)
+
+
+class WholeTrajectories:
+    """Takes batches, gives back complete episodes in the order in which they ended.
+
+    Unfinished episodes are held back until they end, however many batches that takes, so none is cut and none is
+    lost: long episodes are as frequent as they are. Episodes broken off by a reset never end and are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._held: TensorDictBase | None = None
+        self._ready: TensorDictBase | None = None
+        self._lengths = torch.zeros(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def feed(self, batch: TensorDictBase) -> None:
+        """Take the next batch `[N, T]` or `[T]`. Lanes go on where the last batch left them."""
+        lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
+        flat = lanes.reshape(-1)
+        count, steps = lanes.batch_size
+        ids = lanes.get(("collector", "traj_ids"), None)
+        if ids is None:
+            raise UsageError("whole trajectories need track_traj_ids=True")
+        # In which order rows were made: by time, then by lane. Only the order matters, and only within one batch.
+        clock = (torch.arange(steps) * count + torch.arange(count).unsqueeze(1)).reshape(-1)
+        ids = ids.reshape(-1).cpu()
+        valid = ids >= 0
+        last = [int(row[row >= 0][-1]) for row in ids.reshape(count, steps) if bool((row >= 0).any())]
+        if not bool(valid.all()):
+            flat, ids, clock = flat[valid.to(_device(flat))], ids[valid], clock[valid]
+        if self._held is not None and len(self._held):
+            old = self._held.get(("collector", "traj_ids")).cpu()
+            flat = torch.cat([self._held, flat])
+            ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
+        order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
+        ids = ids[order]
+        begins = torch.ones_like(ids, dtype=torch.bool)
+        begins[1:] = ids[1:] != ids[:-1]
+        starts = begins.nonzero().squeeze(-1)
+        ends = torch.cat([starts[1:], starts.new_tensor([len(ids)])]) - 1
+        done = flat.get(("next", "done")).reshape(len(flat), -1).any(-1).cpu()[order[ends]]
+        finished = done.nonzero().squeeze(-1)
+        finished = finished[torch.argsort(clock[order[ends[finished]]])]
+        alive = (~done & torch.isin(ids[starts], torch.tensor(last, dtype=ids.dtype))).nonzero().squeeze(-1)
+        self._held = flat[_rows(order, starts, ends, alive).to(_device(flat))]
+        new = flat[_rows(order, starts, ends, finished).to(_device(flat))]
+        self._ready = new if self._ready is None or not len(self._ready) else torch.cat([self._ready, new])
+        self._lengths = torch.cat([self._lengths, (ends - starts + 1)[finished]])
+
+    def take(self, count: int, layout: str) -> TensorDictBase:
+        """The first `count` complete episodes: "padded" `[count, longest]` with a mask, or "cat" `[steps]`."""
+        assert self._ready is not None
+        lengths, self._lengths = self._lengths[:count], self._lengths[count:]
+        steps = int(lengths.sum())
+        rows, self._ready = self._ready[:steps], self._ready[steps:]
+        if layout == "cat":
+            return rows.clone()
+        mask_key: Key = ("collector", "mask")
+        if rows.get(mask_key, None) is not None:
+            rows = rows.exclude(mask_key)
+        return _padded(rows, lengths.to(_device(rows)), mask_key)
+
+
+def _device(td: TensorDictBase) -> torch.device:
+    device: torch.device = td.get(("collector", "traj_ids")).device
+    return device
+
+
+def _rows(order: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Row numbers of the chosen segments of `order`, one segment after another."""
+    sizes = (ends - starts + 1)[chosen]
+    offset = torch.repeat_interleave(starts[chosen] - (sizes.cumsum(0) - sizes), sizes)
+    return order[torch.arange(int(sizes.sum())) + offset]

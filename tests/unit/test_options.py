@@ -492,7 +492,7 @@ def test_state_dict_layout():
     c.next()
     state = c.state_dict()
     assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool", "policy_version"}
-    assert (state["frames"], state["iter"]) == (12, 1)
+    assert (state["frames"], state["iter"]) == (12, 0)  # iter is the index of the last batch
     with pytest.raises(UsageError, match="lacks"):
         c.load_state_dict({"frames": 1})
 

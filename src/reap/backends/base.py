@@ -7,20 +7,21 @@ A taken rollout is the consumer's; its slot is released when the last tensor on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
 from reap.core.slot import Layout
+from reap.spec import Key
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The bytes of one full slot, and what is known about them."""
+    """The columns of one full slot, and what is known about them."""
 
-    block: torch.Tensor
+    arrays: Mapping[Key, np.ndarray[Any, Any]]
     layout: Layout
     frames: int
     version: int

@@ -19,7 +19,6 @@ class InlineBackend:
 
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
-        self._same: torch.Tensor | None = None
         self.worker: Worker
 
     def start(self) -> None:
@@ -33,13 +32,8 @@ class InlineBackend:
         except BaseException:
             worker.pool.release(slot)
             raise
-        if self._same_slot:
-            if self._same is None:
-                self._same = torch.from_numpy(slot.block)
-            block = self._same
-        else:
-            block = worker.pool.lend(slot)
-        return Rollout(block, worker.layout, frames, worker.loop.version)
+        arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
+        return Rollout(arrays, worker.layout, frames, worker.loop.version)
 
     def publish(self, weights: Any = None) -> int:
         model = self.worker.model

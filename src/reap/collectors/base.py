@@ -20,9 +20,10 @@ from typing_extensions import Self
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
 from reap.core.assemble import assemble
+from reap.core.exploration import exploration_type
 from reap.core.slot import MASK
 from reap.errors import UsageError, WrongArgument, WrongState
-from reap.trajectories import split_trajectories
+from reap.trajectories import WholeTrajectories, split_trajectories
 
 
 class BaseCollector(IterableDataset):  # type: ignore[type-arg]
@@ -40,10 +41,16 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._why_closed: str | None = None
         self._same: tuple[TensorDict, TensorDict] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
-        self._postproc = options.postproc
-        _, self._storing = options.devices
-        if self._storing is not None and hasattr(self._postproc, "to"):
-            self._postproc.to(self._storing)  # type: ignore[union-attr]
+        self.postproc = options.postproc
+        # Names scripts look at.
+        self.total_frames, self.init_random_frames = options.total, options.random_frames
+        self.split_trajs = bool(options.split_trajs)
+        self.exploration_type = exploration_type(options.exploration_type)
+        self.policy_device, self.storing_device = options.devices
+        self._whole = None if options.trajs_per_batch is None else WholeTrajectories()
+        self._storing = options.devices[1]
+        if self._storing is not None and hasattr(self.postproc, "to"):
+            self.postproc.to(self._storing)  # type: ignore[union-attr]
 
     def _check_sizes(self, lanes: int) -> int:
         """Steps per rollout for this many lanes; warns about every rounding."""
@@ -79,37 +86,40 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         return self._iterate()
 
     def _iterate(self) -> Iterator[TensorDictBase]:
-        while self._why_closed is None and self._frames < self.options.total:
-            yield self._collect()
+        while self._why_closed is None and self._more():
+            batch = self._collect()
+            if batch is None:
+                return
+            yield batch
 
     def next(self) -> TensorDictBase | None:
         """The next batch, or None when `total_frames` is reached."""
         self._open()
-        return self._collect() if self._frames < self.options.total else None
+        return self._collect() if self._more() else None
 
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split or post-processed."""
         self._open()
-        return self._take(random=False)[0]
+        return self._take(random=self._frames < self.options.random_frames)[0]
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
             raise WrongArgument("an endless collector has no length (total_frames is -1)")
         return math.ceil(self.options.total / self.requested_frames_per_batch)
 
-    def _collect(self) -> TensorDictBase:
+    def _collect(self) -> TensorDictBase | None:
         options = self.options
         try:
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
-            batch, rollout = self._take(random=self._frames < options.random_frames)
-            self._frames += rollout.frames
+            out: TensorDictBase | None = self._next_batch()
+            if out is None:
+                return None
             self._batches += 1
-            out: TensorDictBase = batch
             if options.split_trajs:
-                out = split_trajectories(batch, prefix="collector")
-            if self._postproc is not None:
-                out = self._postproc(out)
+                out = split_trajectories(out, prefix="collector")
+            if self.postproc is not None:
+                out = self.postproc(out)
                 if out is None:
                     raise UsageError("postproc returned None; it must return the batch")
             if self.post_collect_hook is not None:
@@ -119,10 +129,29 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self._close(f"it failed: {error!r}")
             raise
 
+    def _more(self) -> bool:
+        """Whether a further batch may come: frames are left to collect, or whole episodes to deliver."""
+        left = self._whole is not None and len(self._whole) >= (self.options.trajs_per_batch or 0)
+        return left or self._frames < self.options.total
+
+    def _next_batch(self) -> TensorDictBase | None:
+        """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, None if they never come."""
+        while True:
+            whole, wanted = self._whole, self.options.trajs_per_batch
+            if whole is not None and wanted is not None and len(whole) >= wanted:
+                return whole.take(wanted, self.options.traj_format or "padded")
+            if self._frames >= self.options.total:
+                return None
+            batch, rollout = self._take(random=self._frames < self.options.random_frames)
+            self._frames += rollout.frames
+            if whole is None:
+                return batch
+            whole.feed(batch)
+
     def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
         rollout = self._backend.take(random=random)
         if self._same is None:
-            batch = assemble(rollout.block, rollout.layout)
+            batch = assemble(rollout.arrays, rollout.layout)
         else:
             batch, delivered = self._same
         if self.options.set_truncated:
@@ -212,7 +241,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: policy, env, counters."""
         self._open()
-        state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches}
+        state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches - 1}
         if isinstance(self.policy, nn.Module):
             state["policy_state_dict"] = self.policy.state_dict()
         return state
@@ -226,7 +255,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
             self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
         self._backend.load_state_dict(dict(state_dict))
-        self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", 0))
+        self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
         self._version = int(state_dict.get("policy_version", self._version))
 
     @property
@@ -253,6 +282,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self._why_closed = why
             if close_env:
                 self._backend.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was shut down, or failed."""
+        return self._why_closed is not None
 
     def _open(self) -> None:
         if self._why_closed is not None:

@@ -22,10 +22,7 @@ _LEGACY = {
 _LATER = {
     "replay_buffer",
     "extend_buffer",
-    "trajs_per_batch",
     "trajs_per_write",
-    "traj_format",
-    "compact_obs",
     "cudagraph_policy",
     "weight_updater",
     "weight_sync_schemes",
@@ -35,6 +32,7 @@ _LATER = {
     "sync",
     "backend_options",
 }
+_USUAL = {"extend_buffer": True}  # spelling out what would happen anyway
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = {"use_buffers": None, "no_cuda_sync": False, "worker_idx": None, "backend": "direct"}
 
@@ -57,6 +55,9 @@ class Options:
         reset_at_each_iter: begin new episodes with every batch.
         reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
+        trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
+        traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
+        compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp every frame with the version of the weights that acted.
@@ -83,6 +84,9 @@ class Options:
     reset_at_each_iter: bool = False
     reset_when_done: bool = True
     split_trajs: bool | None = None
+    trajs_per_batch: int | None = None
+    traj_format: str | None = None
+    compact_obs: bool = False
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: bool = False
@@ -109,11 +113,29 @@ class Options:
             raise WrongArgument(f"interruptor needs a method collection_stopped(), got {kind}")
         if self.split_trajs and not self.track_traj_ids:
             raise UsageError("split_trajs=True needs track_traj_ids=True")
+        self._check_trajectories()
         if not isinstance(self.track_policy_version, bool):
             raise WrongArgument(f"track_policy_version must be True or False, got {self.track_policy_version!r}")
         exploration_type(self.exploration_type)
         for name in ("device", "policy_device", "env_device", "storing_device"):
             self._device(name)
+
+    def _check_trajectories(self) -> None:
+        if self.traj_format not in (None, "padded", "cat"):
+            raise UsageError(f"traj_format must be 'padded' or 'cat', got {self.traj_format!r}")
+        if self.trajs_per_batch is None:
+            if self.traj_format == "cat":
+                raise UsageError("traj_format='cat' needs trajs_per_batch")
+            return
+        self._whole("trajs_per_batch", least=1)
+        for name, bad in (
+            ("split_trajs", True),
+            ("track_traj_ids", False),
+            ("return_same_td", True),
+            ("compact_obs", True),
+        ):
+            if bool(getattr(self, name)) is bad:
+                raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")
 
     def _whole(self, name: str, *, least: int | None = None, none: bool = False) -> None:
         value = getattr(self, name)
@@ -176,7 +198,7 @@ def read_options(owner: str, given: dict[str, Any]) -> Options:
         if name == "backend" and value not in (None, "direct"):
             raise UsageError(f"backend={value!r} is not supported yet; 'direct' is")
     for name in sorted(_LATER & given.keys()):
-        if given.pop(name) not in (None, False):
+        if given.pop(name) not in (None, False, _USUAL.get(name)):
             raise UsageError(f"{owner} does not support {name} yet")
     fields = {f.name for f in dataclasses.fields(Options)}
     for name in given:

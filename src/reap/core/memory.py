@@ -51,9 +51,11 @@ def carry_of(policy: Any) -> dict[Key, Tensor]:
     return found
 
 
-def remembering(env: Env, carry: Mapping[Key, Tensor]) -> Env:
-    """`env` with room for the carry; `env` itself when there is none."""
-    return Memory(env, carry) if carry else env
+def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
+    """`env` with room for the policy's carry and, if it reads that, `is_init`; `env` itself when it needs neither."""
+    parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    asks = any(as_key(key) == IS_INIT for part in parts for key in getattr(part, "in_keys", ()))
+    return Memory(env, carry) if carry or (asks and IS_INIT not in env.spec.observation) else env
 
 
 class Memory(Env):

@@ -62,6 +62,9 @@ class Policy:
         """Decide about one step."""
         raise NotImplementedError
 
+    def forget(self, lanes: Sequence[int]) -> None:
+        """Episodes of these lanes are over: nothing of them may be remembered."""
+
 
 class RandomActions(Policy):
     """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero."""
@@ -139,17 +142,25 @@ class CallPolicy(TensorPolicy):
         super().__init__(inputs, device)
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
+        self._named: list[Any] = []
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if self.device is not None:
             inputs = tuple([x.to(self.device) for x in inputs])
         out = self._call(*inputs)
+        if self._named:
+            return [out[key] for key in self._named]
         return out if self._many else (out,)
 
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
         (out,) = self.forward(inputs)
         if out is None:
             raise UsageError("policy returned None; the action is expected")
+        if isinstance(out, (Mapping, TensorDictBase)):
+            # As a TensorDictModule around it would: the action is taken, the rest was not asked for.
+            self._named = [k for k in out.keys() if as_key(k) in self._first]  # noqa: SIM118
+            self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], lanes)
+            return
         self._many = isinstance(out, (tuple, list))
         values = tuple(out) if self._many else (out,)
         extra = len(values) - len(self._first) - len(self._last)
@@ -186,6 +197,9 @@ class FlatPolicy(TensorPolicy):
             inputs = tuple([x.to(self.device) for x in inputs])
         return self._run(*inputs)
 
+    def forget(self, lanes: Sequence[int]) -> None:
+        self._fallback.forget(lanes)
+
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
         values = self.forward(inputs)
         if not all(isinstance(value, Tensor) for value in values):
@@ -198,7 +212,11 @@ class _NotFlat(Exception):
 
 
 class TensorDictPolicy(TensorPolicy):
-    """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none."""
+    """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
+
+    What it wrote at one step it finds again at the next, as noise processes and counters expect; lanes whose episode
+    ended find zeros.
+    """
 
     def __init__(
         self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None
@@ -206,6 +224,7 @@ class TensorDictPolicy(TensorPolicy):
         super().__init__(inputs, device)
         self._call, self._lanes = call, lanes
         self._keys: list[Key] = []
+        self._kept: dict[Key, Any] = {}
 
     def _tensordict(self, inputs: tuple[Tensor, ...]) -> TensorDict:
         size = [] if self._lanes is None else [self._lanes]
@@ -216,9 +235,20 @@ class TensorDictPolicy(TensorPolicy):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         td = self._tensordict(inputs)
+        for key, value in self._kept.items():
+            td.set(key, value)
         out = self._call(td)
         out = td if out is None else out
+        given = {*self.inputs, *(("next", *key) for key in self.inputs)}
+        named = ((as_key(key), value) for key, value in out.items(True, True))
+        self._kept = {key: value for key, value in named if key not in given}
         return [out.get(key) for key in self._keys]
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        for key, value in self._kept.items():
+            if isinstance(value, Tensor):
+                self._kept[key] = value = value.clone()
+                value[... if self._lanes is None else list(lanes)] = 0
 
     def adopt(self, inputs: Sequence[Key], outputs: Mapping[Key, Leaf]) -> None:
         """Stand in for a flat policy whose modules changed."""
@@ -268,6 +298,7 @@ def untouched(policy: Any) -> Iterator[None]:
     attributes = [(m, dict(vars(m))) for m in objects]
     buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    own = [(g, g.get_state()) for _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
@@ -280,6 +311,8 @@ def untouched(policy: Any) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+        for generator, state in own:
+            generator.set_state(state)
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
@@ -359,7 +392,12 @@ def as_policy(
                 return flat
             except _NotFlat:
                 pass
-        absent = [k for k in map(as_key, policy.in_keys) if k not in columns]
+        written = [as_key(k) for k in policy.out_keys]
+        absent = [
+            k
+            for k in map(as_key, policy.in_keys)
+            if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
+        ]
         if absent:
             raise _missing(absent, columns)
         if compile is not None:

@@ -78,6 +78,7 @@ class RolloutLoop:
         if fresh_ids:
             self.ids[chosen] = self.counter.take(len(chosen))
         self.stats.forget(chosen)
+        self.policy.forget(chosen)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
@@ -92,7 +93,7 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.carry):
             arrays[key][0] = value
 
-        act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
+        act, step, reset, forget, stop = policy.act, self.env.step, self.env.reset, policy.forget, self.stop
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
         ends: list[tuple[int, list[int]]] = []
@@ -120,6 +121,7 @@ class RolloutLoop:
                         break
                     if ended and resets:
                         reset(ended, row.after)
+                        forget(ended)
         except ReapError as error:
             error.at(step=t)
             raise

@@ -5,8 +5,9 @@
     Row      one time step of a slot, cut once, so that the hot loop only writes
     Pool     a few slots; hands out free ones, takes lent ones back
 
-A batch is lent, not copied: its tensors look at the slot's block, through an owner object made for this loan. When
-the last tensor dies, Python frees the owner, the owner's weak reference fires, and the slot is free again.
+A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
+loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
+column's the slot is free again. Every column is a storage of its own, so saving one does not drag the others along.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,17 +45,6 @@ class Layout:
             length = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
-        # Per column, once: what `tensors` needs to look at a block without asking anything again.
-        self._views: list[tuple[Key, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
-        for key, leaf in self.columns.items():
-            shape = (steps, lanes, *leaf.shape)
-            stride = torch.empty(shape, dtype=leaf.dtype, device="meta").stride()
-            offset = self.offsets[key] // numpy_dtype(leaf.dtype).itemsize
-            if batched:
-                view = (lanes, steps, *leaf.shape), (stride[1], stride[0], *stride[2:])
-            else:
-                view = (steps, *leaf.shape), (stride[0], *stride[2:])
-            self._views.append((key, leaf.dtype, *view, offset))
 
     @property
     def batch_size(self) -> tuple[int, ...]:
@@ -70,15 +60,14 @@ class Layout:
             found[key] = block[self.offsets[key] : self.offsets[key] + size].view(dtype).reshape(shape)
         return found
 
-    def tensors(self, block: torch.Tensor) -> dict[Key, torch.Tensor]:
-        """Every column as a tensor on `block`, in the delivered order: `[N, T, …]`, or `[T, …]` unbatched."""
-        typed: dict[torch.dtype, torch.Tensor] = {}
+    def tensors(self, arrays: Mapping[Key, np.ndarray[Any, Any]]) -> dict[Key, torch.Tensor]:
+        """Columns as tensors in the delivered order: `[N, T, …]`, or `[T, …]` unbatched."""
         found = {}
-        for key, dtype, size, stride, offset in self._views:
-            base = typed.get(dtype)
-            if base is None:
-                base = typed[dtype] = block.view(dtype)
-            found[key] = base.as_strided(size, stride, offset)
+        for key, array in arrays.items():
+            tensor = torch.from_numpy(array)
+            if self.columns[key].dtype is torch.bfloat16:
+                tensor = tensor.view(torch.bfloat16)
+            found[key] = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
         return found
 
 
@@ -134,7 +123,7 @@ class Slot:
         self.arrays = layout.arrays(self.block)
         self.state = State.FREE
         self.rows: list[Row] | None = None
-        self._loan: weakref.ref[np.ndarray[Any, Any]] | None = None
+        self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
         flags = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS if (*root, flag) in layout.offsets]
         first = min(layout.offsets[key] for key in flags)
         last = max(layout.offsets[key] + self.arrays[key].nbytes for key in flags)
@@ -144,11 +133,18 @@ class Slot:
         """All flags False: the consumer of the last batch may have written to them."""
         self._flags[:] = 0
 
-    def lend(self, give_back: Any) -> torch.Tensor:
-        """The block as a tensor; `give_back` is called when nothing looks at it any more."""
-        owner = self.block.view()
-        self._loan = weakref.ref(owner, give_back)
-        return torch.from_numpy(owner)
+    def lend(self, give_back: Callable[[], None]) -> dict[Key, np.ndarray[Any, Any]]:
+        """The columns for a consumer to keep; `give_back` is called when nothing looks at any of them any more."""
+        left = [len(self.arrays)]
+
+        def one_less(_: object) -> None:
+            left[0] -= 1
+            if not left[0]:
+                give_back()
+
+        owners = {key: array.view() for key, array in self.arrays.items()}
+        self._loan = [weakref.ref(owner, one_less) for owner in owners.values()]
+        return owners
 
     def cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
@@ -243,15 +239,15 @@ class Pool:
         slot.state = State.WRITING
         return slot
 
-    def lend(self, slot: Slot) -> torch.Tensor:
-        """The bytes of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
+    def lend(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
+        """The columns of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
         if slot is self._reserve:
             slot.state = State.FREE
-            return torch.from_numpy(slot.block.copy())
+            return self.layout.arrays(slot.block.copy())
         slot.state = State.READING
         index, slots, free = slot.index, self._slots, self._free
 
-        def give_back(_: object) -> None:
+        def give_back() -> None:
             slots[index].state = State.FREE
             free.append(index)
 

@@ -49,7 +49,7 @@ class Worker:
         env = plan.make_env()
         self.model = plan.make_policy()
         self.memory = carry_of(self.model)
-        self.env = remembering(env, self.memory)
+        self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
         self.lanes = spec.lanes
         self.stats = Stats(spec.lanes)

@@ -97,7 +97,8 @@ class EnvBase:
         self._restart()
         td = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for key, value in zip(self.lanes_env.spec.observation, self._carry):
-            td.set(key, torch.from_numpy(value if self.lanes_env.spec.batched else value[0]).clone())
+            tensor = torch.from_numpy(value)
+            td.set(key, (tensor if self.lanes_env.spec.batched else tensor[0]).clone())
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
         return td
@@ -137,8 +138,7 @@ class EnvBase:
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
         self.lanes_env.step(range(spec.lanes), row)
-        block = torch.from_numpy(slot.block.copy())
-        batch = assemble(block, slot.layout, device=None)
+        batch = assemble(slot.layout.arrays(slot.block.copy()), slot.layout)
         at = (slice(None), 0) if spec.batched else 0
         following = TensorDict({}, batch_size=self.batch_size, device=self.device)
         for key, value in batch["next"].items(True, True):
@@ -178,13 +178,15 @@ class EnvBase:
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
-        env = _Watched(remembering(self.lanes_env, memory))
+        env = _Watched(remembering(self.lanes_env, policy, memory))
         spec = env.spec
-        carry = carry_for(spec.observation, spec.lanes) if memory else self._carry
-        if auto_reset or memory:
+        remembers = len(spec.observation) > len(self._carry)
+        carry = carry_for(spec.observation, spec.lanes) if remembers else self._carry
+        if auto_reset or remembers:
             seeds, self._seeds = self._seeds, None
             env.reset(range(spec.lanes), carry, seeds)
-        columns = {k: torch.from_numpy(c if spec.batched else c[0]) for k, c in zip(spec.observation, carry)}
+        tensors = zip(spec.observation, map(torch.from_numpy, carry))
+        columns = {key: tensor if spec.batched else tensor[0] for key, tensor in tensors}
         chosen = as_policy(
             policy,
             columns=columns,
@@ -208,7 +210,7 @@ class EnvBase:
         columns_ = columns_of(env, chosen, ids=False, mask=False, version=False)
         slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
         steps = loop.fill(slot)
-        batch = assemble(torch.from_numpy(slot.block), slot.layout, device=None)
+        batch = assemble(slot.arrays, slot.layout)
         batch = batch[..., :steps] if steps < max_steps else batch
         return batch.to(self.device) if self.device is not None else batch
 

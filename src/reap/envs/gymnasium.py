@@ -100,7 +100,10 @@ class GymLanes(Env):
                     first[lane] = observation
                 else:
                     write(observation, successors, lane)
-                reward[lane] = r
+                try:
+                    reward[lane] = r
+                except (TypeError, ValueError):
+                    reward[lane] = np.asarray(r).item()  # an array of one number is a number
                 if infos:
                     self._write_info(info, successors, lane)
                 if terminated or truncated:

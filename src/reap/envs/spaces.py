@@ -67,15 +67,14 @@ class Observations:
                 )
             return
         if isinstance(space, spaces.Tuple):
-            if _stackable(space):
-                self._leaf(space, *_tuple_leaf(space), key=key or ("observation",), path=path)
+            if _stackable(space, categorical):
+                self._leaf(space, *_tuple_leaf(space, categorical), key=key or ("observation",), path=path)
                 return
             for i, sub in enumerate(space.spaces):
                 self._add(sub, (*(key or ("observation",)), str(i)), (*path, i), categorical)
             return
         leaf, put = _observation_leaf(space, categorical)
-        image = isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
-        self._leaf(space, leaf, put, key=key or (("pixels",) if image else ("observation",)), path=path)
+        self._leaf(space, leaf, put, key=key or (("pixels",) if _image(space) else ("observation",)), path=path)
 
     def _leaf(self, space: gym.Space[Any], leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
         if key in self.leaves:
@@ -84,24 +83,36 @@ class Observations:
         self._puts.append((path, put, _encoder(space, leaf)))
 
 
-def _stackable(space: spaces.Tuple[Any]) -> bool:
-    first = space.spaces[0] if space.spaces else None
-    return isinstance(first, spaces.Box) and all(
-        isinstance(s, spaces.Box) and s.shape == first.shape and s.dtype == first.dtype for s in space.spaces
+def _image(space: gym.Space[Any]) -> bool:
+    """Height, width and three colours from 0 to 255, of whatever dtype."""
+    return (
+        isinstance(space, spaces.Box)
+        and len(space.shape) == 3
+        and space.shape[-1] == 3
+        and bool((space.low == 0).all())
+        and bool((space.high == 255).all())
     )
 
 
-def _tuple_leaf(space: spaces.Tuple[Any]) -> tuple[Leaf, Put]:
-    first = space.spaces[0]
-    assert isinstance(first, spaces.Box)
-    leaf = Leaf((len(space.spaces), *first.shape), torch_dtype(first.dtype), space)
-    part = _put_array(first.shape, first.dtype)
+def _stackable(space: spaces.Tuple[Any], categorical: bool) -> bool:
+    """All parts look the same: they become one leaf with a leading dimension."""
+    if not space.spaces or any(_children(part) for part in space.spaces):
+        return False
+    kinds = {type(part) for part in space.spaces}
+    looks = {(leaf.shape, leaf.dtype) for leaf, _ in (_observation_leaf(part, categorical) for part in space.spaces)}
+    return len(kinds) == len(looks) == 1
+
+
+def _tuple_leaf(space: spaces.Tuple[Any], categorical: bool) -> tuple[Leaf, Put]:
+    parts = [_observation_leaf(part, categorical) for part in space.spaces]
+    first, _ = parts[0]
+    leaf = Leaf((len(parts), *first.shape), first.dtype, space, first.one_hot)
 
     def put(array: Array, lane: int, value: Any) -> None:
-        if len(value) != leaf.shape[0]:
-            raise SpecMismatch(f"env returned a tuple of {len(value)}, its space holds {leaf.shape[0]}")
-        for i, one in enumerate(value):
-            part(array[lane], i, one)
+        if len(value) != len(parts):
+            raise SpecMismatch(f"env returned a tuple of {len(value)}, its space holds {len(parts)}")
+        for i, (one, (_, put_one)) in enumerate(zip(value, parts)):
+            put_one(array[lane], i, one)
 
     return leaf, put
 
@@ -200,12 +211,9 @@ def _put_multi_one_hot(space: spaces.MultiDiscrete) -> Put:
 def _encoder(space: gym.Space[Any], leaf: Leaf) -> Encode:
     """A batch of values `[N, …]` of one space as its leaf's array."""
     if isinstance(space, spaces.Tuple):
-        own, shape = numpy_dtype(leaf.dtype), leaf.shape[1:]
-
-        def stack(values: Any, count: int) -> Array:
-            return np.stack([fit(value, (count, *shape), own) for value in values], axis=1)
-
-        return stack
+        part = Leaf(leaf.shape[1:], leaf.dtype, None, leaf.one_hot)
+        encoders = [_encoder(one, part) for one in space.spaces]
+        return lambda values, count: np.stack([encode(v, count) for v, encode in zip(values, encoders)], axis=1)
     if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
         sizes = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec)
         eyes = [np.eye(int(n), dtype=np.int64) for n in sizes.reshape(-1)]
