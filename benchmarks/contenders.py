@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict.nn import TensorDictModule
 from torch.distributions import Categorical, Normal
 
 from benchmarks.workloads import Case
@@ -112,9 +113,12 @@ def with_torchrl(case: Case, *, probabilistic: bool) -> Run | None:
         return GymWrapper(case.make(), categorical_action_encoding=True)
 
     env = lane() if case.lanes == 1 else TheirSerial(case.lanes, lane)
+    policy = case.policy(probabilistic=probabilistic)
+    if not probabilistic:  # it would try a bare module on random floats up to 3e38, which no soft-max survives
+        policy = TensorDictModule(policy, in_keys=[case.key], out_keys=["action"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        collector = Theirs(env, case.policy(probabilistic=probabilistic), frames_per_batch=case.frames, total_frames=-1)
+        collector = Theirs(env, policy, frames_per_batch=case.frames, total_frames=-1)
         iterator = iter(collector)
         next(iterator)
     return iterator.__next__

@@ -26,6 +26,7 @@ from reap.core.exploration import exploring
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, untouched
 from reap.envs import GymEnv, SerialEnv
+from reap.errors import SpecMismatch
 from reap.spec import as_key
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
@@ -252,7 +253,10 @@ def test_the_program_is_the_modules_bit_for_bit(name, how, shape):
     def flat():
         torch.manual_seed(1)
         with torch.no_grad():
-            out = dict(zip(program.outputs, program.run(x)))
+            out = dict(zip(program.written, program.run(x)))
+            for key, deferred in program.deferred.items():
+                known = {("observation",): x, **out}
+                out[key] = deferred.compute(*[known[k] for k in deferred.reads])
             program.run(x)
         return out, torch.rand(1)
 
@@ -275,8 +279,30 @@ def test_nan_parameters_raise_as_the_distribution_would():
     c = Collector(CountingEnv(), policy, frames_per_batch=4)
     with torch.no_grad():
         policy[0].module.net[0].weight.fill_(float("nan"))
-    with pytest.raises(RuntimeError, match="NaN"):
+    with pytest.raises(SpecMismatch, match="lane 0, step 0: the policy wrote NaN as 'loc'"):
         c.next()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", ["Categorical", "Normal"])
+def test_log_probabilities_after_the_rollout_are_those_of_each_step(name, lanes):
+    class Free(CountingEnv):
+        action_space = gym.spaces.Discrete(4) if name == "Categorical" else gym.spaces.Box(-9, 9, (2,), np.float32)
+
+        def step(self, action):
+            return super().step(0.0)
+
+    policy = FAMILIES[name]()
+    env = (
+        GymEnv(Free(), categorical_action_encoding=True)
+        if lanes == 1
+        else SerialEnv(3, lambda: GymEnv(Free(), categorical_action_encoding=True))
+    )
+    batch = Collector(env, policy, frames_per_batch=30 * lanes).next()
+    for t in range(30):
+        row = batch[..., t]
+        want = policy.get_dist(row).log_prob(row["action"])
+        assert torch.equal(row["action_log_prob"], want)
 
 
 def test_replaced_parameters_are_seen():

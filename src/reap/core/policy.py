@@ -55,12 +55,20 @@ class Policy:
     inputs: Sequence[Key] = ()
     outputs: Mapping[Key, Leaf]
 
+    @property
+    def written(self) -> Sequence[Key]:
+        """The columns `act` writes; the others are written by `end`."""
+        return list(self.outputs)
+
     def begin(self, slot: Slot) -> None:
         """A rollout starts: look again at whatever may have changed since the last one."""
 
     def act(self, row: Row) -> None:
         """Decide about one step."""
         raise NotImplementedError
+
+    def end(self, slot: Slot, steps: int) -> None:
+        """A rollout of so many steps is over: write what follows from its columns."""
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes of these lanes are over: nothing of them may be remembered."""
@@ -179,12 +187,31 @@ class FlatPolicy(TensorPolicy):
         self._program, self._fallback = program, fallback
         self._run: Callable[..., Sequence[Any]] = program.run
         self._flat = True
+        self._reader_of: dict[Key, Reader] = {}
 
     def begin(self, slot: Slot) -> None:
-        flat = self._program.bind() and self._program.outputs == list(self.outputs)
-        if not flat and self._flat:
+        before = self._flat
+        self._flat = self._program.bind() and self._program.outputs == list(self.outputs)
+        if before and not self._flat:
             self._fallback.adopt(self.inputs, self.outputs)
-        self._flat = flat
+        keys = list(self.outputs)
+        self._readers = tuple(self._reader_of[key] for key in (self._program.written if self._flat else keys))
+
+    @property
+    def written(self) -> Sequence[Key]:
+        return self._program.written if self._flat else list(self.outputs)
+
+    def end(self, slot: Slot, steps: int) -> None:
+        if not self._flat:
+            return
+        for key in self._program.checked:  # what the distribution would have refused at each step
+            if key in slot.arrays and np.isnan(slot.arrays[key][:steps]).any():
+                t, lane = (int(i) for i in np.argwhere(np.isnan(slot.arrays[key][:steps]))[0][:2])
+                raise SpecMismatch(f"the policy wrote NaN as {show(key)}").at(lane=lane, step=t)
+        for key, deferred in self._program.deferred.items():
+            if key in self.outputs:
+                columns = [torch.from_numpy(slot.arrays[k][:steps]) for k in deferred.reads]
+                slot.arrays[key][:steps] = deferred.compute(*columns).numpy()
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """Run the program through torch.compile."""
@@ -201,10 +228,20 @@ class FlatPolicy(TensorPolicy):
         self._fallback.forget(lanes)
 
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
-        values = self.forward(inputs)
-        if not all(isinstance(value, Tensor) for value in values):
+        program = self._program
+        values = dict(zip(program.written, self.forward(inputs)))
+        known = {**dict(zip(program.inputs, inputs)), **values}
+        for key, deferred in program.deferred.items():
+            if not all(isinstance(known.get(k), Tensor) for k in deferred.reads):
+                raise _NotFlat
+            values[key] = deferred.compute(*[known[k] for k in deferred.reads])
+        if not all(isinstance(value, Tensor) for value in values.values()):
             raise _NotFlat
-        self.learn_outputs(self._program.outputs, values, lanes)
+        if any(values[key].dtype is torch.bfloat16 for key in program.deferred):
+            raise _NotFlat  # columns of bfloat16 cannot be computed with in NumPy memory
+        self.learn_outputs(program.outputs, [values[key] for key in program.outputs], lanes)
+        self._reader_of = dict(zip(program.outputs, self._readers))
+        self._readers = tuple(self._reader_of[key] for key in program.written)
 
 
 class _NotFlat(Exception):

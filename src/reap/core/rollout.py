@@ -63,7 +63,7 @@ class RolloutLoop:
         self.lanes = range(spec.lanes)
         self.ids = ids.take(spec.lanes)
         self._due: list[int] = []  # lanes that ended and have not been reset yet
-        self._keys = RowKeys(spec, policy.inputs, list(policy.outputs))
+        self._keys = RowKeys(spec, policy.inputs, policy.written)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
@@ -87,6 +87,8 @@ class RolloutLoop:
             self.reset(self._due)
         slot.clear_flags()
         policy.begin(slot)
+        if policy is self.policy and self._keys.outputs != tuple(policy.written):
+            self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
         arrays = slot.arrays
         if MASK in arrays:
             arrays[MASK][...] = True
@@ -132,6 +134,12 @@ class RolloutLoop:
             for mine, last in zip(self.carry, row.after):
                 mine[...] = last
         self._due = sorted(due)
+        try:
+            policy.end(slot, t + 1)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"the policy raised {cause!r}") from cause
         self._finish(slot, t + 1, ends)
         return t + 1
 

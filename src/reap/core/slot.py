@@ -122,7 +122,7 @@ class Slot:
         self.block = raw[start : start + layout.nbytes]
         self.arrays = layout.arrays(self.block)
         self.state = State.FREE
-        self.rows: list[Row] | None = None
+        self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
         flags = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS if (*root, flag) in layout.offsets]
         first = min(layout.offsets[key] for key in flags)
@@ -148,11 +148,11 @@ class Slot:
 
     def cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
-        if self.rows is not None:
-            return iter(self.rows)
+        if self._rows is not None and self._rows[0] is keys:
+            return iter(self._rows[1])
         if self.layout.steps <= _CHUNK:
-            self.rows = list(self._cut(keys, carry, 0, self.layout.steps))
-            return iter(self.rows)
+            self._rows = keys, list(self._cut(keys, carry, 0, self.layout.steps))
+            return iter(self._rows[1])
         bounds = range(0, self.layout.steps, _CHUNK)
         return (row for a in bounds for row in self._cut(keys, carry, a, min(a + _CHUNK, self.layout.steps)))
 
