@@ -23,6 +23,7 @@ _LATER = {
     "replay_buffer",
     "extend_buffer",
     "trajs_per_write",
+    "compact_obs",
     "cudagraph_policy",
     "weight_updater",
     "weight_sync_schemes",
@@ -57,7 +58,6 @@ class Options:
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
         trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
         traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
-        compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp every frame with the version of the weights that acted.
@@ -86,7 +86,6 @@ class Options:
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
     traj_format: str | None = None
-    compact_obs: bool = False
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: bool = False
@@ -132,7 +131,6 @@ class Options:
             ("split_trajs", True),
             ("track_traj_ids", False),
             ("return_same_td", True),
-            ("compact_obs", True),
         ):
             if bool(getattr(self, name)) is bad:
                 raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")

@@ -54,6 +54,7 @@ class Policy:
 
     inputs: Sequence[Key] = ()
     outputs: Mapping[Key, Leaf]
+    remembers = False  # whether `forget` has anything to do
 
     @property
     def written(self) -> Sequence[Key]:
@@ -224,6 +225,10 @@ class FlatPolicy(TensorPolicy):
             inputs = tuple([x.to(self.device) for x in inputs])
         return self._run(*inputs)
 
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return not self._flat
+
     def forget(self, lanes: Sequence[int]) -> None:
         self._fallback.forget(lanes)
 
@@ -254,6 +259,8 @@ class TensorDictPolicy(TensorPolicy):
     What it wrote at one step it finds again at the next, as noise processes and counters expect; lanes whose episode
     ended find zeros.
     """
+
+    remembers = True
 
     def __init__(
         self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None

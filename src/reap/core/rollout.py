@@ -95,7 +95,8 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.carry):
             arrays[key][0] = value
 
-        act, step, reset, forget, stop = policy.act, self.env.step, self.env.reset, policy.forget, self.stop
+        act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
+        forget = policy.forget if policy.remembers else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
         ends: list[tuple[int, list[int]]] = []
@@ -123,7 +124,8 @@ class RolloutLoop:
                         break
                     if ended and resets:
                         reset(ended, row.after)
-                        forget(ended)
+                        if forget is not None:
+                            forget(ended)
         except ReapError as error:
             error.at(step=t)
             raise

@@ -343,10 +343,14 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
 
 
 def _index_decoder(n: int, start: int) -> Decode:
+    choices = frozenset(range(n))
+
     def decode(array: Array) -> Sequence[Any]:
         index: list[int] = array.tolist() if array.ndim == 1 else array[:, 0].tolist()
-        if min(index) < 0 or max(index) >= n:
-            raise SpecMismatch(f"policy chose action {next(i for i in index if not 0 <= i < n)} of {n} (0 to {n - 1})")
+        if not choices.issuperset(index):
+            raise SpecMismatch(
+                f"policy chose action {next(i for i in index if i not in choices)} of {n} (0 to {n - 1})"
+            )
         return index if start == 0 else [i + start for i in index]
 
     return decode
