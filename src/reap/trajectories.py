@@ -7,6 +7,7 @@ Whole-array arithmetic: one running sum finds the pieces, one scatter per leaf m
 
     split_trajectories   a batch in pieces, complete or not
     WholeTrajectories    complete episodes only, over many batches
+    with_next            a compact batch in its full form
     cu_seqlens           where the pieces of a packed batch begin, for variable-length attention
 """
 
@@ -19,6 +20,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from reap.errors import UsageError
 from reap.spec import AnyKey, Key, as_key, show
+
+FINAL: Key = ("collector", "final")  # where a compact batch keeps the successors that are no row's observation
 
 
 def split_trajectories(
@@ -118,6 +121,31 @@ def _nested(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
     for key, value in leaves.items():
         out.set(key, value)
     return out
+
+
+def with_next(batch: TensorDictBase) -> TensorDictBase:
+    """A batch of `compact_obs=True` with `("next", observation)` rebuilt: exact, also where episodes and the batch end.
+
+    >>> full = with_next(batch)              # the very batch a collector without compact_obs delivers
+    """
+    finals = batch.get(FINAL, None)
+    if finals is None:
+        raise UsageError("with_next needs a batch as a compact_obs collector delivers it, uncut")
+    finals = batch.get_non_tensor(FINAL)
+    full = batch.exclude(FINAL)
+    lane, step = torch.from_numpy(finals.lane), torch.from_numpy(finals.step)
+    for key, values in finals.values.items():
+        root = batch.get(key)
+        following = torch.empty_like(root)
+        last = torch.from_numpy(values).to(root.device)
+        if batch.ndim == 1:
+            following[:-1] = root[1:]
+            following[step] = last
+        else:
+            following[:, :-1] = root[:, 1:]
+            following[lane, step] = last
+        full.set(("next", *key), following)
+    return full
 
 
 def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:

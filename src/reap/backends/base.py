@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reap.core.slot import Layout
+from reap.core.slot import Finals, Layout
 from reap.spec import Key
 
 
@@ -26,6 +26,7 @@ class Rollout:
     frames: int
     version: int
     worker: int = 0
+    finals: Finals | None = None
 
 
 class Backend(Protocol):

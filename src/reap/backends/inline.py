@@ -33,7 +33,7 @@ class InlineBackend:
             worker.pool.release(slot)
             raise
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
-        return Rollout(arrays, worker.layout, frames, worker.loop.version)
+        return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
     def publish(self, weights: Any = None) -> int:
         model = self.worker.model

@@ -23,7 +23,7 @@ from reap.core.assemble import assemble
 from reap.core.exploration import exploration_type
 from reap.core.slot import MASK
 from reap.errors import UsageError, WrongArgument, WrongState
-from reap.trajectories import WholeTrajectories, split_trajectories
+from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 
 class BaseCollector(IterableDataset):  # type: ignore[type-arg]
@@ -152,6 +152,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         rollout = self._backend.take(random=random)
         if self._same is None:
             batch = assemble(rollout.arrays, rollout.layout)
+            if rollout.finals is not None:
+                batch.set_non_tensor(FINAL, rollout.finals)
         else:
             batch, delivered = self._same
         if self.options.set_truncated:

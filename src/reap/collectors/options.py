@@ -23,7 +23,6 @@ _LATER = {
     "replay_buffer",
     "extend_buffer",
     "trajs_per_write",
-    "compact_obs",
     "cudagraph_policy",
     "weight_updater",
     "weight_sync_schemes",
@@ -58,6 +57,7 @@ class Options:
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
         trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
         traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
+        compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp every frame with the version of the weights that acted.
@@ -86,6 +86,7 @@ class Options:
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
     traj_format: str | None = None
+    compact_obs: bool = False
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: bool = False
@@ -113,6 +114,10 @@ class Options:
         if self.split_trajs and not self.track_traj_ids:
             raise UsageError("split_trajs=True needs track_traj_ids=True")
         self._check_trajectories()
+        if self.compact_obs and (self.split_trajs or self.return_same_td):
+            raise UsageError(
+                "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
+            )
         if not isinstance(self.track_policy_version, bool):
             raise WrongArgument(f"track_policy_version must be True or False, got {self.track_policy_version!r}")
         exploration_type(self.exploration_type)
@@ -131,6 +136,7 @@ class Options:
             ("split_trajs", True),
             ("track_traj_ids", False),
             ("return_same_td", True),
+            ("compact_obs", True),
         ):
             if bool(getattr(self, name)) is bad:
                 raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")

@@ -71,6 +71,7 @@ class Collector(BaseCollector):
             reset_at_each_iter=settings.reset_at_each_iter,
             track_traj_ids=settings.track_traj_ids,
             track_policy_version=settings.track_policy_version,
+            compact=settings.compact_obs,
             stop=None if settings.interruptor is None else settings.interruptor.collection_stopped,
         )
         self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td)

@@ -21,7 +21,7 @@ from tensordict.nn import InteractionType
 from reap.core.env import Env
 from reap.core.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, RowKeys, Slot
+from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, numpy_dtype
@@ -99,6 +99,8 @@ class RolloutLoop:
         forget = policy.forget if policy.remembers else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
+        compact = [i for i, key in enumerate(self._keys.observation) if ("next", *key) not in arrays]
+        finals: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
         ends: list[tuple[int, list[int]]] = []
         due: list[int] = []
         self._due = list(lanes)  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
@@ -114,6 +116,8 @@ class RolloutLoop:
                         after[...] = successor
                     if ended:
                         ends.append((t, ended))
+                        if compact:  # before a reset writes over it
+                            finals.append((t, ended, [row.next[i][ended] for i in compact]))
                         if not resets:
                             due += ended
                             lanes = [lane for lane in lanes if lane not in ended]
@@ -136,6 +140,18 @@ class RolloutLoop:
             for mine, last in zip(self.carry, row.after):
                 mine[...] = last
         self._due = sorted(due)
+        if compact:
+            over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
+            rest = [lane for lane in self.lanes if lane not in over]
+            finals.append((t, rest, [self.carry[i][rest] for i in compact]))  # the batch ends, the episodes do not
+            slot.finals = Finals(
+                np.array([lane for _, lanes_, _ in finals for lane in lanes_], np.int64),
+                np.repeat([t for t, _, _ in finals], [len(lanes_) for _, lanes_, _ in finals]),
+                {
+                    self._keys.observation[i]: np.concatenate([v[n] for _, _, v in finals])
+                    for n, i in enumerate(compact)
+                },
+            )
         try:
             policy.end(slot, t + 1)
         except ReapError:
@@ -222,13 +238,16 @@ def carry_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[An
     return [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in observation.values()]
 
 
-def columns_of(env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool) -> dict[Key, Leaf]:
+def columns_of(
+    env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
+) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
     flag = Leaf((1,), torch.bool)
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
     columns.update(env.spec.observation)
     columns.update(policy.outputs)
-    columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items()})
+    if not compact:
+        columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items()})
     columns.update({("next", *key): leaf for key, leaf in env.spec.reward.items()})
     whole = Leaf((), torch.int64)
     if ids:

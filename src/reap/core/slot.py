@@ -16,7 +16,7 @@ import enum
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +112,14 @@ class Row:
     copies: tuple[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]], ...]  # (after, next) pairs
 
 
+class Finals(NamedTuple):
+    """What a compact slot keeps beside its columns: the successors that are no later row's observation."""
+
+    lane: np.ndarray[Any, Any]  # [F]
+    step: np.ndarray[Any, Any]  # [F]
+    values: dict[Key, np.ndarray[Any, Any]]  # [F, …]
+
+
 class Slot:
     """One block of memory and its columns."""
 
@@ -122,6 +130,7 @@ class Slot:
         self.block = raw[start : start + layout.nbytes]
         self.arrays = layout.arrays(self.block)
         self.state = State.FREE
+        self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
         flags = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS if (*root, flag) in layout.offsets]
@@ -182,8 +191,12 @@ class Slot:
         inputs = [tensor_rows(k) for k in keys.inputs]
         outputs = [policy_rows(k) for k in keys.outputs]
         actions = [list(arrays[k][a:b]) for k in keys.action]
-        nexts = [list(arrays[("next", *k)][a:b]) for k in keys.observation]
         afters = [after_rows(k, last) for k, last in zip(keys.observation, carry)]
+        # A compact slot has no column for successors: the env writes them where the following step will read them.
+        nexts = [
+            list(arrays[("next", *k)][a:b]) if ("next", *k) in arrays else after
+            for k, after in zip(keys.observation, afters)
+        ]
         rewards = [list(arrays[("next", *k)][a:b]) for k in keys.reward]
         numbers = columns[("next", *keys.reward[0])].shape == (1,)
         reward = flat(("next", *keys.reward[0])) if numbers else rewards[0]
@@ -197,7 +210,7 @@ class Slot:
             row.action = tuple(c[t] for c in actions)
             row.next = tuple(c[t] for c in nexts)
             row.after = tuple(c[t] for c in afters)
-            row.copies = tuple(zip(row.after, row.next))
+            row.copies = tuple((after, new) for after, new in zip(row.after, row.next) if after is not new)
             row.rewards = tuple(c[t] for c in rewards)
             row.reward, row.mask = reward[t], mask[t]
             row.done, row.terminated, row.truncated = done[t], terminated[t], truncated[t]

@@ -16,9 +16,9 @@ from reap.core.env import Env
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, as_policy
 from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
-from reap.core.slot import FLAGS, Layout, Pool, Slot
+from reap.core.slot import FLAGS, MASK, Layout, Pool, Slot
 from reap.core.stats import Stats
-from reap.errors import ReapError, WorkerRaised
+from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
 from reap.spec import Key
 
@@ -39,6 +39,7 @@ class Plan:
     track_traj_ids: bool = True
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
+    compact: bool = False
 
 
 class Worker:
@@ -79,7 +80,12 @@ class Worker:
             ids=plan.track_traj_ids,
             mask=not plan.reset_when_done or plan.stop is not None,
             version=plan.track_policy_version,
+            compact=plan.compact,
         )
+        if plan.compact and MASK in columns:
+            raise UsageError(
+                "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
+            )
         self.layout = Layout(columns, plan.steps(spec.lanes), spec.lanes, batched=spec.batched)
         self.pool = Pool(self.layout, limit=0 if same_slot else 2)
 
