@@ -5,9 +5,10 @@ from __future__ import annotations
 from reap.core.exploration import ExplorationType
 from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
+from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
 from reap.envs.serial import SerialEnv
 
 GymWrapper = GymEnv
 
-__all__ = ["EnvBase", "ExplorationType", "GymEnv", "GymWrapper", "SerialEnv", "as_env"]
+__all__ = ["EnvBase", "EnvPoolEnv", "ExplorationType", "GymEnv", "GymWrapper", "SerialEnv", "as_env"]

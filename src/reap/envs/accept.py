@@ -9,6 +9,7 @@ import gymnasium as gym
 
 from reap.core.env import Env
 from reap.envs.base import EnvBase
+from reap.envs.envpool import EnvPoolLanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
 from reap.errors import WrongArgument, WrongState
@@ -19,6 +20,8 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     kwargs = dict(kwargs or {})
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
+    if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
+        return EnvPoolLanes(source)
     if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
         if kwargs:
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
@@ -31,7 +34,11 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         return GymLanes([source]) if isinstance(source, gym.Env) else source
     if callable(source):
         made = source(**kwargs)
-        if callable(made) and not isinstance(made, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
+        if (
+            callable(made)
+            and not is_envpool(made)
+            and not isinstance(made, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
+        ):
             raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
         return as_env(made)
     raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")

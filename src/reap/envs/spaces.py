@@ -59,6 +59,14 @@ class Observations:
                 value = value[part]
             array[at] = encode(value, len(array))[at]
 
+    def write_some(self, observation: Any, arrays: Sequence[Array], at: Any, count: int) -> None:
+        """Write a batch of `count` lanes' observations, checked, into the rows `at` of `arrays`."""
+        for array, (path, _, encode) in zip(arrays, self._puts):
+            value = observation
+            for part in path:
+                value = value[part]
+            array[at] = encode(value, count)
+
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
         if isinstance(space, spaces.Dict):
             for name, sub in space.spaces.items():
