@@ -109,7 +109,8 @@ class Leaf:
 
     def rand(self, size: tuple[int, ...] = ()) -> torch.Tensor:
         """Random values of shape `[*size, *shape]` from torch's generator, encoded as this leaf is."""
-        count = int(np.prod(size, dtype=np.int64))
+        # A leaf of several agents holds several values of its space: as many as its shape says.
+        count = int(np.prod(size, dtype=np.int64)) * int(np.prod(self.shape, dtype=np.int64)) // _width(self)
         return _random(self, count).reshape(*size, *self.shape).to(self.dtype)
 
 
@@ -130,6 +131,16 @@ class EnvSpec:
     rows: Literal["whole", "masked", "skipping"] = "whole"
 
 
+def _width(leaf: Leaf) -> int:
+    """How many numbers one value of the leaf's space takes, as it is encoded."""
+    space = leaf.space
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.n) if leaf.one_hot else 1
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return int(space.nvec.sum()) if leaf.one_hot else int(space.nvec.size)
+    return max(int(np.prod(space.shape if space is not None and space.shape else (1,))), 1)
+
+
 def _random(leaf: Leaf, count: int) -> torch.Tensor:
     space = leaf.space
     if isinstance(space, gym.spaces.Discrete):
@@ -144,7 +155,7 @@ def _random(leaf: Leaf, count: int) -> torch.Tensor:
             return torch.nn.functional.one_hot(index, int(nvec[0]))
         return torch.cat([torch.nn.functional.one_hot(index[:, i], int(n)) for i, n in enumerate(nvec)], -1)
     if isinstance(space, gym.spaces.MultiBinary):
-        return torch.randint(2, (count, *leaf.shape))
+        return torch.randint(2, (count, *space.shape))
     if isinstance(space, gym.spaces.Box):
         return _random_box(space, count)
     raise UsageError(f"no random values for space {space}")

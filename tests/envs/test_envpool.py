@@ -18,7 +18,7 @@ from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
 
 class CountingPool:
-    """CountingEnvs behind EnvPool's interface: ended envs reset on their next step; any subset can be reset or stepped."""
+    """CountingEnvs behind EnvPool's interface: ended envs reset on their next step; subsets can be reset or stepped."""
 
     def __init__(self, lengths, batch_size=0):
         self.envs = [CountingEnv(one, lane) for lane, one in enumerate(lengths)]

@@ -37,6 +37,10 @@ class Env(abc.ABC):
     """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
 
     spec: EnvSpec
+    tidies = False  # whether `tidy` has anything to do
+
+    def tidy(self, row: Row) -> None:  # noqa: B027
+        """Called after successors were copied to `row.after`: a last word on what the next step will see."""
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:

@@ -62,7 +62,7 @@ class Memory(Env):
     """Adds `is_init` and the carry's leaves to an env's observations."""
 
     def __init__(self, env: Env, carry: Mapping[Key, Tensor]) -> None:
-        self._env = env
+        self._env, self.tidies = env, env.tidies
         own = env.spec.observation
         clash = [key for key in carry if key in own]
         if clash:
@@ -76,6 +76,9 @@ class Memory(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
+
+    def tidy(self, row: Row) -> None:
+        self._env.tidy(row)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)

@@ -97,6 +97,7 @@ class RolloutLoop:
 
         act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
         forget = policy.forget if policy.remembers else None
+        tidy = self.env.tidy if self.env.tidies else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
         compact = [i for i, key in enumerate(self._keys.observation) if ("next", *key) not in arrays]
@@ -114,6 +115,8 @@ class RolloutLoop:
                     ended = step(lanes, row)
                     for after, successor in row.copies:
                         after[...] = successor
+                    if tidy is not None:
+                        tidy(row)
                     if ended:
                         ends.append((t, ended))
                         if compact:  # before a reset writes over it

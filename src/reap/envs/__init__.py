@@ -7,8 +7,9 @@ from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
 from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
+from reap.envs.pettingzoo import PettingZooEnv
 from reap.envs.serial import SerialEnv
 
 GymWrapper = GymEnv
 
-__all__ = ["EnvBase", "EnvPoolEnv", "ExplorationType", "GymEnv", "GymWrapper", "SerialEnv", "as_env"]
+__all__ = ["EnvBase", "EnvPoolEnv", "ExplorationType", "GymEnv", "GymWrapper", "PettingZooEnv", "SerialEnv", "as_env"]

@@ -12,6 +12,7 @@ from reap.envs.base import EnvBase
 from reap.envs.envpool import EnvPoolLanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
+from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.errors import WrongArgument, WrongState
 
 
@@ -22,6 +23,8 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
         return EnvPoolLanes(source)
+    if is_pettingzoo(source):
+        return PettingZooEnv(source).lanes_env
     if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
         if kwargs:
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")

@@ -244,7 +244,7 @@ class _Watched(Env):
     """Passes everything through and remembers whether the last step ended an episode."""
 
     def __init__(self, env: Env) -> None:
-        self._env, self.spec = env, env.spec
+        self._env, self.spec, self.tidies = env, env.spec, env.tidies
         self._ended: list[int] = []
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -256,6 +256,9 @@ class _Watched(Env):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         self._ended = self._env.step(lanes, row)
         return self._ended
+
+    def tidy(self, row: Row) -> None:
+        self._env.tidy(row)
 
     def any_ended(self) -> bool:
         return bool(self._ended)

@@ -25,7 +25,7 @@ class StepLimit(Env):
     def __init__(self, env: Env, limit: int) -> None:
         if STEP_COUNT in env.spec.observation:
             raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
-        self._env, self._limit = env, limit
+        self._env, self._limit, self.tidies = env, limit, env.tidies
         spec = env.spec
         observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
         self.spec = dataclasses.replace(spec, observation=observation)
@@ -34,6 +34,9 @@ class StepLimit(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
+
+    def tidy(self, row: Row) -> None:
+        self._env.tidy(row)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._at], seeds)

@@ -1,0 +1,285 @@
+"""PettingZoo: several agents in one world.
+
+    group   one lane per world; agents are a dimension: ("agents", "observation") [n, …], ("agents", "action") [n, …],
+            ("next", "agents", "reward") [n, 1], flags of each agent, and ("agents", "mask") [n]: who is there to act
+    lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
+            and it begins anew when it comes back or the world does
+
+Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
+spaces. Turn-based (AEC) worlds are taken where PettingZoo can make them parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import FLAGS, Row
+from reap.envs.base import EnvBase
+from reap.envs.spaces import Actions, Observations
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, missing
+from reap.spec import EnvSpec, Key, Leaf
+
+
+class _World:
+    """One parallel env: its agents in a fixed order, and calls that name themselves when they fail."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.names: list[str] = list(env.possible_agents)
+        if not self.names:
+            raise UsageError("this PettingZoo env has no possible_agents")
+        self.index = {name: i for i, name in enumerate(self.names)}
+        first = self.names[0]
+        self.observation_space, self.action_space = env.observation_space(first), env.action_space(first)
+        for name in self.names[1:]:
+            for what, mine in (("observation_space", self.observation_space), ("action_space", self.action_space)):
+                theirs = getattr(env, what)(name)
+                if theirs != mine:
+                    raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
+
+    def reset(self, seed: int | None) -> Mapping[str, Any]:
+        try:
+            observations, _ = self.env.reset(seed=seed)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        return observations  # type: ignore[no-any-return]
+
+    def step(self, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+        try:
+            return self.env.step({name: actions[self.index[name]] for name in self.env.agents})[:4]  # type: ignore[no-any-return]
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+
+    @property
+    def alive(self) -> list[int]:
+        return [self.index[name] for name in getattr(self.env, "agents", ())]  # some have none before a reset
+
+
+class GroupLanes(Env):
+    """Worlds as lanes, agents as a dimension of a group's leaves."""
+
+    tidies = True
+
+    def __init__(self, envs: Sequence[Any], *, group: str = "agents", categorical: bool = False, batched: bool = False):
+        self._worlds = [_World(env) for env in envs]
+        self._settings: dict[str, Any] = {"group": group, "categorical": categorical}
+        first = self._worlds[0]
+        for lane, world in enumerate(self._worlds[1:], 1):
+            if (world.names, world.observation_space) != (first.names, first.observation_space):
+                raise SpecMismatch(f"lane {lane} has agents {world.names}, lane 0 has {first.names}")
+        self._observations = Observations(first.observation_space, categorical=categorical)
+        self._actions = Actions(first.action_space, categorical=categorical)
+        count = len(first.names)
+
+        def grouped(leaves: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+            return {
+                (group, *key): Leaf((count, *leaf.shape), leaf.dtype, leaf.space, leaf.one_hot)
+                for key, leaf in leaves.items()
+            }
+
+        flags: dict[Key, Leaf] = {(group, flag): Leaf((count, 1), torch.bool) for flag in FLAGS}
+        self.spec = EnvSpec(
+            observation={**grouped(self._observations.leaves), **flags, (group, "mask"): Leaf((count,), torch.bool)},
+            action=grouped(self._actions.leaves),
+            reward={(group, "reward"): Leaf((count, 1), torch.float32)},
+            lanes=len(self._worlds),
+            batched=batched,
+        )
+        self._leaves = len(self._observations.leaves)
+        self._group = group
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
+        """These worlds and those of `others` as one batched env."""
+        envs = [world.env for lanes in (self, *others) for world in lanes._worlds]
+        return GroupLanes(envs, batched=True, **self._settings)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        count = len(self._worlds[0].names)
+        single: dict[Key, Leaf] = {}
+        for key, leaf in action.items():
+            if leaf.shape[:1] != (count,):
+                raise SpecMismatch(f"policy writes {key} as {leaf}; {count} agents need [{count}, …]")
+            single[key[1:]] = Leaf(leaf.shape[1:], leaf.dtype)
+        self._decode = self._actions.decoder(single)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        for i, lane in enumerate(lanes):
+            world = self._worlds[lane]
+            try:
+                seen = world.reset(None if seeds is None else int(seeds[i]))
+                for array in into[: self._leaves + 4]:
+                    array[lane] = 0
+                self._write(seen, world, into, lane)
+                into[self._leaves + 3][lane, world.alive] = True
+            except ReapError as error:
+                error.at(lane=lane)
+                raise
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        ended = []
+        done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
+        (reward,) = row.rewards
+        for lane in lanes:
+            world = self._worlds[lane]
+            try:
+                acting = world.alive
+                seen, earned, over, cut = world.step(self._decode(*[a[lane] for a in row.action]))
+                for array in row.next[: self._leaves]:
+                    array[lane] = 0
+                self._write(seen, world, row.next, lane)
+                reward[lane] = 0
+                done[lane] = True  # an agent that is not there has ended
+                terminated[lane] = truncated[lane] = mask[lane] = False
+                for i in acting:
+                    name = world.names[i]
+                    reward[lane, i] = earned.get(name, 0.0)
+                    terminated[lane, i], truncated[lane, i] = over.get(name, False), cut.get(name, False)
+                    done[lane, i] = terminated[lane, i] | truncated[lane, i]
+                alive = world.alive
+                mask[lane, alive] = True
+                done[lane, [i for i in alive if i not in acting]] = False  # somebody came back
+            except ReapError as error:
+                error.at(lane=lane)
+                raise
+            if not alive:
+                row.truncated[lane] = bool(truncated[lane].any())
+                row.terminated[lane] = not row.truncated[lane]
+                row.done[lane] = True
+                ended.append(lane)
+        return ended
+
+    def tidy(self, row: Row) -> None:
+        absent = ~row.after[self._leaves + 3]
+        if absent.any():
+            for array in row.after[: self._leaves]:
+                array[absent] = 0  # who left has seen its last observation; it is no longer its present one
+
+    def _write(self, seen: Mapping[str, Any], world: _World, arrays: Rows, lane: int) -> None:
+        views = [array[lane] for array in arrays[: self._leaves]]
+        for name, observation in seen.items():
+            self._observations.write(observation, views, world.index[name])
+
+    def close(self) -> None:
+        for world in self._worlds:
+            world.env.close()
+
+
+class AgentLanes(Env):
+    """Agents of one world as lanes."""
+
+    def __init__(self, env: Any, *, categorical: bool = False) -> None:
+        self._world = world = _World(env)
+        self._observations = Observations(world.observation_space, categorical=categorical)
+        self._actions = Actions(world.action_space, categorical=categorical)
+        self.spec = EnvSpec(
+            observation=self._observations.leaves,
+            action=self._actions.leaves,
+            lanes=len(world.names),
+            batched=True,
+            rows="masked",
+        )
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        world = self._world
+        whole = seeds is not None or len(lanes) == self.spec.lanes
+        if world.alive and not whole:
+            # Others are still at it: who ended waits, seeing nothing, unless it has been called back already.
+            for lane in lanes:
+                if lane not in world.alive:
+                    for array in into:
+                        array[lane] = 0
+            return
+        seen = world.reset(None if seeds is None else int(seeds[0]))
+        for array in into:
+            array[...] = 0
+        for name, observation in seen.items():
+            self._observations.write(observation, into, world.index[name])
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        world = self._world
+        if len(lanes) != self.spec.lanes:
+            raise UsageError("agents of one world step together; reset_when_done=False needs mode='group'")
+        acting = world.alive
+        seen, earned, over, cut = world.step(self._decode(*row.action))
+        for array in row.next:
+            array[...] = 0
+        for name, observation in seen.items():
+            self._observations.write(observation, row.next, world.index[name])
+        row.reward[...] = 0
+        row.mask[...] = False  # type: ignore[index]
+        ended = []
+        for i in acting:
+            name = world.names[i]
+            row.mask[i] = True  # type: ignore[index]
+            row.reward[i] = earned.get(name, 0.0)
+            terminated, truncated = over.get(name, False), cut.get(name, False)
+            if terminated or truncated:
+                row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
+                ended.append(i)
+        return ended
+
+    def close(self) -> None:
+        self._world.env.close()
+
+
+class PettingZooEnv(EnvBase):
+    """A PettingZoo env.
+
+    >>> env = PettingZooEnv(pistonball_v6.parallel_env())
+
+    Args:
+        env: a parallel env, or an AEC env that PettingZoo can make parallel.
+        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane.
+        group: the name of the group's entry.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        mode: Literal["group", "lanes"] = "group",
+        group: str = "agents",
+        categorical_action_encoding: bool = False,
+        device: Any = None,
+    ) -> None:
+        if mode not in ("group", "lanes"):
+            raise UsageError(f"mode must be 'group' or 'lanes', got {mode!r}")
+        parallel = as_parallel(env)
+        lanes: Env
+        if mode == "group":
+            lanes = GroupLanes([parallel], group=group, categorical=categorical_action_encoding)
+        else:
+            lanes = AgentLanes(parallel, categorical=categorical_action_encoding)
+        super().__init__(lanes, device=device)
+
+
+def is_pettingzoo(thing: Any) -> bool:
+    """A PettingZoo env of either kind, without importing PettingZoo to find out."""
+    return hasattr(thing, "possible_agents") and callable(getattr(thing, "observation_space", None))
+
+
+def as_parallel(env: Any) -> Any:
+    """A parallel env as it is; an AEC env made parallel."""
+    if not is_pettingzoo(env):
+        raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
+    if not hasattr(env, "agent_selection") and not hasattr(env, "agent_iter"):
+        return env
+    try:
+        from pettingzoo.utils.conversions import aec_to_parallel
+    except ImportError:
+        raise missing("pettingzoo", "pettingzoo") from None
+    if not env.metadata.get("is_parallelizable", False):
+        raise UsageError(
+            f"{env} is turn-based: PettingZoo cannot make it parallel, and reap needs all agents to act at once"
+        )
+    return aec_to_parallel(env)

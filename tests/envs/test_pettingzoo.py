@@ -1,0 +1,213 @@
+"""Several agents in one world: as a group and as lanes, with agents that leave and come back."""
+
+from __future__ import annotations
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule
+
+from reap.collectors import Collector
+from reap.envs import PettingZooEnv, SerialEnv
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
+
+KEY = ("agents", "observation")
+
+
+class Town:
+    """A parallel env by the book. `plan[i]` says when agent i is there: a list of (first step, last step), inclusive.
+
+    Observation [agent, day, step], reward = step + agent/8. An agent's stay ends terminated (even agents) or truncated
+    (odd ones). The day is over when nobody is left and nobody will come.
+    """
+
+    metadata = {"is_parallelizable": True}
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.possible_agents = [f"a{i}" for i in range(len(plan))]
+        self.agents = []
+        self.day, self.t = -1, 0
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+    def action_space(self, agent):
+        return gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+    def there(self, i, t):
+        return any(a <= t <= b for a, b in self.plan[i])
+
+    def look(self, i):
+        return np.array([i, self.day, self.t], np.float32)
+
+    def reset(self, seed=None, options=None):
+        self.day, self.t = self.day + 1, 0
+        self.agents = [f"a{i}" for i in range(len(self.plan)) if self.there(i, 0)]
+        return {f"a{i}": self.look(i) for i in range(len(self.plan)) if self.there(i, 0)}, {}
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        assert all(a.shape == (1,) for a in actions.values())
+        acting = [int(a[1:]) for a in self.agents]
+        self.t += 1
+        leaving = [i for i in acting if not self.there(i, self.t)]
+        now = [i for i in range(len(self.plan)) if self.there(i, self.t)]
+        seen = {f"a{i}": self.look(i) for i in {*acting, *now}}
+        rewards = {f"a{i}": self.t + i / 8 for i in acting}
+        self.agents = [f"a{i}" for i in now]
+        over = {f"a{i}": i in leaving and i % 2 == 0 for i in acting}
+        cut = {f"a{i}": i in leaving and i % 2 == 1 for i in acting}
+        return seen, rewards, over, cut, {}
+
+    def close(self): ...
+
+
+# Agent 0 is always there (5 steps), 1 leaves early, 2 leaves and comes back, 3 comes late.
+PLAN = [[(0, 4)], [(0, 1)], [(0, 0), (3, 4)], [(2, 4)]]
+
+
+def group_policy():
+    return TensorDictModule(lambda o: o.sum(-1, keepdim=True), [KEY], [("agents", "action")])
+
+
+def expected(plan, steps):
+    """The group's columns, computed from the plan alone."""
+    n, length = len(plan), 1 + max(b for stays in plan for _, b in stays)
+    there = lambda i, t: any(a <= t <= b for a, b in plan[i])  # noqa: E731
+    rows = []
+    for step in range(steps):
+        day, t = divmod(step, length)
+        mask = [there(i, t) for i in range(n)]
+        after = [there(i, t + 1) for i in range(n)]
+        left = [m and not a for m, a in zip(mask, after)]
+        rows.append(
+            {
+                KEY: [[i, day, t] if mask[i] else [0, 0, 0] for i in range(n)],
+                ("agents", "mask"): mask,
+                ("next", *KEY): [[i, day, t + 1] if mask[i] or after[i] else [0, 0, 0] for i in range(n)],
+                ("next", "agents", "mask"): after,
+                ("next", "agents", "reward"): [[t + 1 + i / 8 if mask[i] else 0] for i in range(n)],
+                ("next", "agents", "terminated"): [[left[i] and i % 2 == 0] for i in range(n)],
+                ("next", "agents", "truncated"): [[left[i] and i % 2 == 1] for i in range(n)],
+                ("next", "agents", "done"): [[left[i] or not after[i]] for i in range(n)],
+                ("next", "done"): [not any(after)],
+            }
+        )
+    return {key: np.array([row[key] for row in rows]) for key in rows[0]}
+
+
+def test_a_group():
+    c = Collector(Town(PLAN), group_policy(), frames_per_batch=7)
+    batch = torch.cat([c.next() for _ in range(4)])
+    for key, want in expected(PLAN, 28).items():
+        assert np.array_equal(batch[key].numpy(), want), key
+    assert batch["agents", "action"].shape == (28, 4, 1)
+    assert torch.equal(batch["agents", "action"], batch[KEY].sum(-1, keepdim=True))
+    assert ("next", "reward") not in batch.keys(True)
+    assert batch["collector", "traj_ids"].tolist() == [s // 5 for s in range(28)]
+
+
+stays = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(
+    lambda lengths: [(2 * sum(lengths[:i]) + 2 * i, 2 * sum(lengths[:i]) + 2 * i + n) for i, n in enumerate(lengths)]
+)
+
+
+@given(plan=st.lists(stays, min_size=1, max_size=4), steps=st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_any_coming_and_going(plan, steps):
+    # somebody must be there at every step, or the day would be over early
+    last = max(b for stay in plan for _, b in stay)
+    plan = [[(0, last)], *plan]
+    c = Collector(Town(plan), group_policy(), frames_per_batch=steps)
+    batch = torch.cat([c.next() for _ in range(3)])
+    for key, want in expected(plan, 3 * steps).items():
+        assert np.array_equal(batch[key].numpy(), want), key
+
+
+def test_worlds_as_lanes_of_a_serial_env():
+    c = Collector(SerialEnv(2, lambda: PettingZooEnv(Town(PLAN))), group_policy(), frames_per_batch=28)
+    batch = c.next()
+    assert batch[KEY].shape == (2, 14, 4, 3)
+    for lane in range(2):
+        for key, want in expected(PLAN, 14).items():
+            assert np.array_equal(batch[lane][key].numpy(), want), key
+
+
+def test_agents_as_lanes():
+    c = Collector(
+        PettingZooEnv(Town(PLAN), mode="lanes"),
+        lambda observation: observation.sum(-1, keepdim=True),
+        frames_per_batch=40,
+    )
+    batch = torch.cat([c.next() for _ in range(2)], 1)
+    want = expected(PLAN, 20)
+    mask = batch["collector", "mask"]
+    assert np.array_equal(mask.numpy(), want[("agents", "mask")].T)
+    for ours, theirs in (
+        (("observation",), KEY),
+        (("next", "reward"), ("next", "agents", "reward")),
+        (("next", "terminated"), ("next", "agents", "terminated")),
+        (("next", "truncated"), ("next", "agents", "truncated")),
+    ):
+        assert np.array_equal(batch[ours].numpy(), np.swapaxes(want[theirs], 0, 1)), ours
+    successor = np.swapaxes(want[("next", *KEY)], 0, 1)
+    assert np.array_equal(batch["next", "observation"][mask].numpy(), successor[mask.numpy()])
+    ids = batch["collector", "traj_ids"]
+    assert (ids[~mask] == -1).all()
+    for lane in range(4):  # one id per stay, and never the same twice
+        stays_ = {}
+        for t in range(20):
+            if mask[lane, t]:
+                stays_.setdefault(int(ids[lane, t]), []).append(t)
+        for steps in stays_.values():
+            assert steps == list(range(steps[0], steps[-1] + 1))
+            assert batch["next", "done"][lane, steps[-1], 0] or steps[-1] == 19
+    used = [set(ids[lane][mask[lane]].tolist()) for lane in range(4)]
+    assert sum(map(len, used)) == len(set.union(*used))
+
+
+def test_what_is_refused():
+    class Mixed(Town):
+        def action_space(self, agent):
+            return gym.spaces.Discrete(2 if agent == "a0" else 3)
+
+    with pytest.raises(SpecMismatch, match="agent 'a1' has action_space Discrete.3., 'a0' has Discrete.2."):
+        PettingZooEnv(Mixed(PLAN))
+    with pytest.raises(WrongArgument, match="takes a PettingZoo env, got int"):
+        PettingZooEnv(3)
+    with pytest.raises(UsageError, match="'group' or 'lanes'"):
+        PettingZooEnv(Town(PLAN), mode="both")
+    wrong = TensorDictModule(lambda o: o.sum(), [KEY], [("agents", "action")])
+    with pytest.raises(SpecMismatch, match="4 agents need"):
+        Collector(Town(PLAN), wrong, frames_per_batch=4)
+
+    class Raises(Town):
+        def step(self, actions):
+            raise OSError("flood")
+
+    with pytest.raises(WorkerRaised, match="lane 0, step 0: env.step raised OSError"):
+        Collector(Raises(PLAN), group_policy(), frames_per_batch=4).next()
+
+
+@pytest.mark.parametrize("mode", ["group", "lanes"])
+@pytest.mark.parametrize("kind", ["parallel", "aec"])
+def test_a_real_one(mode, kind):
+    pytest.importorskip("pettingzoo")
+    pytest.importorskip("pygame")
+    from pettingzoo.classic import rps_v2
+
+    env = rps_v2.parallel_env(max_cycles=6) if kind == "parallel" else rps_v2.env(max_cycles=6)
+    c = Collector(PettingZooEnv(env, mode=mode), frames_per_batch=40)
+    batch = c.next()
+    if mode == "group":
+        assert batch["agents", "action"].shape == (40, 2, 3)
+        assert batch["next", "agents", "reward"].sum(1).abs().max() == 0  # what one wins the other loses
+        assert batch["next", "done"].sum() >= 5
+    else:
+        assert batch["action"].shape == (2, 20, 3)
+        assert batch["next", "reward"].sum(0).abs().max() == 0
+        assert batch["next", "truncated"].sum() >= 4
