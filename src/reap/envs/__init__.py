@@ -9,7 +9,18 @@ from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
 from reap.envs.pettingzoo import PettingZooEnv
 from reap.envs.serial import SerialEnv
+from reap.envs.torch_native import TorchEnv
 
 GymWrapper = GymEnv
 
-__all__ = ["EnvBase", "EnvPoolEnv", "ExplorationType", "GymEnv", "GymWrapper", "PettingZooEnv", "SerialEnv", "as_env"]
+__all__ = [
+    "EnvBase",
+    "EnvPoolEnv",
+    "ExplorationType",
+    "GymEnv",
+    "GymWrapper",
+    "PettingZooEnv",
+    "SerialEnv",
+    "TorchEnv",
+    "as_env",
+]

@@ -9,6 +9,7 @@ no_leaks       fails if a thread, process, descriptor or shared-memory file stay
 
 from reap.testing.backend import backend_checks, check_backend
 from reap.testing.counting import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from reap.testing.env import check_env
 from reap.testing.leaks import no_leaks
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "assert_same",
     "backend_checks",
     "check_backend",
+    "check_env",
     "no_leaks",
 ]
