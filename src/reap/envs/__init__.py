@@ -5,6 +5,7 @@ from __future__ import annotations
 from reap.core.exploration import ExplorationType
 from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
+from reap.envs.dm import DMEnv
 from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
 from reap.envs.pettingzoo import PettingZooEnv
@@ -14,6 +15,7 @@ from reap.envs.torch_native import TorchEnv
 GymWrapper = GymEnv
 
 __all__ = [
+    "DMEnv",
     "EnvBase",
     "EnvPoolEnv",
     "ExplorationType",

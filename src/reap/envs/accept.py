@@ -9,6 +9,7 @@ import gymnasium as gym
 
 from reap.core.env import Env
 from reap.envs.base import EnvBase
+from reap.envs.dm import DMEnv, is_dm
 from reap.envs.envpool import EnvPoolLanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
@@ -23,6 +24,8 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
         return EnvPoolLanes(source)
+    if is_dm(source):
+        return DMEnv(source).lanes_env
     if is_pettingzoo(source):
         return PettingZooEnv(source).lanes_env
     if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
