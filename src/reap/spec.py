@@ -129,6 +129,9 @@ class EnvSpec:
     batched: bool = False
     reward: Mapping[Key, Leaf] = field(default_factory=lambda: {("reward",): Leaf((1,), torch.float32)})
     rows: Literal["whole", "masked", "skipping"] = "whole"
+    single_steps: bool = True  # lanes can be stepped without the others
+    single_resets: bool = True  # a lane can be reset in the middle of its episode, without the others
+    side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, memory
 
 
 def _width(leaf: Leaf) -> int:

@@ -128,10 +128,14 @@ def with_next(batch: TensorDictBase) -> TensorDictBase:
 
     >>> full = with_next(batch)              # the very batch a collector without compact_obs delivers
     """
-    finals = batch.get(FINAL, None)
-    if finals is None:
-        raise UsageError("with_next needs a batch as a compact_obs collector delivers it, uncut")
-    finals = batch.get_non_tensor(FINAL)
+    if batch.get(FINAL, None) is None:
+        raise UsageError("with_next needs a batch as a compact_obs collector delivers it")
+    finals: Any = batch.get_non_tensor(FINAL)
+    if tuple(batch.batch_size) != getattr(finals, "size", None):
+        shape = list(batch.batch_size)
+        raise UsageError(
+            f"with_next needs the batch as it was delivered, neither cut nor reshaped; this one is {shape}"
+        )
     full = batch.exclude(FINAL)
     lane, step = torch.from_numpy(finals.lane), torch.from_numpy(finals.step)
     for key, values in finals.values.items():

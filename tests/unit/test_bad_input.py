@@ -262,7 +262,7 @@ def test_a_policy_that_changes_its_output(change):
             return change(action) if self.calls == 3 else action
 
     c = Collector(CountingEnv(), Fickle(), frames_per_batch=6)
-    with pytest.raises(SpecMismatch, match=r"step 2: the policy's output changed: float32\[1\] before"):
+    with pytest.raises(SpecMismatch, match=r"step 2: the policy's output 'action' changed: float32\[1\] before"):
         c.next()
 
 

@@ -62,7 +62,7 @@ class InlineBackend:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loop = self.worker.loop
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        loop.counter.next = int(state["traj_pool"]["traj_id"])
+        loop.counter.next = int(state.get("traj_pool", {}).get("traj_id", loop.counter.next))
         self.worker.reset()  # episodes that were open elsewhere do not go on here
         loop.version = int(state.get("policy_version", loop.version))
 

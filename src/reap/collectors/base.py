@@ -60,18 +60,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if size != options.frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={options.frames_per_batch} is not a multiple of {lanes} lanes; batches hold {size}",
-                stacklevel=6,
+                stacklevel=8,
             )
         if options.total != float("inf") and options.total % size:
             warnings.warn(
                 f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
-                stacklevel=6,
+                stacklevel=8,
             )
         if options.random_frames % size:
             warnings.warn(
                 f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
                 f"whole batches are random",
-                stacklevel=6,
+                stacklevel=8,
             )
         return steps
 
@@ -238,7 +238,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
         self._open()
-        return self._backend.set_seed(seed, static=static_seed)
+        following = self._backend.set_seed(seed, static=static_seed)
+        self._whole = None if self._whole is None else WholeTrajectories()  # what was held belongs to the time before
+        return following
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: policy, env, counters."""
@@ -257,6 +259,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
             self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
         self._backend.load_state_dict(dict(state_dict))
+        self._whole = None if self._whole is None else WholeTrajectories()
         self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
         self._version = int(state_dict.get("policy_version", self._version))
 
@@ -310,9 +313,11 @@ class _UnknownModel(UsageError, KeyError):
 
 
 def _mark_truncated(batch: TensorDict) -> None:
-    """The last step of every lane that is still running ends here, as far as the learner is concerned."""
-    at = (slice(None), -1) if batch.ndim == 2 else -1
-    last = batch["next", "truncated"][at]
-    running = batch[MASK][at].unsqueeze(-1) if MASK in batch.keys(True) else torch.ones_like(last)
-    last |= running
-    batch["next", "done"][at].logical_or_(running)
+    """The last frame of every lane ends here, as far as the learner is concerned."""
+    lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
+    mask = lanes.get(MASK, None)
+    count = lanes.batch_size[1]
+    last = torch.full(lanes.batch_size[:1], count - 1) if mask is None else mask.sum(1) - 1
+    lane = torch.arange(len(last))
+    for flag in ("truncated", "done"):
+        lanes["next", flag][lane, last] = True

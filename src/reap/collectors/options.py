@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
@@ -15,7 +16,7 @@ from reap.core.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
 
 _LEGACY = {
-    "devices": "policy_device",
+    "devices": "device",
     "passing_devices": "storing_device",
     "exploration_mode": "exploration_type",
 }
@@ -67,7 +68,7 @@ class Options:
         interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
-        pre_collect_hook: called before each rollout.
+        pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
     """
 
@@ -137,6 +138,7 @@ class Options:
             ("track_traj_ids", False),
             ("return_same_td", True),
             ("compact_obs", True),
+            ("set_truncated", True),
         ):
             if bool(getattr(self, name)) is bad:
                 raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")
@@ -145,6 +147,9 @@ class Options:
         value = getattr(self, name)
         if value is None and none:
             return
+        if isinstance(value, (np.integer, float)) and float(value).is_integer():  # 1e6, and what NumPy counts with
+            value = int(value)
+            object.__setattr__(self, name, value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise WrongArgument(f"{name} must be a whole number, got {value!r}")
         if least is not None and value < least:

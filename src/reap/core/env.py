@@ -37,6 +37,7 @@ class Env(abc.ABC):
     """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
 
     spec: EnvSpec
+    pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     tidies = False  # whether `tidy` has anything to do
 
     def tidy(self, row: Row) -> None:  # noqa: B027

@@ -51,7 +51,20 @@ _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
 
 # Layers without options: the function is the layer.
 _PURE: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
+_CALLS = (nn.Module.__call__, TensorDictModule.__call__, ProbabilisticTensorDictModule.__call__)
 _CONTAINERS = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
+
+
+Check = tuple[Callable[[Tensor], Tensor], str]  # which values are right, and what the others are called
+
+# What the distributions themselves would refuse at each step, looked for once per rollout.
+_CHECKS: dict[Any, tuple[Check, ...]] = {
+    distributions.Categorical: ((lambda logits: logits.logsumexp(-1).isfinite(), "NaN, +inf or nothing but -inf"),),
+    distributions.Normal: (
+        (lambda loc: ~loc.isnan(), "NaN"),
+        (lambda scale: scale > 0, "NaN or a value that is not above 0"),
+    ),
+}
 
 
 class Program:
@@ -63,7 +76,8 @@ class Program:
         self.outputs: list[Key] = []
         self.written: list[Key] = []
         self.deferred: dict[Key, Deferred] = {}
-        self.checked: list[Key] = []  # parameters of distributions, to be looked through for NaN after the rollout
+        self.checked: dict[Key, Check] = {}  # parameters of distributions, looked through after the rollout
+        self.opaque = False  # whether anything in it could keep or change what it is given
         self._out: list[int] = []
         self._ops: list[Op] = []
         self._blank: list[Any] = []
@@ -82,7 +96,7 @@ class Program:
             written.update(dict.fromkeys(map(as_key, _writes(m))))
         self.inputs = list(at)
         self._ops = []
-        self.deferred, self.checked = {}, []
+        self.deferred, self.checked, self.opaque = {}, {}, False
         registers = len(at)
         for i, m in enumerate(leaves):
             sources = [at[as_key(key)] for key in _reads(m)]
@@ -93,11 +107,14 @@ class Program:
             at.update(zip(writes, targets))
             later = {as_key(key) for follower in leaves[i + 1 :] for key in (*_reads(follower), *_writes(follower))}
             deferred = None if later.intersection(writes) else _deferred(m, self.kind)
-            if deferred is not None:
+            rewritten = {as_key(key) for follower in leaves[i + 1 :] for key in _writes(follower)}
+            if deferred is not None and not rewritten.intersection(deferred.reads):
                 self.deferred[writes[-1]] = deferred
                 targets = targets[:1]
-            if type(m).forward is ProbabilisticTensorDictModule.forward and _family(m, self.kind)[0] is not None:
-                self.checked += map(as_key, _reads(m))
+            if type(m).forward is ProbabilisticTensorDictModule.forward:
+                self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_family(m, self.kind)[0], ())))
+            elif _known(m) is None:
+                self.opaque = True
             self._ops.append(_compile(m, sources, targets, self.kind))
         self._blank = [None] * (registers - len(self.inputs))
         self.outputs = [key for key in written if not private(key)]
@@ -138,7 +155,7 @@ def _plain(m: nn.Module) -> bool:
 
 def _leaves(m: nn.Module) -> list[nn.Module] | None:
     forward = type(m).forward
-    if not _plain(m):
+    if not _plain(m) or type(m).__call__ not in _CALLS:
         return None
     if forward is TensorDictModule.forward:
         return [m] if _simple_module(m) else None
@@ -199,6 +216,13 @@ def _writes(m: Any) -> Sequence[Any]:
     if type(m).forward is ProbabilisticTensorDictModule.forward:
         return [*m.dist_sample_keys, *([m.log_prob_key] if m.return_log_prob else [])]
     return m.out_keys  # type: ignore[no-any-return]
+
+
+def _known(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None:
+    """The layers of a module if torch's own functions are all it is."""
+    layers = _layers(m.module) if m.method is None else None
+    ours = {F.linear, torch.relu, *_PURE.values()}
+    return layers if layers is not None and all(call in ours for call, _ in layers) else None
 
 
 def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:

@@ -69,7 +69,10 @@ class Memory(Env):
             raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
         added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
         added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
-        self.spec = dataclasses.replace(env.spec, observation={**own, **added})
+        for key, first in carry.items():
+            if first.dtype is torch.bfloat16:
+                raise UsageError(f"the carry {show(key)} is bfloat16, which NumPy cannot hold; keep it as float32")
+        self.spec = dataclasses.replace(env.spec, observation={**own, **added}, side=env.spec.side | added.keys())
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None
@@ -89,7 +92,12 @@ class Memory(Env):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if self._flag is not None:
             row.next[self._flag][...] = False
-        return self._env.step(lanes, row)
+        ended = self._env.step(lanes, row)
+        if row.mask is not None and not row.mask.all():
+            absent = ~row.mask  # no frame was made here: nobody acted, and the lane's episode is still to begin
+            for array, first in zip(row.next[self._own :], self._first):
+                array[absent] = first
+        return ended
 
     def close(self) -> None:
         self._env.close()

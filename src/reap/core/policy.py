@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from reap.core.exploration import exploring
 from reap.core.flat import Program, flatten
-from reap.core.slot import Row, Slot
+from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
-from reap.spec import Key, Leaf, as_key, private, show, show_keys, torch_dtype
+from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
 
 Reader = Callable[[Any], "np.ndarray[Any, Any]"]
 
@@ -114,11 +114,17 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
+    def private(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
+        if self.device is not None:
+            return tuple([x.to(self.device) for x in inputs])
+        return tuple([x.clone() for x in inputs])
+
     def act(self, row: Row) -> None:
         for value, read, column in zip(self.forward(row.inputs), self._readers, row.outputs):
             array = read(value)
             if array.shape != column.shape or array.dtype != column.dtype:
-                raise self._changed(array, column)
+                raise self._changed(array, column, row)
             column[...] = array
 
     def learn_outputs(self, keys: Sequence[Key], values: Sequence[Any], lanes: int | None) -> None:
@@ -135,9 +141,10 @@ class TensorPolicy(Policy):
             readers.append(_reader(value))
         self._readers = tuple(readers)
 
-    def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> SpecMismatch:
+    def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any], row: Row) -> SpecMismatch:
+        key = next(k for k, c in zip(self.written, row.outputs) if c is column)
         return SpecMismatch(
-            f"the policy's output changed: {column.dtype}{list(column.shape)} before, "
+            f"the policy's output {show(key)} changed: {column.dtype}{list(column.shape)} before, "
             f"{array.dtype}{list(array.shape)} now"
         )
 
@@ -154,12 +161,15 @@ class CallPolicy(TensorPolicy):
         self._named: list[Any] = []
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        if self.device is not None:
-            inputs = tuple([x.to(self.device) for x in inputs])
-        out = self._call(*inputs)
+        out = self._call(*self.private(inputs))
         if self._named:
             return [out[key] for key in self._named]
-        return out if self._many else (out,)
+        if not self._many:
+            return (out,)
+        if self.outputs and len(out) != len(self.outputs):
+            wanted = show_keys(self.outputs)
+            raise SpecMismatch(f"the policy returned {len(out)} tensors now; before there were {wanted}")
+        return out  # type: ignore[no-any-return]
 
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
         (out,) = self.forward(inputs)
@@ -205,10 +215,12 @@ class FlatPolicy(TensorPolicy):
     def end(self, slot: Slot, steps: int) -> None:
         if not self._flat:
             return
-        for key in self._program.checked:  # what the distribution would have refused at each step
-            if key in slot.arrays and np.isnan(slot.arrays[key][:steps]).any():
-                t, lane = (int(i) for i in np.argwhere(np.isnan(slot.arrays[key][:steps]))[0][:2])
-                raise SpecMismatch(f"the policy wrote NaN as {show(key)}").at(lane=lane, step=t)
+        for key, (valid, what) in self._program.checked.items():
+            if key in slot.arrays:
+                good = valid(torch.from_numpy(slot.arrays[key][:steps]))
+                if not bool(good.all()):
+                    t, lane = (~good).nonzero()[0][:2].tolist()
+                    raise SpecMismatch(f"the policy wrote {what} as {show(key)}").at(lane=lane, step=t)
         for key, deferred in self._program.deferred.items():
             if key in self.outputs:
                 columns = [torch.from_numpy(slot.arrays[k][:steps]) for k in deferred.reads]
@@ -221,8 +233,8 @@ class FlatPolicy(TensorPolicy):
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if not self._flat:
             return self._fallback.forward(inputs)
-        if self.device is not None:
-            inputs = tuple([x.to(self.device) for x in inputs])
+        if self.device is not None or self._program.opaque:
+            inputs = self.private(inputs)
         return self._run(*inputs)
 
     @property
@@ -278,7 +290,7 @@ class TensorDictPolicy(TensorPolicy):
         return td
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        td = self._tensordict(inputs)
+        td = self._tensordict(self.private(inputs))
         for key, value in self._kept.items():
             td.set(key, value)
         out = self._call(td)
@@ -286,7 +298,11 @@ class TensorDictPolicy(TensorPolicy):
         given = {*self.inputs, *(("next", *key) for key in self.inputs)}
         named = ((as_key(key), value) for key, value in out.items(True, True))
         self._kept = {key: value for key, value in named if key not in given}
-        return [out.get(key) for key in self._keys]
+        values = [out.get(key, None) for key in self._keys]
+        for key, value in zip(self._keys, values):
+            if value is None:
+                raise SpecMismatch(f"the policy did not write {show(key)} this time; before it did")
+        return values
 
     def forget(self, lanes: Sequence[int]) -> None:
         for key, value in self._kept.items():
@@ -317,6 +333,15 @@ class TensorDictPolicy(TensorPolicy):
         self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
 
 
+def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> dict[Key, Tensor]:
+    """One value of every column a policy may read, as it will see them: observations, and the flags of a root."""
+    tensors = zip(spec.observation, map(torch.from_numpy, current))
+    columns = {key: tensor if spec.batched else tensor[0] for key, tensor in tensors}
+    for flag in FLAGS:
+        columns[(flag,)] = torch.zeros((spec.lanes, 1) if spec.batched else (1,), dtype=torch.bool)
+    return columns
+
+
 def _same(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
 
@@ -339,15 +364,17 @@ def untouched(policy: Any) -> Iterator[None]:
     """Put random generators, buffers and attributes back as they were."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
-    attributes = [(m, dict(vars(m))) for m in objects]
+    attributes = [(m, type(m), dict(vars(m))) for m in objects]
     buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    own = [(g, g.get_state()) for _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
+    own = [(g, g.get_state()) for _, _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        for owner, before in attributes:
+        for owner, kind, before in attributes:
+            if type(owner) is not kind:
+                continue  # a lazy module has found its shape: that is not undone
             now = vars(owner)
             for name in [n for n in now if n not in before]:
                 del now[name]
@@ -376,6 +403,7 @@ def as_policy(
     *,
     columns: Mapping[Key, Tensor],
     observation: Sequence[Key],
+    side: frozenset[Key] = frozenset(),
     carry: Sequence[Key] = (),
     action: Mapping[Key, Leaf],
     lanes: int | None,
@@ -390,8 +418,11 @@ def as_policy(
     the policy will see them; `lanes` is their leading dimension, None when there is none.
     """
     if policy is None or isinstance(policy, RandomPolicy):
-        if isinstance(policy, RandomPolicy) and policy.action_spec is None and len(action) == 1:
-            policy.action_spec = next(iter(action.values()))
+        if isinstance(policy, RandomPolicy) and len(action) == 1:
+            ((key, own),) = action.items()
+            if isinstance(policy.action_spec, Leaf):
+                return RandomActions({key: policy.action_spec})
+            policy.action_spec = policy.action_spec or own
         return RandomActions(action)
     if not callable(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
@@ -421,11 +452,26 @@ def as_policy(
         new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry]
         if new:
             raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
+        for key, leaf in candidate.outputs.items():
+            seen = columns.get(key[1:] if key[0] == "next" else key)
+            if seen is not None and (tuple(seen.shape[0 if lanes is None else 1 :]), seen.dtype) != (
+                leaf.shape,
+                leaf.dtype,
+            ):
+                raise SpecMismatch(
+                    f"policy writes {show(key)} as {leaf}; it reads it as {seen.dtype}{list(seen.shape)}"
+                )
         return candidate
 
     whole = TensorDictPolicy(policy, tuple(columns), lanes, device)
-    if trust:
+
+    def as_it_is() -> Policy:
+        if compile is not None:
+            whole._call = torch.compile(policy, **compile)
         return probed(whole)  # type: ignore[no-any-return]
+
+    if trust and not isinstance(policy, TensorDictModuleBase):
+        return as_it_is()
     if isinstance(policy, TensorDictModuleBase):
         program = flatten(policy, kind)
         if program is not None:
@@ -444,18 +490,16 @@ def as_policy(
         ]
         if absent:
             raise _missing(absent, columns)
-        if compile is not None:
-            whole._call = torch.compile(policy, **compile)
-        return probed(whole)  # type: ignore[no-any-return]
+        return as_it_is()
     names = _parameters(policy)
     if names is not None and takes_tensordict(policy):
-        return probed(whole)  # type: ignore[no-any-return]
+        return as_it_is()
     if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
         raise WrongState(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
-    inputs = _match(names, observation, carry, policy)
+    inputs = _match(names, observation, side, carry, policy)
     call = policy if compile is None else torch.compile(policy, **compile)
     return probed(CallPolicy(call, inputs, list(action), carry, device))  # type: ignore[no-any-return]
 
@@ -481,7 +525,11 @@ def takes_tensordict(policy: Any) -> bool:
 
 
 def _match(
-    params: list[inspect.Parameter] | None, observation: Sequence[Key], carry: Sequence[Key], policy: Any
+    params: list[inspect.Parameter] | None,
+    observation: Sequence[Key],
+    side: frozenset[Key],
+    carry: Sequence[Key],
+    policy: Any,
 ) -> list[Key]:
     """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
     keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
@@ -493,7 +541,7 @@ def _match(
         variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
     named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
     strange = [p for p in required if p.name not in keys]
-    others = [k for k in observation if k not in named.values() and k != ("is_init",)]
+    others = [k for k in observation if k not in named.values() and k not in side]
     if len(strange) == 1 and len(others) == 1:
         named[strange[0].name] = others[0]
         strange = []

@@ -1,9 +1,9 @@
 """The hot loop. There is one loop in reap that steps an env: `RolloutLoop.fill`.
 
-    carry ──► row 0            row t: policy.act → env.step → next, reward, flags
+    current ──► row 0            row t: policy.act → env.step → next, reward, flags
                 │                       │
                 └── after ◄── copy ◄────┘   (a lane that ended: after ◄── env.reset)
-                                            last row: after = carry, the first observation of the next rollout
+                                            last row: after = current, the first observation of the next rollout
 
 Cost of one step beyond policy and env (2 cores, five leaves): one call each, one NumPy row copy per observation leaf,
 about 2–4 µs. Flags are cleared, trajectory ids and versions written once per rollout, not once per step.
@@ -23,8 +23,8 @@ from reap.core.exploration import exploring
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.core.stats import Stats
-from reap.errors import ReapError, WorkerRaised
-from reap.spec import Key, Leaf, numpy_dtype
+from reap.errors import ReapError, SpecMismatch, WorkerRaised
+from reap.spec import Key, Leaf, numpy_dtype, show
 
 
 class TrajectoryIds:
@@ -48,19 +48,20 @@ class RolloutLoop:
         env: Env,
         policy: Policy,
         *,
-        carry: Sequence[np.ndarray[Any, Any]],
+        current: Sequence[np.ndarray[Any, Any]],
         ids: TrajectoryIds,
         stats: Stats,
         exploration: InteractionType | None = InteractionType.RANDOM,
         reset_when_done: bool = True,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        self.env, self.policy, self.carry, self.stats = env, policy, carry, stats
+        self.env, self.policy, self.current, self.stats = env, policy, current, stats
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.counter = ids
         self.version = 0
         spec = env.spec
         self.lanes = range(spec.lanes)
+        self._actions = {key: policy.outputs[key] for key in spec.action}
         self.ids = ids.take(spec.lanes)
         self._due: list[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
@@ -68,7 +69,7 @@ class RolloutLoop:
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
         try:
-            self.env.reset(lanes, self.carry, seeds)
+            self.env.reset(lanes, self.current, seeds)
         except ReapError:
             raise
         except Exception as cause:
@@ -83,6 +84,7 @@ class RolloutLoop:
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
+        self.env.expect(self._actions)  # somebody may have used the env by hand since
         if self._due:
             self.reset(self._due)
         slot.clear_flags()
@@ -92,7 +94,7 @@ class RolloutLoop:
         arrays = slot.arrays
         if MASK in arrays:
             arrays[MASK][...] = True
-        for key, value in zip(self._keys.observation, self.carry):
+        for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
 
         act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
@@ -108,7 +110,7 @@ class RolloutLoop:
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):
-                for t, row in enumerate(slot.cut(self._keys, self.carry)):
+                for t, row in enumerate(slot.cut(self._keys, self.current)):
                     acted = False
                     act(row)
                     acted = True
@@ -117,6 +119,9 @@ class RolloutLoop:
                         after[...] = successor
                     if tidy is not None:
                         tidy(row)
+                    if due and not resets:
+                        for after in row.after:
+                            after[due] = 0  # nobody stepped these lanes: their successors are old memory
                     if ended:
                         ends.append((t, ended))
                         if compact:  # before a reset writes over it
@@ -139,14 +144,14 @@ class RolloutLoop:
         except Exception as cause:
             who = "the env" if acted else "the policy"
             raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
-        if t + 1 < slot.layout.steps:  # a short rollout: the carry is not the last row's `after`
-            for mine, last in zip(self.carry, row.after):
+        if t + 1 < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
+            for mine, last in zip(self.current, row.after):
                 mine[...] = last
         self._due = sorted(due)
         if compact:
             over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
             rest = [lane for lane in self.lanes if lane not in over]
-            finals.append((t, rest, [self.carry[i][rest] for i in compact]))  # the batch ends, the episodes do not
+            finals.append((t, rest, [self.current[i][rest] for i in compact]))  # the batch ends, the episodes do not
             slot.finals = Finals(
                 np.array([lane for _, lanes_, _ in finals for lane in lanes_], np.int64),
                 np.repeat([t for t, _, _ in finals], [len(lanes_) for _, lanes_, _ in finals]),
@@ -154,6 +159,7 @@ class RolloutLoop:
                     self._keys.observation[i]: np.concatenate([v[n] for _, _, v in finals])
                     for n, i in enumerate(compact)
                 },
+                slot.layout.batch_size,
             )
         try:
             policy.end(slot, t + 1)
@@ -180,7 +186,7 @@ class RolloutLoop:
             if reward.ndim == 3 and reward.shape[2] == 1
             else reward.reshape(steps, len(self.lanes), -1).mean(-1)
         )
-        self.stats.rollout(number, when, where, frames=frames)
+        self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps)
             if mask is not None:
@@ -236,15 +242,23 @@ class RolloutLoop:
         return when
 
 
-def carry_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
+def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
     """Memory for one observation of every lane."""
     return [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in observation.values()]
+
+
+RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version"}
 
 
 def columns_of(
     env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
+    taken = [key for key in env.spec.observation if key[0] in RESERVED or key in env.spec.action]
+    if taken:
+        raise SpecMismatch(
+            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
+        )
     flag = Leaf((1,), torch.bool)
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
     columns.update(env.spec.observation)

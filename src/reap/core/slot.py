@@ -118,6 +118,7 @@ class Finals(NamedTuple):
     lane: np.ndarray[Any, Any]  # [F]
     step: np.ndarray[Any, Any]  # [F]
     values: dict[Key, np.ndarray[Any, Any]]  # [F, …]
+    size: tuple[int, ...]  # the batch size they belong to
 
 
 class Slot:
@@ -155,17 +156,17 @@ class Slot:
         self._loan = [weakref.ref(owner, one_less) for owner in owners.values()]
         return owners
 
-    def cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
+    def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
         if self._rows is not None and self._rows[0] is keys:
             return iter(self._rows[1])
         if self.layout.steps <= _CHUNK:
-            self._rows = keys, list(self._cut(keys, carry, 0, self.layout.steps))
+            self._rows = keys, list(self._cut(keys, current, 0, self.layout.steps))
             return iter(self._rows[1])
         bounds = range(0, self.layout.steps, _CHUNK)
-        return (row for a in bounds for row in self._cut(keys, carry, a, min(a + _CHUNK, self.layout.steps)))
+        return (row for a in bounds for row in self._cut(keys, current, a, min(a + _CHUNK, self.layout.steps)))
 
-    def _cut(self, keys: RowKeys, carry: Sequence[np.ndarray[Any, Any]], a: int, b: int) -> Iterator[Row]:
+    def _cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]], a: int, b: int) -> Iterator[Row]:
         arrays, batched = self.arrays, self.layout.batched
         columns = self.layout.columns
 
@@ -191,7 +192,7 @@ class Slot:
         inputs = [tensor_rows(k) for k in keys.inputs]
         outputs = [policy_rows(k) for k in keys.outputs]
         actions = [list(arrays[k][a:b]) for k in keys.action]
-        afters = [after_rows(k, last) for k, last in zip(keys.observation, carry)]
+        afters = [after_rows(k, last) for k, last in zip(keys.observation, current)]
         # A compact slot has no column for successors: the env writes them where the following step will read them.
         nexts = [
             list(arrays[("next", *k)][a:b]) if ("next", *k) in arrays else after

@@ -41,34 +41,42 @@ class Stats:
         self._length[lanes] = 0
 
     def rollout(
-        self, reward: np.ndarray[Any, Any], when: np.ndarray[Any, Any], where: np.ndarray[Any, Any], *, frames: int
+        self,
+        reward: np.ndarray[Any, Any],
+        when: np.ndarray[Any, Any],
+        where: np.ndarray[Any, Any],
+        *,
+        frames: int,
+        mask: Any = None,
     ) -> None:
-        """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time."""
+        """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time. `mask`: what is a frame."""
         self.rollouts += 1
         self.frames += frames
         total = np.cumsum(reward, axis=0, dtype=np.float64)
         if not np.isfinite(total[-1]).all():
             self.nan_rewards += int(np.isnan(reward).sum())
             total = np.cumsum(np.where(np.isfinite(reward), reward, 0.0), axis=0)  # one NaN must not spoil every return
+        count = np.arange(1, len(total) + 1)[:, None] if mask is None else np.cumsum(mask, axis=0)
+        count = np.broadcast_to(count, total.shape)
         if len(when):
             order = np.lexsort((when, where))
             t, lane = when[order], where[order]
             first = np.r_[True, lane[1:] != lane[:-1]]
             before = np.where(first, -self._return[lane], np.r_[0.0, total[t, lane][:-1]])
-            began = np.where(first, -self._length[lane] - 1, np.r_[0, t[:-1]])
-            returns, lengths = total[t, lane] - before, t - began
+            began = np.where(first, -self._length[lane], np.r_[0, count[t, lane][:-1]])
+            returns, lengths = total[t, lane] - before, count[t, lane] - began
             back = np.argsort(order)  # recent means recent in time, not by lane
             self.returns.extend(returns[back].tolist())
             self.lengths.extend(lengths[back].tolist())
             self.episodes += len(when)
             last = np.r_[lane[1:] != lane[:-1], True]
-            open_return, open_length = total[-1] + self._return, self._length + len(total)
+            open_return, open_length = total[-1] + self._return, self._length + count[-1]
             open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
-            open_length[lane[last]] = len(total) - 1 - t[last]
+            open_length[lane[last]] = count[-1, lane[last]] - count[t[last], lane[last]]
             self._return, self._length = open_return, open_length
         else:
             self._return += total[-1]
-            self._length += len(total)
+            self._length += count[-1]
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

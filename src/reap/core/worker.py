@@ -5,7 +5,7 @@ A worker is built from a `Plan` wherever it lives (this process, another one, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,13 @@ from tensordict.nn import InteractionType
 
 from reap.core.env import Env
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, as_policy
-from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
-from reap.core.slot import FLAGS, MASK, Layout, Pool, Slot
+from reap.core.policy import Policy, RandomActions, as_policy, visible_columns
+from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
+from reap.core.slot import MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
-from reap.spec import Key
+from reap.spec import Key, Leaf, show_keys
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,36 @@ class Worker:
     def __init__(self, plan: Plan, *, same_slot: bool = False) -> None:
         self.plan = plan
         env = plan.make_env()
+        try:
+            self._build(plan, env, same_slot)
+        except BaseException:
+            env.close()  # nobody will hold it
+            raise
+
+    def _build(self, plan: Plan, env: Env, same_slot: bool) -> None:
         self.model = plan.make_policy()
         self.memory = carry_of(self.model)
         self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
+        if not plan.reset_when_done and not spec.single_steps:
+            raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
         self.lanes = spec.lanes
         self.stats = Stats(spec.lanes)
-        carry = carry_for(spec.observation, spec.lanes)
+        current = current_for(spec.observation, spec.lanes)
+        seeds, env.pending_seeds = env.pending_seeds, None  # the env may have been seeded by hand
         try:
-            self.env.reset(range(spec.lanes), carry)
+            self.env.reset(range(spec.lanes), current, seeds)
         except ReapError:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        self.policy = self._policy(carry)
+        self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         self.random = RandomActions(spec.action, self.policy.outputs)
         self.loop = RolloutLoop(
             self.env,
             self.policy,
-            carry=carry,
+            current=current,
             ids=TrajectoryIds(),
             stats=self.stats,
             exploration=plan.exploration,
@@ -82,25 +92,29 @@ class Worker:
             version=plan.track_policy_version,
             compact=plan.compact,
         )
-        if plan.compact and MASK in columns:
-            raise UsageError(
-                "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
-            )
+        if plan.compact:
+            self._check_compact(columns)
         self.layout = Layout(columns, plan.steps(spec.lanes), spec.lanes, batched=spec.batched)
         self.pool = Pool(self.layout, limit=0 if same_slot else 2)
 
-    def _policy(self, carry: Sequence[Any]) -> Policy:
+    def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
+        if MASK in columns or self.env.tidies:
+            raise UsageError(
+                "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
+            )
+        both = [key for key in self.env.spec.observation if key in self.policy.outputs]
+        if both:
+            raise UsageError(
+                f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
+            )
+
+    def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
-        columns: dict[Key, torch.Tensor] = {}
-        for key, first in zip(spec.observation, carry):
-            tensor = torch.from_numpy(first)
-            columns[key] = tensor if spec.batched else tensor[0]
-        for flag in FLAGS:
-            columns[(flag,)] = torch.zeros((spec.lanes, 1) if spec.batched else (1,), dtype=torch.bool)
         return as_policy(
             self.model,
-            columns=columns,
+            columns=visible_columns(spec, current),
             observation=[key for key in spec.observation if key not in self.memory],
+            side=spec.side,
             carry=list(self.memory),
             action=spec.action,
             lanes=spec.lanes if spec.batched else None,
@@ -118,10 +132,13 @@ class Worker:
         before = self.stats.frames
         self.loop.fill(slot, self.random if random else None)
         self.stats.end()
+        slot.state = State.FULL
         return self.stats.frames - before
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""
+        if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
+            raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
         self.loop.reset(range(self.lanes) if lanes is None else lanes)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:

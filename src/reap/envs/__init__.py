@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tensordict.nn import set_interaction_type as set_exploration_type
+
 from reap.core.exploration import ExplorationType
 from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
@@ -25,4 +27,5 @@ __all__ = [
     "SerialEnv",
     "TorchEnv",
     "as_env",
+    "set_exploration_type",
 ]

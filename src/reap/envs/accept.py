@@ -19,7 +19,13 @@ from reap.errors import WrongArgument, WrongState
 
 def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     """An env, a Gymnasium env, an id, or a factory of any of them, as lanes the engine can step."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
+    if kwargs and (is_envpool(source) or is_dm(source) or is_pettingzoo(source)):
+        raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
+    if type(source).__module__.startswith("torchrl."):
+        raise WrongArgument(f"{type(source).__name__} is TorchRL's, which reap cannot step yet; use reap.envs.GymEnv")
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have

@@ -16,8 +16,8 @@ from typing_extensions import Self
 from reap.core.assemble import assemble
 from reap.core.env import Env, Rows
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import RandomActions, as_policy
-from reap.core.rollout import RolloutLoop, TrajectoryIds, carry_for, columns_of
+from reap.core.policy import RandomActions, as_policy, visible_columns
+from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
@@ -38,8 +38,7 @@ class EnvBase:
     def __init__(self, lanes_env: Env, *, device: Any = None) -> None:
         self.lanes_env = lanes_env
         self.device = torch.device(device) if device is not None else None
-        self._seeds: list[int] | None = None
-        self._carry = carry_for(lanes_env.spec.observation, lanes_env.spec.lanes)
+        self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
         self._one: tuple[tuple[Leaf, ...], Slot] | None = None
         self.is_closed = False
 
@@ -88,7 +87,7 @@ class EnvBase:
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the next `reset`, lane by lane; returns the seed that follows the last lane's."""
-        self._seeds, following = chain(seed, self.lanes_env.spec.lanes, static=static_seed)
+        self.lanes_env.pending_seeds, following = chain(seed, self.lanes_env.spec.lanes, static=static_seed)
         return following
 
     def reset(self) -> TensorDict:
@@ -96,7 +95,7 @@ class EnvBase:
         self._open()
         self._restart()
         td = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key, value in zip(self.lanes_env.spec.observation, self._carry):
+        for key, value in zip(self.lanes_env.spec.observation, self._current):
             tensor = torch.from_numpy(value)
             td.set(key, (tensor if self.lanes_env.spec.batched else tensor[0]).clone())
         for flag in FLAGS:
@@ -104,8 +103,8 @@ class EnvBase:
         return td
 
     def _restart(self) -> None:
-        seeds, self._seeds = self._seeds, None
-        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._carry, seeds)
+        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
+        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write a random action into `tensordict` (a new one if there is none)."""
@@ -134,10 +133,14 @@ class EnvBase:
             actions[key] = value.detach().cpu()
         slot = self._slot({k: Leaf(tuple(v.shape[len(self.batch_size) :]), v.dtype) for k, v in actions.items()})
         slot.clear_flags()
-        (row,) = slot.cut(RowKeys(spec), self._carry)
+        (row,) = slot.cut(RowKeys(spec), self._current)
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
+        if spec.rows != "whole":
+            raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
         self.lanes_env.step(range(spec.lanes), row)
+        for mine, successor in zip(self._current, row.next):
+            mine[...] = successor
         batch = assemble(slot.layout.arrays(slot.block.copy()), slot.layout)
         at = (slice(None), 0) if spec.batched else 0
         following = TensorDict({}, batch_size=self.batch_size, device=self.device)
@@ -153,8 +156,8 @@ class EnvBase:
         done = root["done"].reshape(-1)
         if bool(done.any()):
             lanes = done.nonzero().reshape(-1).tolist()
-            self.lanes_env.reset(lanes, self._carry)
-            for key, value in zip(self.lanes_env.spec.observation, self._carry):
+            self.lanes_env.reset(lanes, self._current)
+            for key, value in zip(self.lanes_env.spec.observation, self._current):
                 fresh = torch.from_numpy(value)
                 target = root.get(key).clone()
                 target.reshape(self.lanes_env.spec.lanes, -1)[lanes] = fresh.reshape(len(fresh), -1)[lanes].to(
@@ -180,28 +183,25 @@ class EnvBase:
         memory = carry_of(policy)
         env = _Watched(remembering(self.lanes_env, policy, memory))
         spec = env.spec
-        remembers = len(spec.observation) > len(self._carry)
-        carry = carry_for(spec.observation, spec.lanes) if remembers else self._carry
+        remembers = len(spec.observation) > len(self._current)
+        current = current_for(spec.observation, spec.lanes) if remembers else self._current
         if auto_reset or remembers:
-            seeds, self._seeds = self._seeds, None
-            env.reset(range(spec.lanes), carry, seeds)
-        tensors = zip(spec.observation, map(torch.from_numpy, carry))
-        columns = {key: tensor if spec.batched else tensor[0] for key, tensor in tensors}
+            seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
+            env.reset(range(spec.lanes), current, seeds)
         chosen = as_policy(
             policy,
-            columns=columns,
+            columns=visible_columns(spec, current),
+            side=spec.side,
             observation=[key for key in spec.observation if key not in memory],
             carry=list(memory),
             action=spec.action,
             lanes=spec.lanes if spec.batched else None,
             kind=interaction_type(),
         )
-        env.expect({k: chosen.outputs[k] for k in spec.action})
-        self._one = None  # the env now expects this policy's actions
         loop = RolloutLoop(
             env,
             chosen,
-            carry=carry,
+            current=current,
             ids=TrajectoryIds(),
             stats=Stats(spec.lanes),
             exploration=interaction_type(),
@@ -232,8 +232,8 @@ class EnvBase:
     def _slot(self, action: dict[Key, Leaf]) -> Slot:
         """A slot of one step for `step`, kept while actions look the same."""
         leaves = tuple(action.values())
+        self.lanes_env.expect(action)  # a collector may have taught it other actions since
         if self._one is None or self._one[0] != leaves:
-            self.lanes_env.expect(action)
             columns = columns_of(self.lanes_env, RandomActions(action), ids=False, mask=False, version=False)
             spec = self.lanes_env.spec
             self._one = leaves, Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))

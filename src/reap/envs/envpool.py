@@ -46,6 +46,7 @@ class EnvPoolLanes(Env):
             action=self._actions.leaves,
             lanes=self._count,
             batched=True,
+            side=frozenset(self._info),
         )
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:

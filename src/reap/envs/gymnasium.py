@@ -36,6 +36,8 @@ class GymLanes(Env):
         if not envs:
             raise UsageError("an env needs at least one lane")
         self.envs = list(envs)
+        if len({id(env) for env in self.envs}) < len(self.envs):
+            raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         first = self.envs[0]
         for lane, env in enumerate(self.envs[1:], 1):
@@ -52,6 +54,7 @@ class GymLanes(Env):
             action=self._actions.leaves,
             lanes=len(self.envs),
             batched=batched,
+            side=frozenset(self._info),
         )
         self._steps = [env.step for env in self.envs]
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
@@ -104,6 +107,8 @@ class GymLanes(Env):
                     reward[lane] = r
                 except (TypeError, ValueError):
                     reward[lane] = np.asarray(r).item()  # an array of one number is a number
+                if r is None:  # NumPy would make it NaN
+                    raise SpecMismatch("env.step returned None as the reward")
                 if infos:
                     self._write_info(info, successors, lane)
                 if terminated or truncated:

@@ -56,6 +56,9 @@ class VectorLanes(Env):
             lanes=self._count,
             batched=True,
             rows="skipping" if skipping else "whole",
+            single_steps=False,
+            single_resets=self._resets_lanes,
+            side=frozenset(self._info),
         )
         self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
         self._resetting = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes whose next step is their reset
@@ -66,7 +69,10 @@ class VectorLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
-        if seeds is None:  # lanes the env resets by itself need no call
+        asked_all = len(chosen) == self._count
+        by_itself = set(self._kept) | (self._ended if self.spec.rows == "skipping" else set())
+        mixed = asked_all and not by_itself.issuperset(chosen)
+        if seeds is None and not (mixed and not self._resets_lanes):  # lanes the env resets by itself need no call
             chosen = [lane for lane in chosen if not self._reset_by_itself(lane, into)]
             if not chosen:
                 return
@@ -112,8 +118,6 @@ class VectorLanes(Env):
         return False
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        if len(lanes) != self._count:
-            raise UsageError("a vector env steps all its lanes at once; reset_when_done=False needs separate envs")
         try:
             observation, reward, terminated, truncated, info = self.env.step(self._decode(*row.action))
             self._observations.write_batch(observation, row.next, slice(None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ class StepLimit(Env):
         self._env, self._limit, self.tidies = env, limit, env.tidies
         spec = env.spec
         observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
-        self.spec = dataclasses.replace(spec, observation=observation)
+        if not spec.single_resets:
+            raise UsageError("max_frames_per_traj resets single lanes, which this env cannot do")
+        self.spec = dataclasses.replace(spec, observation=observation, side=spec.side | {STEP_COUNT})
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
 
@@ -51,7 +54,9 @@ class StepLimit(Env):
         lanes, row = self._sent
         ended = self._env.recv()
         count = self._count
-        if len(lanes) == len(count):
+        if row.mask is not None:  # only frames count
+            count[[lane for lane in lanes if row.mask[lane]]] += 1
+        elif len(lanes) == len(count):
             count += 1
         else:
             count[list(lanes)] += 1
@@ -68,3 +73,9 @@ class StepLimit(Env):
 
     def close(self) -> None:
         self._env.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._env.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._env.load_state_dict(state)

@@ -68,6 +68,8 @@ class GroupLanes(Env):
         self._worlds = [_World(env) for env in envs]
         self._settings: dict[str, Any] = {"group": group, "categorical": categorical}
         first = self._worlds[0]
+        if len({id(env) for env in envs}) < len(envs):
+            raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
         for lane, world in enumerate(self._worlds[1:], 1):
             if (world.names, world.observation_space) != (first.names, first.observation_space):
                 raise SpecMismatch(f"lane {lane} has agents {world.names}, lane 0 has {first.names}")
@@ -182,6 +184,8 @@ class AgentLanes(Env):
             lanes=len(world.names),
             batched=True,
             rows="masked",
+            single_steps=False,
+            single_resets=False,
         )
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
@@ -199,18 +203,16 @@ class AgentLanes(Env):
                         array[lane] = 0
             return
         seen = world.reset(None if seeds is None else int(seeds[0]))
-        for array in into:
+        for array in into[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
             self._observations.write(observation, into, world.index[name])
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
-        if len(lanes) != self.spec.lanes:
-            raise UsageError("agents of one world step together; reset_when_done=False needs mode='group'")
         acting = world.alive
         seen, earned, over, cut = world.step(self._decode(*row.action))
-        for array in row.next:
+        for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
             self._observations.write(observation, row.next, world.index[name])

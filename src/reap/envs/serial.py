@@ -44,6 +44,8 @@ class SerialEnv(EnvBase):
             kwargs: list[Mapping[str, Any]] = [create_env_kwargs or {}] * num_workers
         else:
             kwargs = list(create_env_kwargs)
+            if not all(isinstance(one, Mapping) for one in kwargs):
+                raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
             if len(kwargs) != num_workers:
                 raise UsageError(f"num_workers is {num_workers} but create_env_kwargs holds {len(kwargs)}")
         lanes = [as_env(make, dict(keywords)) for make, keywords in zip(makers, kwargs)]
@@ -54,7 +56,9 @@ def _join(lanes: Sequence[Env]) -> Env:
     first, *rest = lanes
     kinds = {type(env) for env in lanes}
     join: Callable[..., Env] | None = getattr(first, "joined", None)
-    if len(kinds) != 1 or join is None:
-        names = ", ".join(sorted(k.__name__ for k in kinds))
+    names = ", ".join(sorted(k.__name__ for k in kinds))
+    if len(kinds) != 1:
         raise UsageError(f"SerialEnv joins envs of one kind, got {names}")
+    if join is None:
+        raise UsageError(f"SerialEnv joins single envs; {names} has lanes of its own already")
     return join(rest)

@@ -38,6 +38,7 @@ class Observations:
         self.leaves: dict[Key, Leaf] = {}
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
+        self.paths = [path for path, _, _ in self._puts]
         #: shape and dtype of a plain Box observation, for a bare row assignment in the hot path; Nones if it is not one
         self.plain: tuple[Any, Any] = (None, None)
         if isinstance(space, spaces.Box) and space.shape:
@@ -164,7 +165,11 @@ def _put_array(shape: tuple[int, ...], dtype: Any) -> Put:
 def fit(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str = "observation") -> Array:
     """A value that is not exactly what the space says, as if it were; SpecMismatch if that would lose anything."""
     array = np.asarray(value)
-    if array.shape != tuple(shape) or not np.can_cast(array.dtype, dtype, "same_kind"):
+    fits = np.can_cast(array.dtype, dtype, "same_kind")
+    if fits and dtype.kind in "iu" and array.dtype.kind in "iu" and not np.can_cast(array.dtype, dtype) and array.size:
+        bounds = np.iinfo(dtype)
+        fits = bounds.min <= int(array.min()) and int(array.max()) <= bounds.max
+    if array.shape != tuple(shape) or not fits:
         raise SpecMismatch(f"env returned {what} {array.dtype}{list(array.shape)}, its space says {dtype}{list(shape)}")
     return array
 
@@ -327,6 +332,8 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
     shape = column.shape
     if isinstance(space, spaces.Discrete):
         n, start = int(space.n), int(space.start)
+        if n == 1 and shape in ((), (1,)):  # the only choice, however it is written
+            return lambda a: np.full(len(a), start, space.dtype) if batch else [start] * len(a)
         if shape in ((), (1,)) and whole:
             return _batch_index_decoder(space) if batch else _index_decoder(n, start)
         if shape == (n,):
@@ -336,7 +343,7 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
     elif isinstance(space, spaces.MultiDiscrete):
         nvec, starts, dtype = space.nvec, space.start, space.dtype
         if shape == space.shape and whole:
-            return lambda a: (a + starts).astype(dtype)
+            return _multi_index_decoder(space)
         if shape == (*space.shape, int(nvec.flat[0])) and shape == one_hot_shape(space):
             return lambda a: (a.argmax(-1) + starts).astype(dtype)
         if shape == (int(nvec.sum()),) and len(space.shape) == 1:
@@ -360,6 +367,16 @@ def _index_decoder(n: int, start: int) -> Decode:
                 f"policy chose action {next(i for i in index if i not in choices)} of {n} (0 to {n - 1})"
             )
         return index if start == 0 else [i + start for i in index]
+
+    return decode
+
+
+def _multi_index_decoder(space: spaces.MultiDiscrete) -> Decode:
+    def decode(array: Array) -> Array:
+        if (array < 0).any() or (array >= space.nvec).any():
+            raise SpecMismatch(f"policy chose an action outside {space}")
+        chosen: Array = (array + space.start).astype(space.dtype)
+        return chosen
 
     return decode
 

@@ -56,9 +56,13 @@ class TorchLanes(Env):
         if len(self._actions.leaves) != 1:
             raise UsageError("a torch env takes one action tensor; join the parts of its action space")
         self.spec = EnvSpec(
-            observation=self._observations.leaves, action=self._actions.leaves, lanes=self._count, batched=True
+            observation=self._observations.leaves,
+            action=self._actions.leaves,
+            lanes=self._count,
+            batched=True,
+            single_steps=False,
         )
-        self._scores = False
+        self._scores, self._start = False, 0
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         (given,) = action.values()
@@ -66,6 +70,7 @@ class TorchLanes(Env):
         self._actions.batch_decoder(action)  # refuses what nobody could read
         discrete = isinstance(own.space, gym.spaces.Discrete)
         self._scores = discrete and given.shape not in ((), (1,))
+        self._start = int(own.space.start) if isinstance(own.space, gym.spaces.Discrete) else 0
         if not discrete and given.shape != own.shape:
             raise SpecMismatch(f"policy writes {show(key)} as {given}, the env takes {own}")
 
@@ -83,11 +88,11 @@ class TorchLanes(Env):
             torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        if len(lanes) != self._count:
-            raise UsageError("a torch env steps all its lanes at once; reset_when_done=False needs separate envs")
         action = torch.from_numpy(row.action[0]).to(self._device, copy=True)
         if self._scores:
             action = action.argmax(-1)
+        if self._start:
+            action = action + self._start
         try:
             observation, reward, terminated, truncated = self.env.step(action)
             for array, (key, value) in zip(row.next, self._tensors(observation)):
@@ -107,9 +112,9 @@ class TorchLanes(Env):
 
     def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
         found = []
-        for key in self.spec.observation:
+        for key, path in zip(self.spec.observation, self._observations.paths):
             value = observation
-            for part in key if isinstance(observation, Mapping) else ():
+            for part in path:
                 value = value[part]
             found.append((key, value))
         return found
