@@ -8,8 +8,8 @@ PIP    := $(BIN)/pip install -q -c constraints.txt
 
 help:
 	@echo "make demo      PPO learns CartPole-v1 (about a minute)"
-	@echo "make test      all tests"
-	@echo "make test-all  all tests, long ones too"
+	@echo "make test      the tests"
+	@echo "make test-all  all tests, long ones and GPU ones too"
 	@echo "make check     lint and types"
 	@echo "make bench     reap beside a hand-written loop and TorchRL"
 	@echo "make docs      the documentation as HTML, in site/"

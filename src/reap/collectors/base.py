@@ -60,18 +60,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if size != options.frames_per_batch:
             warnings.warn(
                 f"frames_per_batch={options.frames_per_batch} is not a multiple of {lanes} lanes; batches hold {size}",
-                stacklevel=8,
+                stacklevel=6,
             )
         if options.total != float("inf") and options.total % size:
             warnings.warn(
                 f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
-                stacklevel=8,
+                stacklevel=6,
             )
         if options.random_frames % size:
             warnings.warn(
                 f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
                 f"whole batches are random",
-                stacklevel=8,
+                stacklevel=6,
             )
         return steps
 

@@ -198,7 +198,7 @@ def read_options(owner: str, given: dict[str, Any]) -> Options:
     given = dict(given)
     for old, new in _LEGACY.items():
         if old in given:
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=4)
+            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
             if given.get(new) is not None:
                 raise UsageError(f"{old} and {new} are the same option; give one")
             given[new] = given.pop(old)
