@@ -133,7 +133,7 @@ CASES = [
     Case("CartPole-v1, 1 lane", "CartPole-v1", 1, 512),
     Case("CartPole-v1, 8 lanes", "CartPole-v1", 8, 128),
     Case("CartPole-v1, 32 lanes", "CartPole-v1", 32, 64),
-    Case("CartPole-v1, 128 lanes", "CartPole-v1", 128, 32),
+    Case("CartPole-v1, 128 lanes", "CartPole-v1", 128, 64),
     Case("HalfCheetah-v5, 8 lanes", "HalfCheetah-v5", 8, 64, continuous=True),
     Case("pixels 64×64×3, 8 lanes", "pixels", 8, 64, key="pixels"),
 ]

@@ -158,10 +158,14 @@ class CallPolicy(TensorPolicy):
         super().__init__(inputs, device)
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
+        self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
         self._named: list[Any] = []
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        out = self._call(*self.private(inputs))
+        if self._alone:
+            out = self._call(inputs[0].clone())
+        else:
+            out = self._call(*self.private(inputs))
         if self._named:
             return [out[key] for key in self._named]
         if not self._many:
