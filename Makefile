@@ -7,7 +7,7 @@ PIP    := $(BIN)/pip install -q -c constraints.txt
 .PHONY: demo test test-all check bench docs clean help
 
 help:
-	@echo "make demo      PPO learns CartPole-v1 (about a minute)"
+	@echo "make demo      PPO learns CartPole-v1 (half a minute), curve in demo.png"
 	@echo "make test      the tests"
 	@echo "make test-all  all tests, long ones and GPU ones too"
 	@echo "make check     lint and types"

@@ -154,12 +154,13 @@ def main() -> int:
     seconds = time.perf_counter() - start
     collector.shutdown()
 
+    draw(curve, args.plot)
+    print(f"{chr(10) if tty else ''}learning curve: {args.plot}")
     learned = mean >= min(LEARNED, args.target)
     print(
-        f"{chr(10) if tty else ''}{'solved' if learned else 'not learned'}: mean return {mean:.0f} over the last "
+        f"{'solved' if learned else 'not learned'}: mean return {mean:.0f} over the last "
         f"{min(stats['episodes'], 100)} episodes after {stats['frames']:,} frames in {seconds:.0f} s"
     )
-    draw(curve, args.plot)
     return 0 if learned or args.frames < FRAMES else 1  # a smaller budget is a try-out, not a failure
 
 

@@ -23,8 +23,8 @@ def next_seed(seed: int) -> int:
 
 def chain(seed: int, count: int, *, static: bool = False) -> tuple[list[int], int]:
     """`count` seeds starting at `seed`, and the one that would come next. `static`: all the same."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise WrongArgument(f"seed must be a whole number ≥ 0, got {seed!r}")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+        raise WrongArgument(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     seed = int(seed)
     if static:
         return [seed] * count, seed

@@ -196,6 +196,8 @@ class WholeTrajectories:
         last = [int(row[row >= 0][-1]) for row in ids.reshape(count, steps) if bool((row >= 0).any())]
         if not bool(valid.all()):
             flat, ids, clock = flat[valid.to(_device(flat))], ids[valid], clock[valid]
+        if not len(flat):
+            return  # a rollout without a frame: every lane spent it on resets
         if self._held is not None and len(self._held):
             old = self._held.get(("collector", "traj_ids")).cpu()
             flat = torch.cat([self._held, flat])

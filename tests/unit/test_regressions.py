@@ -468,3 +468,166 @@ def test_same_step_without_single_resets_can_begin_again():
         Collector(CountingVector([(2,)], AutoresetMode.SAME_STEP), EchoPolicy(), frames_per_batch=4).next(),
         CountingWorld([(2,)]).batch(4),
     )
+
+
+def test_a_layer_that_is_used_twice():
+    act, tied = nn.Tanh(), nn.Linear(3, 3)
+    net = nn.Sequential(tied, act, tied, act, nn.Linear(3, 1))
+    batch = Collector(CountingEnv(), TensorDictModule(net, ["observation"], ["action"]), frames_per_batch=9).next()
+    with torch.no_grad():
+        want = torch.stack([net(o) for o in batch["observation"]])
+    assert torch.equal(batch["action"], want)
+
+
+def test_an_interrupt_while_a_rollout_is_finished():
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
+    c.next()
+    finish = c._inline.worker.loop._finish
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    c._inline.worker.loop._finish = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        c.next()
+    c._inline.worker.loop._finish = finish
+    batch = c.next()
+    assert batch["observation"][:, 1:].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]  # a new episode …
+    assert batch["collector", "traj_ids"].unique().tolist() == [1]  # … with an id of its own
+
+
+def test_keeping_one_column_keeps_no_other():
+    class Image(CountingEnv):
+        observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+
+        def _observation(self):
+            return np.zeros((64, 64, 3), np.uint8)
+
+    c = Collector(Image(), frames_per_batch=50)
+    kept = [c.next()["next", "reward"] for _ in range(6)]
+    assert all(r.untyped_storage().nbytes() == 200 for r in kept)
+    weights = [r.numpy().base for r in kept[2:]]  # copied out of the reserve: nothing of the images hangs on them
+    assert all(w is None or getattr(w, "nbytes", 0) <= 200 for w in weights)
+
+
+def test_one_thread_at_a_time():
+    c = Collector(CountingEnv(), EchoPolicy(), frames_per_batch=3)
+    errors = []
+
+    def inside(batch):
+        try:
+            c.next()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    c.post_collect_hook = inside
+    c.next()
+    assert "collecting already" in errors[0]
+
+
+def test_an_error_in_close_does_not_hide_the_first():
+    class Both(CountingEnv):
+        def step(self, action):
+            raise OSError("the reason")
+
+        def close(self):
+            raise ConnectionError("a consequence")
+
+    with pytest.raises(WorkerRaised, match="the reason"):
+        Collector(Both(), EchoPolicy(), frames_per_batch=3).next()
+
+
+def test_a_list_is_not_a_tuple():
+    with pytest.raises(SpecMismatch, match="as list; tensors are expected"):
+        Collector("CartPole-v1", lambda observation: [1, 0], frames_per_batch=3)
+
+
+def test_layers_made_on_the_first_call_stay():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = None
+
+        def forward(self, observation):
+            if self.net is None:
+                self.net = nn.Linear(observation.shape[-1], 1)
+            return self.net(observation)
+
+    policy = Late()
+    c = Collector(CountingEnv(), policy, frames_per_batch=3)
+    first = policy.net
+    assert first is not None
+    c.next()
+    assert policy.net is first
+
+
+def test_a_policy_may_not_take_a_name():
+    for name in ("done", "reward", "collector", "step_count"):
+        policy = TensorDictModule(lambda o: (o[..., :1], o[..., :1]), ["observation"], ["action", name])
+        with pytest.raises(SpecMismatch, match=f"policy writes '{name}'"):
+            Collector(CountingEnv(), policy, frames_per_batch=3, max_frames_per_traj=2)
+
+
+def test_async_vector_env_without_shared_memory():
+    from gymnasium.vector import AsyncVectorEnv
+
+    env = AsyncVectorEnv([CountingEnv], shared_memory=False)
+    with pytest.raises(UsageError, match="shared_memory=True or another autoreset_mode"):
+        Collector(env, frames_per_batch=3)
+    env.close()
+
+
+def test_whole_episodes_that_can_never_come():
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=3, trajs_per_batch=1, reset_at_each_iter=True)
+    with pytest.raises(UsageError, match="none can ever be whole"):
+        c.next()
+
+
+def test_whole_episodes_of_a_rollout_without_a_frame():
+    env = CountingVector([(1,), (1,)], AutoresetMode.NEXT_STEP)
+    c = Collector(env, EchoPolicy(), frames_per_batch=2, trajs_per_batch=4)
+    assert c.next()["collector", "mask"].tolist() == [[True]] * 4
+
+
+def test_masked_rows_have_no_version():
+    c = Collector(
+        SerialEnv(2, [lambda: CountingEnv((1,)), lambda: CountingEnv((9,), 1)]),
+        EchoPolicy(),
+        frames_per_batch=8,
+        reset_when_done=False,
+        track_policy_version=True,
+    )
+    c.update_policy_weights_()
+    batch = c.next()
+    assert torch.equal(batch["policy_version"], batch["collector", "mask"].long())
+
+
+def test_memory_that_begins_elsewhere_and_random_frames():
+    policy = Steps()
+    policy.carry = {"seen": torch.tensor([5.0])}
+    c = Collector(CountingEnv((50,)), policy, frames_per_batch=4, init_random_frames=4)
+    c.next()
+    assert c.next()["seen"][:, 0].tolist() == [5, 6, 7, 8]
+
+
+def test_more_wrong_things():
+    with pytest.raises(TypeError, match="2\\*\\*63"):
+        Collector(CountingEnv(), frames_per_batch=3).set_seed(2**70)
+    if not torch.cuda.is_available():
+        with pytest.raises(TypeError, match="sees no GPU"):
+            Collector(CountingEnv(), frames_per_batch=3, storing_device="cuda")
+    with pytest.raises(ValueError, match="there are 1"):
+        Collector(CountingEnv(), frames_per_batch=3).reset(0.5)
+
+    class Blind(CountingEnv):
+        observation_space = gym.spaces.Dict()
+
+    with pytest.raises(UsageError, match="is empty"):
+        Collector(Blind(), frames_per_batch=3)
+
+    class Old(CountingEnv):
+        def step(self, action):
+            return super().step(action)[:4]
+
+    with pytest.raises(WorkerRaised, match="what env.step returned cannot be read"):
+        Collector(Old(), EchoPolicy(), frames_per_batch=3).next()

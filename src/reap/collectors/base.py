@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from reap.core.slot import MASK
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
+_PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
+
 
 class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     """Iterates over batches of experience. See `Collector`."""
@@ -39,6 +42,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
+        self._busy = threading.Lock()
         self._same: tuple[TensorDict, TensorDict] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
@@ -109,6 +113,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _collect(self) -> TensorDictBase | None:
         options = self.options
+        if not self._busy.acquire(blocking=False):
+            raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
         try:
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
@@ -126,8 +132,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 self.post_collect_hook(out)
             return out
         except Exception as error:
-            self._close(f"it failed: {error!r}")
+            with contextlib.suppress(Exception):  # what close may raise must not hide what happened
+                self._close(f"it failed: {error!r}")
             raise
+        finally:
+            self._busy.release()
 
     def _more(self) -> bool:
         """Whether a further batch may come: frames are left to collect, or whole episodes to deliver."""
@@ -136,6 +145,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _next_batch(self) -> TensorDictBase | None:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, None if they never come."""
+        fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
             if whole is not None and wanted is not None and len(whole) >= wanted:
@@ -146,7 +156,15 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self._frames += rollout.frames
             if whole is None:
                 return batch
+            before = len(whole)
             whole.feed(batch)
+            fruitless = 0 if len(whole) > before else fruitless + 1
+            if fruitless >= _PATIENCE and self.options.reset_at_each_iter:
+                steps = rollout.layout.steps
+                raise UsageError(
+                    f"no episode ended within {steps} steps in {fruitless} rollouts, and reset_at_each_iter begins "
+                    f"anew with each: none can ever be whole; raise frames_per_batch or leave reset_at_each_iter out"
+                )
 
     def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
         rollout = self._backend.take(random=random)

@@ -160,9 +160,12 @@ class Options:
         if value is None:
             return None
         try:
-            return torch.device(value)
+            device = torch.device(value)
         except (RuntimeError, TypeError) as cause:
             raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise WrongArgument(f"{name} is {value!r}, but torch sees no GPU here")
+        return device
 
     @property
     def devices(self) -> tuple[torch.device | None, torch.device | None]:

@@ -137,6 +137,6 @@ def _lanes(index: Any, count: int) -> list[int]:
             raise UsageError(f"reset got a mask of {len(chosen)} for {count} lanes")
         return chosen.nonzero().reshape(-1).tolist()
     lanes: list[int] = chosen.tolist()
-    if any(not 0 <= lane < count for lane in lanes):
+    if chosen.is_floating_point() or any(not 0 <= lane < count for lane in lanes):
         raise UsageError(f"reset got lanes {lanes}; there are {count} (0 to {count - 1})")
     return lanes

@@ -272,7 +272,7 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     kind = type(call)
     if kind is nn.Sequential:
         pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        for child in call.children():
+        for child in call._modules.values():  # `children` would leave out a layer that is used twice
             pairs += _layers(child) or []
         return pairs
     if kind is nn.Linear:

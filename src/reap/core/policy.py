@@ -78,15 +78,21 @@ class Policy:
 class RandomActions(Policy):
     """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero."""
 
-    def __init__(self, action: Mapping[Key, Leaf], outputs: Mapping[Key, Leaf] | None = None) -> None:
+    def __init__(
+        self,
+        action: Mapping[Key, Leaf],
+        outputs: Mapping[Key, Leaf] | None = None,
+        carry: Mapping[Key, Tensor] | None = None,
+    ) -> None:
         self._action = action
         self.outputs = dict(outputs or action)
+        self._first = {("next", *key): first.numpy() for key, first in (carry or {}).items()}
 
     def begin(self, slot: Slot) -> None:
         size = (slot.layout.steps, slot.layout.lanes)
         for key, leaf in self.outputs.items():
             if key not in self._action:
-                slot.arrays[key][...] = 0
+                slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
             else:
                 slot.arrays[key][...] = _as_written(self._action[key], leaf).rand(size).numpy()
 
@@ -184,7 +190,7 @@ class CallPolicy(TensorPolicy):
             self._named = [k for k in out.keys() if as_key(k) in self._first]  # noqa: SIM118
             self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], lanes)
             return
-        self._many = isinstance(out, (tuple, list))
+        self._many = isinstance(out, tuple)
         values = tuple(out) if self._many else (out,)
         extra = len(values) - len(self._first) - len(self._last)
         if extra < 0:
@@ -380,6 +386,8 @@ def untouched(policy: Any) -> Iterator[None]:
             if type(owner) is not kind:
                 continue  # a lazy module has found its shape: that is not undone
             now = vars(owner)
+            made = {n for group in ("_modules", "_parameters", "_buffers") for n in now.get(group, ())}
+            before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
             for name in [n for n in now if n not in before]:
                 del now[name]
             now.update(before)

@@ -147,7 +147,6 @@ class RolloutLoop:
         if t + 1 < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
             for mine, last in zip(self.current, row.after):
                 mine[...] = last
-        self._due = sorted(due)
         if compact:
             over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
             rest = [lane for lane in self.lanes if lane not in over]
@@ -167,10 +166,11 @@ class RolloutLoop:
             raise
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r}") from cause
-        self._finish(slot, t + 1, ends)
+        self._finish(slot, t + 1, ends, due)
+        self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
-    def _finish(self, slot: Slot, steps: int, ends: list[tuple[int, list[int]]]) -> None:
+    def _finish(self, slot: Slot, steps: int, ends: list[tuple[int, list[int]]], due: list[int]) -> None:
         """What is written once per rollout: mask, ids, versions, statistics."""
         arrays = slot.arrays
         when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
@@ -188,20 +188,27 @@ class RolloutLoop:
         )
         self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
         if TRAJ_IDS in arrays:
-            self._write_ids(arrays[TRAJ_IDS], when, where, steps)
+            self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if mask is not None:
                 arrays[TRAJ_IDS][~mask] = -1
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays:
-                arrays[key][:steps] = self.version
+                arrays[key][...] = self.version
+                if mask is not None:
+                    arrays[key][~mask] = 0
 
     def _write_ids(
-        self, column: np.ndarray[Any, Any], when: np.ndarray[Any, Any], where: np.ndarray[Any, Any], steps: int
+        self,
+        column: np.ndarray[Any, Any],
+        when: np.ndarray[Any, Any],
+        where: np.ndarray[Any, Any],
+        steps: int,
+        due: list[int],
     ) -> None:
         """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
         column[...] = 0
         column[0] = self.ids
-        if self._due:  # lanes not reset yet get their new ids when they are
+        if due:  # lanes not reset yet get their new ids when they are
             began = when < (steps - 1 if self.reset_when_done else 0)
             when, where = when[began], where[began]
         if len(when):

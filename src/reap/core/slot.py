@@ -257,7 +257,7 @@ class Pool:
         """The columns of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
         if slot is self._reserve:
             slot.state = State.FREE
-            return self.layout.arrays(slot.block.copy())
+            return {key: array.copy() for key, array in slot.arrays.items()}  # each its own: keeping one keeps one
         slot.state = State.READING
         index, slots, free = slot.index, self._slots, self._free
 

@@ -73,7 +73,7 @@ class Worker:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
-        self.random = RandomActions(spec.action, self.policy.outputs)
+        self.random = RandomActions(spec.action, self.policy.outputs, self.memory)
         self.loop = RolloutLoop(
             self.env,
             self.policy,

@@ -118,7 +118,9 @@ class GymLanes(Env):
             error.at(lane=lane)
             raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}").at(lane=lane) from cause
+            inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
+            what = "env.step raised" if inside else "what env.step returned cannot be read:"
+            raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
         return ended
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:

@@ -43,6 +43,12 @@ class VectorLanes(Env):
                 f"{type(env).__name__} does not say how it resets; set metadata['autoreset_mode'] to an AutoresetMode"
             )
         self.mode = AutoresetMode(mode)
+        base = env.unwrapped
+        if isinstance(base, AsyncVectorEnv) and not base.shared_memory and self.mode is AutoresetMode.NEXT_STEP:
+            raise UsageError(
+                "AsyncVectorEnv(shared_memory=False) forgets in NEXT_STEP mode that a lane was reset and spends a step "
+                "on it; use shared_memory=True or another autoreset_mode"
+            )
         known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
         self._resets_lanes = known if resets_lanes is None else resets_lanes
         self._observations = Observations(env.single_observation_space, categorical=categorical)

@@ -38,6 +38,8 @@ class Observations:
         self.leaves: dict[Key, Leaf] = {}
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
+        if not self.leaves:
+            raise UsageError(f"observation space {space} is empty; an env must show something")
         self.paths = [path for path, _, _ in self._puts]
         #: shape and dtype of a plain Box observation, for a bare row assignment in the hot path; Nones if it is not one
         self.plain: tuple[Any, Any] = (None, None)
