@@ -51,6 +51,7 @@ _HALF_LOG_TAU = math.log(math.sqrt(2 * math.pi))
 
 # Layers without options: the function is the layer.
 _PURE: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
+_IN_PLACE: dict[Any, Callable[..., Tensor]] = {torch.tanh: torch.tanh_, torch.relu: torch.relu_}
 _CALLS = (nn.Module.__call__, TensorDictModule.__call__, ProbabilisticTensorDictModule.__call__)
 _CONTAINERS = (TensorDictSequential.forward, ProbabilisticTensorDictSequential.forward)
 
@@ -78,9 +79,9 @@ class Program:
         self.deferred: dict[Key, Deferred] = {}
         self.checked: dict[Key, Check] = {}  # parameters of distributions, looked through after the rollout
         self.opaque = False  # whether anything in it could keep or change what it is given
-        self._out: list[int] = []
-        self._ops: list[Op] = []
-        self._blank: list[Any] = []
+        self.taken: list[int] = []  # registers of the written outputs
+        self.ops: list[Op] = []
+        self.blank: list[Any] = []
 
     def bind(self) -> bool:
         """Read the modules as they are now. False: they can no longer be run flat."""
@@ -95,7 +96,7 @@ class Program:
                     at.setdefault(key, len(at))
             written.update(dict.fromkeys(map(as_key, _writes(m))))
         self.inputs = list(at)
-        self._ops = []
+        self.ops = []
         self.deferred, self.checked, self.opaque = {}, {}, False
         registers = len(at)
         for i, m in enumerate(leaves):
@@ -115,19 +116,19 @@ class Program:
                 self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_family(m, self.kind)[0], ())))
             elif _known(m) is None:
                 self.opaque = True
-            self._ops.append(_compile(m, sources, targets, self.kind))
-        self._blank = [None] * (registers - len(self.inputs))
+            self.ops.append(_compile(m, sources, targets, self.kind))
+        self.blank = [None] * (registers - len(self.inputs))
         self.outputs = [key for key in written if not private(key)]
         self.written = [key for key in self.outputs if key not in self.deferred]
-        self._out = [at[key] for key in self.written]
+        self.taken = [at[key] for key in self.written]
         return True
 
     def run(self, *inputs: Tensor) -> tuple[Any, ...]:
         """The outputs for these inputs, in the order of `written`; the deferred ones follow from their columns."""
-        regs = [*inputs, *self._blank]
-        for op in self._ops:
+        regs = [*inputs, *self.blank]
+        for op in self.ops:
             op(regs)
-        return tuple([regs[i] for i in self._out])
+        return tuple([regs[i] for i in self.taken])
 
 
 def flatten(policy: Any, kind: InteractionType | None) -> Program | None:
@@ -254,6 +255,13 @@ def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionTy
 
 
 def _chain(layers: list[tuple[Callable[..., Tensor], tuple[Any, ...]]], source: int, target: int) -> Op:
+    # What a linear layer returns is nobody else's: the activation behind it may work in place.
+    pairs = list(zip(layers, [None, *layers]))
+    layers = [
+        (_IN_PLACE[call], args) if call in _IN_PLACE and before is not None and before[0] is F.linear else (call, args)
+        for (call, args), before in pairs
+    ]
+
     def chain(regs: list[Any]) -> None:
         x = regs[source]
         for call, args in layers:

@@ -207,7 +207,7 @@ class FlatPolicy(TensorPolicy):
         super().__init__(program.inputs, device)
         self._program, self._fallback = program, fallback
         self._run: Callable[..., Sequence[Any]] = program.run
-        self._flat = True
+        self._flat, self._compiled = True, False
         self._reader_of: dict[Key, Reader] = {}
 
     def begin(self, slot: Slot) -> None:
@@ -217,6 +217,20 @@ class FlatPolicy(TensorPolicy):
             self._fallback.adopt(self.inputs, self.outputs)
         keys = list(self.outputs)
         self._readers = tuple(self._reader_of[key] for key in (self._program.written if self._flat else keys))
+
+    def act(self, row: Row) -> None:
+        program = self._program
+        if not self._flat or program.opaque or self._compiled or self.device is not None:
+            return super().act(row)
+        regs = [*row.inputs, *program.blank]
+        for op in program.ops:
+            op(regs)
+        for i, read, column in zip(program.taken, self._readers, row.outputs):
+            array = read(regs[i])
+            if array.shape != column.shape or array.dtype != column.dtype:
+                raise self._changed(array, column, row)
+            column[...] = array
+        return None
 
     @property
     def written(self) -> Sequence[Key]:
@@ -239,6 +253,7 @@ class FlatPolicy(TensorPolicy):
     def compile(self, options: Mapping[str, Any]) -> None:
         """Run the program through torch.compile."""
         self._run = torch.compile(self._program.run, **options)
+        self._compiled = True
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if not self._flat:

@@ -266,6 +266,10 @@ def columns_of(
         raise SpecMismatch(
             f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
         )
+    ours = (RESERVED | {key[0] for key in env.spec.side if key not in policy.inputs}) - {"next"}
+    taken = [key for key in policy.outputs if key[0] in ours and key not in env.spec.action]
+    if taken:
+        raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
     flag = Leaf((1,), torch.bool)
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
     columns.update(env.spec.observation)
