@@ -22,9 +22,10 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import distributions, nn
 
 from reap.collectors import Collector, RandomPolicy
+from reap.core.as_policy import untouched
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
-from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, untouched
+from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import SpecMismatch
 from reap.spec import as_key

@@ -76,3 +76,31 @@ class Env(abc.ABC):
         """The counterpart of `state_dict`."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+
+
+class Wrapped(Env):
+    """An env around another: everything is passed on, for subclasses to change what they must."""
+
+    def __init__(self, env: Env, spec: EnvSpec) -> None:
+        self._env, self.spec, self.tidies = env, spec, env.tidies
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into, seeds)
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        return self._env.step(lanes, row)
+
+    def tidy(self, row: Row) -> None:
+        self._env.tidy(row)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._env.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._env.load_state_dict(state)

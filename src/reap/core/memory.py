@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reap.core.env import Env, Rows
+from reap.core.env import Env, Rows, Wrapped
 from reap.core.slot import Row
 from reap.errors import UsageError, WrongArgument
 from reap.spec import Key, Leaf, as_key, show
@@ -58,11 +58,10 @@ def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
     return Memory(env, carry) if carry or (asks and IS_INIT not in env.spec.observation) else env
 
 
-class Memory(Env):
+class Memory(Wrapped):
     """Adds `is_init` and the carry's leaves to an env's observations."""
 
     def __init__(self, env: Env, carry: Mapping[Key, Tensor]) -> None:
-        self._env, self.tidies = env, env.tidies
         own = env.spec.observation
         clash = [key for key in carry if key in own]
         if clash:
@@ -72,16 +71,11 @@ class Memory(Env):
         for key, first in carry.items():
             if first.dtype is torch.bfloat16:
                 raise UsageError(f"the carry {show(key)} is bfloat16, which NumPy cannot hold; keep it as float32")
-        self.spec = dataclasses.replace(env.spec, observation={**own, **added}, side=env.spec.side | added.keys())
+        spec = dataclasses.replace(env.spec, observation={**own, **added}, side=env.spec.side | added.keys())
+        super().__init__(env, spec)
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None
-
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def tidy(self, row: Row) -> None:
-        self._env.tidy(row)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)
@@ -98,12 +92,3 @@ class Memory(Env):
             for array, first in zip(row.next[self._own :], self._first):
                 array[absent] = first
         return ended
-
-    def close(self) -> None:
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._env.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._env.load_state_dict(state)

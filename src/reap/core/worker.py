@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from tensordict.nn import InteractionType
 
+from reap.core.as_policy import as_policy
 from reap.core.env import Env
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, as_policy, visible_columns
+from reap.core.policy import Policy, RandomActions, visible_columns
 from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
 from reap.core.slot import MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats

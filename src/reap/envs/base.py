@@ -5,7 +5,7 @@ A collector takes only the lanes (`.lanes_env`); nothing on this page is on its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
+from reap.core.as_policy import as_policy
 from reap.core.assemble import assemble
-from reap.core.env import Env, Rows
+from reap.core.env import Env, Wrapped
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import RandomActions, as_policy, visible_columns
+from reap.core.policy import RandomActions, visible_columns
 from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
@@ -240,28 +241,16 @@ class EnvBase:
         return self._one[1]
 
 
-class _Watched(Env):
-    """Passes everything through and remembers whether the last step ended an episode."""
+class _Watched(Wrapped):
+    """Remembers whether the last step ended an episode."""
 
     def __init__(self, env: Env) -> None:
-        self._env, self.spec, self.tidies = env, env.spec, env.tidies
+        super().__init__(env, env.spec)
         self._ended: list[int] = []
 
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into, seeds)
-
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        self._ended = self._env.step(lanes, row)
+        self._ended = super().step(lanes, row)
         return self._ended
-
-    def tidy(self, row: Row) -> None:
-        self._env.tidy(row)
 
     def any_ended(self) -> bool:
         return bool(self._ended)
-
-    def close(self) -> None:
-        self._env.close()

@@ -6,13 +6,12 @@ Wraps any env; the loop knows nothing of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from reap.core.env import Env, Rows
+from reap.core.env import Env, Rows, Wrapped
 from reap.core.slot import Row
 from reap.errors import UsageError
 from reap.spec import Key, Leaf
@@ -20,39 +19,28 @@ from reap.spec import Key, Leaf
 STEP_COUNT: Key = ("step_count",)
 
 
-class StepLimit(Env):
+class StepLimit(Wrapped):
     """Truncates after `limit` steps and reports `step_count`: 0 at a reset, counted up by each step."""
 
     def __init__(self, env: Env, limit: int) -> None:
         if STEP_COUNT in env.spec.observation:
             raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
-        self._env, self._limit, self.tidies = env, limit, env.tidies
+        self._limit = limit
         spec = env.spec
         observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
         if not spec.single_resets:
             raise UsageError("max_frames_per_traj resets single lanes, which this env cannot do")
-        self.spec = dataclasses.replace(spec, observation=observation, side=spec.side | {STEP_COUNT})
+        super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {STEP_COUNT}))
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
-
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def tidy(self, row: Row) -> None:
-        self._env.tidy(row)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._at], seeds)
         self._count[list(lanes)] = 0
         into[self._at][list(lanes)] = 0
 
-    def send(self, lanes: Sequence[int], row: Row) -> None:
-        self._sent = lanes, row
-        self._env.send(lanes, row)
-
-    def recv(self) -> list[int]:
-        lanes, row = self._sent
-        ended = self._env.recv()
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        ended = self._env.step(lanes, row)
         count = self._count
         if row.mask is not None:  # only frames count
             count[[lane for lane in lanes if row.mask[lane]]] += 1
@@ -70,12 +58,3 @@ class StepLimit(Env):
                         ended.append(lane)
             ended.sort()
         return ended
-
-    def close(self) -> None:
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._env.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._env.load_state_dict(state)

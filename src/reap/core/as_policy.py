@@ -1,0 +1,229 @@
+"""as_policy: which kind of Policy a user's policy becomes, decided once.
+
+What can be decided once is decided here, by one probing call on a real observation that leaves no trace: random
+generators, buffers and attributes are put back. The probe fixes the columns the policy writes; after it, a call whose
+output looks different is an error that names the key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict.nn import InteractionType, TensorDictModuleBase
+from torch import Tensor, nn
+
+from reap.core.exploration import exploring
+from reap.core.flat import flatten
+from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.spec import Key, Leaf, as_key, show, show_keys
+
+
+@contextlib.contextmanager
+def untouched(policy: Any) -> Iterator[None]:
+    """Put random generators, buffers and attributes back as they were."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
+    attributes = [(m, type(m), dict(vars(m))) for m in objects]
+    buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    own = [(g, g.get_state()) for _, _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for owner, kind, before in attributes:
+            if type(owner) is not kind:
+                continue  # a lazy module has found its shape: that is not undone
+            now = vars(owner)
+            made = {n for group in ("_modules", "_parameters", "_buffers") for n in now.get(group, ())}
+            before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
+            for name in [n for n in now if n not in before]:
+                del now[name]
+            now.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for generator, state in own:
+            generator.set_state(state)
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+_DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
+
+
+def _missing(absent: Sequence[Key], columns: Mapping[Key, Tensor]) -> UsageError:
+    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)} ({_DECLARE})")
+
+
+def as_policy(
+    policy: Any,
+    *,
+    columns: Mapping[Key, Tensor],
+    observation: Sequence[Key],
+    side: frozenset[Key] = frozenset(),
+    carry: Sequence[Key] = (),
+    action: Mapping[Key, Leaf],
+    lanes: int | None,
+    kind: InteractionType | None,
+    device: torch.device | None = None,
+    trust: bool = False,
+    compile: Mapping[str, Any] | None = None,
+) -> Policy:
+    """`policy` as a Policy.
+
+    `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
+    the policy will see them; `lanes` is their leading dimension, None when there is none.
+    """
+    if policy is None or isinstance(policy, RandomPolicy):
+        if isinstance(policy, RandomPolicy) and len(action) == 1:
+            ((key, own),) = action.items()
+            if isinstance(policy.action_spec, Leaf):
+                return RandomActions({key: policy.action_spec})
+            policy.action_spec = policy.action_spec or own
+        return RandomActions(action)
+    if not callable(policy):
+        raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
+
+    def probed(candidate: Any) -> Any:
+        absent = [k for k in candidate.inputs if k not in columns]
+        if absent:
+            raise _missing(absent, columns)
+        first = [columns[k].clone() for k in candidate.inputs]
+        try:
+            with untouched(policy), torch.no_grad(), exploring(kind):
+                candidate.probe(tuple(first), lanes)
+        except (ReapError, NotFlat):
+            raise
+        except Exception as cause:
+            given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
+            raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
+        lacking = [k for k in action if k not in candidate.outputs]
+        if lacking:
+            raise UsageError(
+                f"policy writes {show_keys(candidate.outputs)} but not the env's action {show_keys(lacking)}; "
+                f"add it to the policy's outputs"
+            )
+        lost = [k for k in carry if ("next", *k) not in candidate.outputs]
+        if lost:
+            raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry]
+        if new:
+            raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
+        for key, leaf in candidate.outputs.items():
+            seen = columns.get(key[1:] if key[0] == "next" else key)
+            if seen is not None and (tuple(seen.shape[0 if lanes is None else 1 :]), seen.dtype) != (
+                leaf.shape,
+                leaf.dtype,
+            ):
+                raise SpecMismatch(
+                    f"policy writes {show(key)} as {leaf}; it reads it as {seen.dtype}{list(seen.shape)}"
+                )
+        return candidate
+
+    whole = TensorDictPolicy(policy, tuple(columns), lanes, device)
+
+    def as_it_is() -> Policy:
+        if compile is not None:
+            whole._call = torch.compile(policy, **compile)
+        return probed(whole)  # type: ignore[no-any-return]
+
+    if trust and not isinstance(policy, TensorDictModuleBase):
+        return as_it_is()
+    if isinstance(policy, TensorDictModuleBase):
+        program = flatten(policy, kind)
+        if program is not None:
+            try:
+                flat: FlatPolicy = probed(FlatPolicy(program, whole, device))
+                if compile is not None:
+                    flat.compile(compile)
+                return flat
+            except NotFlat:
+                pass
+        written = [as_key(k) for k in policy.out_keys]
+        absent = [
+            k
+            for k in map(as_key, policy.in_keys)
+            if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
+        ]
+        if absent:
+            raise _missing(absent, columns)
+        return as_it_is()
+    names = _parameters(policy)
+    if names is not None and takes_tensordict(policy):
+        return as_it_is()
+    if hasattr(policy, "in_keys") and hasattr(policy, "out_keys"):
+        raise WrongState(
+            f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
+            "subclass it, or pass trust_policy=True if it takes a TensorDict"
+        )
+    inputs = _match(names, observation, side, carry, policy)
+    call = policy if compile is None else torch.compile(policy, **compile)
+    return probed(CallPolicy(call, inputs, list(action), carry, device))  # type: ignore[no-any-return]
+
+
+def _parameters(policy: Any) -> list[inspect.Parameter] | None:
+    target = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def takes_tensordict(policy: Any) -> bool:
+    """One parameter, named or annotated as a TensorDict."""
+    names = [p for p in _parameters(policy) or () if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in names if p.default is p.empty] or names[:1]
+    if len(required) != 1:
+        return False
+    (one,) = required
+    note = one.annotation
+    text = note if isinstance(note, str) else getattr(note, "__name__", "")
+    return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
+
+
+def _match(
+    params: list[inspect.Parameter] | None,
+    observation: Sequence[Key],
+    side: frozenset[Key],
+    carry: Sequence[Key],
+    policy: Any,
+) -> list[Key]:
+    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
+    if params is None:
+        positional, required, variadic = [], [], True
+    else:
+        positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = [p for p in positional if p.default is p.empty]
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
+    named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
+    strange = [p for p in required if p.name not in keys]
+    others = [k for k in observation if k not in named.values() and k not in side]
+    if len(strange) == 1 and len(others) == 1:
+        named[strange[0].name] = others[0]
+        strange = []
+    if not strange and named:
+        taken: list[Key] = []
+        for p in positional:
+            if p.name not in named:
+                break  # arguments are passed by position: stop at the first that is not a key
+            taken.append(named[p.name])
+        return taken
+    if not required and (variadic or len(positional) == 1) and len(others) == 1:
+        return [others[0], *carry]
+    said = "unknown" if params is None else [p.name for p in params]
+    raise WrongArgument(
+        f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
+        f"{show_keys(observation)}. Name the parameters after the keys, or wrap it in a TensorDictModule"
+    )
