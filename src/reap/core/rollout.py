@@ -151,15 +151,7 @@ class RolloutLoop:
             over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
             rest = [lane for lane in self.lanes if lane not in over]
             finals.append((t, rest, [self.current[i][rest] for i in compact]))  # the batch ends, the episodes do not
-            slot.finals = Finals(
-                np.array([lane for _, lanes_, _ in finals for lane in lanes_], np.int64),
-                np.repeat([t for t, _, _ in finals], [len(lanes_) for _, lanes_, _ in finals]),
-                {
-                    self._keys.observation[i]: np.concatenate([v[n] for _, _, v in finals])
-                    for n, i in enumerate(compact)
-                },
-                slot.layout.batch_size,
-            )
+            slot.finals = self._finals(finals, [self._keys.observation[i] for i in compact], slot)
         try:
             policy.end(slot, t + 1)
         except ReapError:
@@ -169,6 +161,16 @@ class RolloutLoop:
         self._finish(slot, t + 1, ends, due)
         self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
+
+    @staticmethod
+    def _finals(kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]], keys: list[Key], slot: Slot) -> Finals:
+        """What was kept of a compact rollout, (step, lanes, values) by (step, lanes, values), as whole arrays."""
+        return Finals(
+            lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
+            step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
+            values={key: np.concatenate([values[n] for _, _, values in kept]) for n, key in enumerate(keys)},
+            size=slot.layout.batch_size,
+        )
 
     def _finish(self, slot: Slot, steps: int, ends: list[tuple[int, list[int]]], due: list[int]) -> None:
         """What is written once per rollout: mask, ids, versions, statistics."""
