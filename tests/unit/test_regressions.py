@@ -631,3 +631,26 @@ def test_more_wrong_things():
 
     with pytest.raises(WorkerRaised, match="what env.step returned cannot be read"):
         Collector(Old(), EchoPolicy(), frames_per_batch=3).next()
+
+
+def test_a_seed_given_by_hand_reaches_an_env_with_a_limit():
+    env = GymEnv("CartPole-v1")
+    env.set_seed(5)
+    batch = Collector(env, frames_per_batch=3, max_frames_per_traj=50).next()
+    assert np.array_equal(batch["observation"][0], gym.make("CartPole-v1").reset(seed=5)[0])
+
+
+def test_set_truncated_marks_frames_only():
+    c = Collector(
+        PettingZooEnv(Town(PLAN), mode="lanes"),
+        lambda observation: observation[..., :1],
+        frames_per_batch=4 * 3,
+        set_truncated=True,
+    )
+    for _ in range(4):
+        batch = c.next()
+        mask, cut = batch["collector", "mask"], batch["next", "truncated"][..., 0]
+        assert not cut[~mask].any()
+        for lane in range(4):
+            frames = mask[lane].nonzero().reshape(-1).tolist()
+            assert not frames or cut[lane, frames[-1]]

@@ -335,7 +335,9 @@ def _mark_truncated(batch: TensorDict) -> None:
     lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
     mask = lanes.get(MASK, None)
     count = lanes.batch_size[1]
-    last = torch.full(lanes.batch_size[:1], count - 1) if mask is None else mask.sum(1) - 1
-    lane = torch.arange(len(last))
+    if mask is None:
+        mask = torch.ones(lanes.batch_size, dtype=torch.bool)
+    lane = mask.any(1).nonzero().squeeze(-1)  # a lane may have made no frame at all
+    last = count - 1 - mask[lane].flip(1).int().argmax(1)
     for flag in ("truncated", "done"):
         lanes["next", flag][lane, last] = True

@@ -84,6 +84,14 @@ class Wrapped(Env):
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self._env, self.spec, self.tidies = env, spec, env.tidies
 
+    @property
+    def pending_seeds(self) -> Sequence[int] | None:
+        return self._env.pending_seeds
+
+    @pending_seeds.setter
+    def pending_seeds(self, seeds: Sequence[int] | None) -> None:
+        self._env.pending_seeds = seeds
+
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
 
