@@ -69,7 +69,7 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 
 
 class Program:
-    """Calls on a list of registers; `keys[i]` names register i. `inputs` come first."""
+    """Calls on a list of registers: the inputs first, then one for every value a module writes."""
 
     def __init__(self, policy: nn.Module, kind: InteractionType | None) -> None:
         self.policy, self.kind = policy, kind

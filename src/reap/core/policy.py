@@ -215,7 +215,7 @@ class FlatPolicy(TensorPolicy):
         program = self._program
         if not self._flat or program.opaque or self._compiled or self.device is not None:
             return super().act(row)
-        regs = [*row.inputs, *program.blank]
+        regs = [*row.inputs, *program.blank]  # from here on `TensorPolicy.act`, less three calls a step
         for op in program.ops:
             op(regs)
         for i, read, column in zip(program.taken, self._readers, row.outputs):

@@ -122,6 +122,8 @@ class EnvBase:
         """One step with the action in `tensordict`; the result goes under "next"."""
         self._open()
         spec = self.lanes_env.spec
+        if spec.rows != "whole":
+            raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
         actions = {}
         for key in spec.action:
             value = tensordict.get(key, None)
@@ -137,8 +139,6 @@ class EnvBase:
         (row,) = slot.cut(RowKeys(spec), self._current)
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
-        if spec.rows != "whole":
-            raise UsageError(f"{type(self).__name__} has steps that are no frames; only a collector can leave them out")
         self.lanes_env.step(range(spec.lanes), row)
         for mine, successor in zip(self._current, row.next):
             mine[...] = successor

@@ -33,7 +33,6 @@ class VectorLanes(Env):
         *,
         categorical: bool = False,
         info_keys: InfoKeys = (),
-        resets_lanes: bool | None = None,
     ) -> None:
         self.env = env
         self._count = env.num_envs
@@ -49,8 +48,7 @@ class VectorLanes(Env):
                 "AsyncVectorEnv(shared_memory=False) forgets in NEXT_STEP mode that a lane was reset and spends a step "
                 "on it; use shared_memory=True or another autoreset_mode"
             )
-        known = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
-        self._resets_lanes = known if resets_lanes is None else resets_lanes
+        self._resets_lanes = isinstance(base, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
         self._observations = Observations(env.single_observation_space, categorical=categorical)
         self._actions = Actions(env.single_action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
@@ -86,7 +84,7 @@ class VectorLanes(Env):
         if not every and not self._resets_lanes:
             raise UsageError(
                 f"{type(self.env.unwrapped).__name__} cannot reset single lanes, which max_frames_per_traj and "
-                f"reset(index) need; let it honour options['reset_mask'] and say resets_lanes=True"
+                f"reset(index) need; let it honour options['reset_mask'] and declare AutoresetMode.DISABLED"
             )
         seed: Any = None
         if seeds is not None and isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
