@@ -22,13 +22,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from reap.core.env import Env, Rows, Wrapped
 from reap.core.slot import Row
 from reap.errors import UsageError, WrongArgument
-from reap.spec import Key, Leaf, as_key, show
+from reap.spec import READY, Key, Leaf, as_key, show
 
 IS_INIT: Key = ("is_init",)
 
@@ -76,17 +77,33 @@ class Memory(Wrapped):
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None
+        self._lane = list(own).index(READY) if READY in own else None
+        self._in_hand = np.zeros(0, np.int64)
+        self._on_the_way = [np.repeat(first[None], spec.all_lanes, 0) for first in self._carried(self._first)]
+
+    def _carried(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        return leaves[self._flag is not None :]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)
         chosen = list(lanes)
         for array, first in zip(into[self._own :], self._first):
             array[chosen] = first
+        if self._lane is not None:
+            self._in_hand = into[self._lane].copy()
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if self._flag is not None:
             row.next[self._flag][...] = False
-        ended = self._env.step(lanes, row)
+        if self._lane is None:
+            ended = self._env.step(lanes, row)
+        else:  # whoever comes back is not who was sent: each lane finds its own memory again
+            for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
+                kept[self._in_hand] = new
+            ended = self._env.step(lanes, row)
+            self._in_hand = row.next[self._lane].copy()
+            for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
+                new[...] = kept[self._in_hand]
         if row.mask is not None and not row.mask.all():
             absent = ~row.mask  # no frame was made here: nobody acted, and the lane's episode is still to begin
             for array, first in zip(row.next[self._own :], self._first):
