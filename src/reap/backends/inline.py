@@ -63,7 +63,7 @@ class InlineBackend:
         loop = self.worker.loop
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         counter = self.worker.ledger.counter
-        counter.next = int(state.get("traj_pool", {}).get("traj_id", counter.next))
+        counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
         self.worker.reset()  # episodes that were open elsewhere do not go on here
         loop.version = int(state.get("policy_version", loop.version))
 

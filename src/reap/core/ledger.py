@@ -18,16 +18,20 @@ Array = np.ndarray[Any, Any]
 
 
 class TrajectoryIds:
-    """A counter: every trajectory of a run gets the next number."""
+    """A counter: every trajectory of a run gets the next number. Of `of` workers each counts in its own residue."""
 
-    def __init__(self, start: int = 0) -> None:
-        self.next = start
+    def __init__(self, worker: int = 0, of: int = 1) -> None:
+        self.next, self._stride = worker, of
 
     def take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The next `count` ids."""
-        ids = np.arange(self.next, self.next + count, dtype=np.int64)
-        self.next += count
+        ids = self.next + np.arange(count, dtype=np.int64) * self._stride
+        self.next += count * self._stride
         return ids
+
+    def skip_to(self, first: int) -> None:
+        """Go on at or above `first`."""
+        self.next += max(0, -(-(first - self.next) // self._stride)) * self._stride
 
 
 class Ledger:

@@ -155,6 +155,7 @@ class RolloutLoop:
             lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
             step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
             values={key: np.concatenate([values[n] for _, _, values in kept]) for n, key in enumerate(keys)},
+            steps=slot.layout.steps,
             size=slot.layout.batch_size,
         )
 

@@ -48,8 +48,9 @@ class Plan:
 class Worker:
     """An env, a policy, the loop that joins them and the slots it fills."""
 
-    def __init__(self, plan: Plan, *, same_slot: bool = False) -> None:
+    def __init__(self, plan: Plan, *, same_slot: bool = False, ids: TrajectoryIds | None = None) -> None:
         self.plan = plan
+        self._ids = ids or TrajectoryIds()
         env = plan.make_env()
         try:
             self._build(plan, env, same_slot)
@@ -77,7 +78,7 @@ class Worker:
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         self.random = RandomActions(spec.action, self.policy.outputs, self.memory)
-        self.ledger = Ledger(spec, TrajectoryIds(), self.stats, reset_when_done=plan.reset_when_done)
+        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
             self.policy,
