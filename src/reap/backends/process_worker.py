@@ -192,11 +192,15 @@ class _Host:
 
     def _fill(self, slot: Slot) -> None:
         worker = self.worker
-        if self._shared is not None and (version := self._shared.refresh(self._tensors)) is not None:
-            worker.loop.version = version
+        self._refresh()
         frames = worker.fill(slot, random=self._random())
         full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals)
         self._connection.send_bytes(pickle.dumps(full))
+
+    def _refresh(self) -> None:
+        """Act with the latest weights from here on."""
+        if self._shared is not None and (version := self._shared.refresh(self._tensors)) is not None:
+            self.worker.loop.version = version
 
     def _random(self) -> bool:
         """Whether this rollout is one of the first, random ones; its frames are claimed, whoever else is about to."""
@@ -234,11 +238,11 @@ class _Host:
         self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)
 
     def _load(self, weights: Any, version: int) -> None:
-        if self._shared is not None:
-            self._shared.refresh(self._tensors)  # older ones, seen now so that they are not taken for newer later
+        self._refresh()  # older ones, seen now so that they are not taken for newer later
         local.load(self.worker.model, weights)
         self.worker.loop.version = version
 
     def do_weights(self) -> dict[str, Any]:
+        self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -60,26 +60,27 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """Steps per rollout for this many lanes; warns about every rounding."""
         steps = -(-self.options.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
-        self._warn_rounding(self.options.frames_per_batch, steps * lanes, f"{lanes} lanes")
+        self._warn_rounding(self.options.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=7)
         return steps
 
-    def _warn_rounding(self, asked: int, size: int, what: str) -> None:
+    def _warn_rounding(self, asked: int, size: int, what: str, *, depth: int) -> None:
+        """`depth` is how far up the user's own line is."""
         options = self.options
         if size != asked:
             warnings.warn(
                 f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}",
-                stacklevel=6,
+                stacklevel=depth,
             )
         if options.total != float("inf") and options.total % size:
             warnings.warn(
                 f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
-                stacklevel=6,
+                stacklevel=depth,
             )
         if options.random_frames % size:
             warnings.warn(
                 f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
                 f"whole batches are random",
-                stacklevel=6,
+                stacklevel=depth,
             )
 
     # ---- iterating ------------------------------------------------------------------------------------------------

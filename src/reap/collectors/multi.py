@@ -23,7 +23,7 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.options import Options, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, plan_for
 from reap.core.assemble import assemble
-from reap.core.slot import TRAJ_IDS
+from reap.core.slot import TRAJ_IDS, Layout
 from reap.errors import UsageError, WrongArgument
 from reap.trajectories import FINAL
 
@@ -49,7 +49,9 @@ class MultiCollector(BaseCollector):
 
     _sync: bool | None = None
 
-    def __new__(cls, *args: Any, sync: bool | None = None, **options: Any) -> Self:
+    def __new__(
+        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
+    ) -> Self:
         if cls is MultiCollector:
             if not isinstance(sync, bool):
                 raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
@@ -103,7 +105,8 @@ class MultiCollector(BaseCollector):
             self._close(f"it could not be built: {error!r}")
             raise
 
-    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
+    for _made in (__new__, __init__):
+        _made.__signature__ = signature(_made)  # type: ignore[union-attr]
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
@@ -129,9 +132,13 @@ class MultiCollector(BaseCollector):
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
         self.frames_per_batch_worker = [layout.steps * layout.lanes for layout in layouts]
-        self._warn_rounding(
-            asked, self.requested_frames_per_batch, f"{len(layouts)} workers with {layouts[0].lanes} lanes"
-        )
+        what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
+        self._warn_rounding(asked, self.requested_frames_per_batch, what, depth=4)
+        if self._sync:
+            self._check_shapes(layouts)
+
+    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
+        """Whether the workers' rollouts can be joined."""
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
@@ -222,9 +229,7 @@ class MultiSyncCollector(MultiCollector):
             out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
         return out
 
-    def _count_frames(self) -> None:
-        super()._count_frames()
-        layouts = [remote.about.layout for remote in self._process.workers]
+    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
         different = len({(layout.steps, layout.lanes) for layout in layouts}) > 1
         if different and self.options.cat_results in (None, "stack"):
             shapes = [list(layout.batch_size) for layout in layouts]

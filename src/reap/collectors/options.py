@@ -29,9 +29,6 @@ _LATER = {
     "weight_sync_schemes",
     "weight_recv_schemes",
     "auto_register_policy_transforms",
-    "num_collectors",
-    "sync",
-    "backend_options",
 }
 # Only where workers are processes of their own.
 WORKERS_ONLY = frozenset(
@@ -49,7 +46,7 @@ WORKERS_ONLY = frozenset(
 )
 _USUAL = {"extend_buffer": True}  # spelling out what would happen anyway
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
-_WITHOUT_EFFECT = {"use_buffers": None, "no_cuda_sync": False, "worker_idx": None, "backend": "direct"}
+_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "worker_idx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,10 +253,8 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
             if given.get(new) is not None:
                 raise UsageError(f"{old} and {new} are the same option; give one")
             given[new] = given.pop(old)
-    for name, usual in _WITHOUT_EFFECT.items():
-        value = given.pop(name, usual)
-        if name == "backend" and value not in (None, "direct"):
-            raise UsageError(f"backend={value!r} is not supported yet; 'direct' is")
+    for name in _WITHOUT_EFFECT:
+        given.pop(name, None)
     for name in sorted(_LATER & given.keys()):
         if given.pop(name) not in (None, False, _USUAL.get(name)):
             raise UsageError(f"{owner} does not support {name} yet")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
+from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.core.env import Env
 from reap.core.policy import RandomPolicy
-from reap.errors import UsageError, WrongArgument
+from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 
 
@@ -32,8 +34,27 @@ class Collector(BaseCollector):
         **options: see `reap.collectors.options.Options`.
     """
 
+    def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
+        """With `num_collectors` or a `backend` of processes: the collector that runs there."""
+        named = options.keys() & _FRONT_DOOR
+        if cls is not Collector:
+            if named:
+                raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
+            return super().__new__(cls)
+        backend, count, sync, more = _where(options)
+        if backend == "direct":
+            return super().__new__(cls)
+        rest = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
+        if isinstance(create_env_fn, (list, tuple)):
+            if count not in (None, len(create_env_fn)):
+                raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
+        else:
+            create_env_fn = [create_env_fn] * (count or 1)
+        return MultiCollector(create_env_fn, policy, sync=sync, **rest, **more)
+
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
+        options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
@@ -58,7 +79,8 @@ class Collector(BaseCollector):
         self._inline.start()
         self.frames_per_batch = self._inline.worker.layout.steps
 
-    __init__.__signature__ = signature(__init__, without=WORKERS_ONLY)  # type: ignore[attr-defined]
+    for _made in (__new__, __init__):
+        _made.__signature__ = signature(_made, without=WORKERS_ONLY)  # type: ignore[union-attr]
 
     @property
     def policy(self) -> Any:
@@ -107,6 +129,38 @@ class Collector(BaseCollector):
             f"{self.requested_frames_per_batch:,} frames per batch, {amount}; policy: {who}; "
             f"batch {list(worker.layout.batch_size)}: {columns}{state})"
         )
+
+
+_FRONT_DOOR = {"backend", "num_collectors", "sync", "backend_options"}
+_BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"}
+_LATER = ("ray", "rpc", "distributed", "submitit")
+
+
+def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
+    """Backend, number of workers, whether in step, further options: what the front door was told."""
+    name, count, sync = options.get("backend"), options.get("num_collectors"), options.get("sync")
+    more = options.get("backend_options") or {}
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+        raise WrongArgument(f"num_collectors must be a whole number, got {count!r}")
+    if count is not None and count < 1:
+        raise UsageError(f"num_collectors must be at least 1, got {count}")
+    if name in _LATER:
+        raise UsageError(f"backend={name!r} is not supported yet; 'direct' and 'process' are")
+    if name is not None and name not in _BACKENDS:
+        raise UsageError(f"backend must be 'direct' or 'process', got {name!r}{nearest(str(name), _BACKENDS)}")
+    backend = _BACKENDS[name] if name is not None else "direct" if count is None else "process"
+    if sync is not None and not isinstance(sync, bool):
+        raise WrongArgument(f"sync must be True or False, got {sync!r}")
+    if backend == "direct":
+        given = [key for key in ("sync", "backend_options", "num_collectors") if options.get(key)]
+        if given and not (given == ["num_collectors"] and count == 1):
+            raise UsageError(f"{given[0]} is for workers in processes; give backend='process' or num_collectors")
+    if not isinstance(more, Mapping):
+        raise WrongArgument(f"backend_options must be a mapping, got {more!r}")
+    twice = [key for key in more if key in options or key in {*_FRONT_DOOR, "num_workers"}]
+    if twice:
+        raise UsageError(f"backend_options holds {twice[0]!r}, which is an argument of its own")
+    return backend, count, bool(sync), dict(more)
 
 
 def _lanes(index: Any, count: int) -> list[int]:

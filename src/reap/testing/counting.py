@@ -78,11 +78,22 @@ class EchoPolicy(nn.Module):
 class CountingWorld:
     """The batches a collector must deliver for lanes of CountingEnv under EchoPolicy, computed frame by frame.
 
-    Slow and simple on purpose: it shares no code with the engine.
+    Slow and simple on purpose: it shares no code with the engine. For the share of worker `worker` of `workers`, whose
+    first lane calls itself `first_lane`: such a worker's ids are every `workers`-th number.
     """
 
-    def __init__(self, lengths: Sequence[Sequence[int]], *, limit: int | None = None, weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[int]],
+        *,
+        limit: int | None = None,
+        weight: float = 1.0,
+        first_lane: int = 0,
+        worker: int = 0,
+        workers: int = 1,
+    ) -> None:
         self.lengths = [tuple(one) for one in lengths]
+        self.first_lane, self.worker, self.workers = first_lane, worker, workers
         self.limit, self.weight = limit, weight
         lanes = len(self.lengths)
         self.episode, self.t = [0] * lanes, [0] * lanes
@@ -127,19 +138,20 @@ class CountingWorld:
     def _frame(self, out: dict[Any, np.ndarray[Any, Any]], lane: int, step: int) -> None:
         at = lane, step
         episode, t = self.episode[lane], self.t[lane]
-        seen = np.array([lane, episode, t], np.float32)
+        name = self.first_lane + lane
+        seen = np.array([name, episode, t], np.float32)
         action = np.float32(np.dot(seen, np.array(_ECHO, np.float32)) * np.float32(self.weight))
         over = t + 1 >= self.lengths[lane][episode % len(self.lengths[lane])]
         terminated, truncated = over and episode % 2 == 0, over and episode % 2 == 1
         truncated = truncated or (self.limit is not None and t + 1 >= self.limit)
         out[("observation",)][at] = seen
         out[("action",)][at] = action
-        out[("next", "observation")][at] = lane, episode, t + 1
+        out[("next", "observation")][at] = name, episode, t + 1
         out[("next", "reward")][at] = t + 1 + action / 8
         out[("next", "terminated")][at] = terminated
         out[("next", "truncated")][at] = truncated
         out[("next", "done")][at] = terminated or truncated
-        out[("collector", "traj_ids")][at] = self.ids[lane]
+        out[("collector", "traj_ids")][at] = self.ids[lane] * self.workers + self.worker
         if self.limit is not None:
             out[("step_count",)][at], out[("next", "step_count")][at] = t, t + 1
         self.t[lane] += 1
