@@ -3,8 +3,8 @@
     EnvPool, Gymnasium's native vector envs, nested observations, a recurrent policy, many agents: reap / hand-written
     split_trajectories: reap / TorchRL          compact_obs: with / without, and the bytes of a batch
 
-Every hand-written loop stores the columns reap stores (ids and flags included) in preallocated arrays and is right about
-episode ends. Contenders take turns inside one run; what is printed are medians of paired ratios.
+Every hand-written loop stores the columns reap stores (ids and flags included) in preallocated arrays and is right
+about episode ends. Contenders take turns inside one run; what is printed are medians of paired ratios.
 
 python -m benchmarks.doors [--rounds 15] [--only envpool] [--no-torchrl] [--quick]
 """

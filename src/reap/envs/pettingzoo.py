@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
@@ -126,25 +127,34 @@ class GroupLanes(Env):
         ended = []
         done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
         (reward,) = row.rewards
+        count = len(self._worlds[0].names)
         for lane in lanes:
             world = self._worlds[lane]
             try:
                 acting = world.alive
+                names = [world.names[i] for i in acting]
                 seen, earned, over, cut = world.step(self._decode(*[a[lane] for a in row.action]))
-                for array in row.next[: self._leaves]:
-                    array[lane] = 0
+                if len(seen) < count:
+                    for array in row.next[: self._leaves]:
+                        array[lane] = 0
                 self._write(seen, world, row.next, lane)
+                # One write per column, not one per agent, and none for what did not happen: agents may be many.
+                at: Any = slice(None) if len(acting) == count else np.array(acting)
                 reward[lane] = 0
+                _put_numbers(reward[lane], at, [earned.get(name, 0.0) for name in names])
+                terminated[lane] = truncated[lane] = False
                 done[lane] = True  # an agent that is not there has ended
-                terminated[lane] = truncated[lane] = mask[lane] = False
-                for i in acting:
-                    name = world.names[i]
-                    reward[lane, i] = earned.get(name, 0.0)
-                    terminated[lane, i], truncated[lane, i] = over.get(name, False), cut.get(name, False)
-                    done[lane, i] = terminated[lane, i] | truncated[lane, i]
+                done[lane, at] = False
+                if any(over.values()) or any(cut.values()):
+                    terminated[lane, at, 0] = [over.get(name, False) for name in names]
+                    truncated[lane, at, 0] = [cut.get(name, False) for name in names]
+                    done[lane, at] = terminated[lane, at] | truncated[lane, at]
                 alive = world.alive
-                mask[lane, alive] = True
-                done[lane, [i for i in alive if i not in acting]] = False  # somebody came back
+                mask[lane] = len(alive) == count
+                if len(alive) < count:
+                    mask[lane, alive] = True
+                if alive != acting:
+                    done[lane, list({*alive}.difference(acting))] = False  # somebody came back
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -163,12 +173,24 @@ class GroupLanes(Env):
 
     def _write(self, seen: Mapping[str, Any], world: _World, arrays: Rows, lane: int) -> None:
         views = [array[lane] for array in arrays[: self._leaves]]
+        index, write, only = world.index, self._observations.write, views[0]
+        shape, dtype = self._observations.plain
         for name, observation in seen.items():
-            self._observations.write(observation, views, world.index[name])
+            if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[index[name]] = observation
+            else:
+                write(observation, views, index[name])
 
     def close(self) -> None:
         for world in self._worlds:
             world.env.close()
+
+
+def _put_numbers(column: np.ndarray[Any, Any], at: Any, values: Sequence[Any]) -> None:
+    try:
+        column[at, 0] = values
+    except (TypeError, ValueError):  # an array of one number is a number
+        column[at, 0] = [np.asarray(value).item() for value in values]
 
 
 class AgentLanes(Env):
