@@ -179,7 +179,7 @@ def test_what_is_refused():
         PettingZooEnv(Mixed(PLAN))
     with pytest.raises(WrongArgument, match="takes a PettingZoo env, got int"):
         PettingZooEnv(3)
-    with pytest.raises(UsageError, match="'group' or 'lanes'"):
+    with pytest.raises(UsageError, match="'group', 'lanes' or 'turns'"):
         PettingZooEnv(Town(PLAN), mode="both")
     wrong = TensorDictModule(lambda o: o.sum(), [KEY], [("agents", "action")])
     with pytest.raises(SpecMismatch, match="4 agents need"):

@@ -22,6 +22,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,19 +77,24 @@ class Memory(Wrapped):
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None
+        # What every lane remembers, kept only where a step may make no frame of it.
+        shapes = [(spec.lanes, *leaf.shape) for leaf in added.values()]
+        self._now = [np.broadcast_to(first, shape).copy() for first, shape in zip(self._first, shapes)]
+        self._gaps = spec.rows != "whole"
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)
         chosen = list(lanes)
-        for array, first in zip(into[self._own :], self._first):
-            array[chosen] = first
+        for array, now, first in zip(into[self._own :], self._now, self._first):
+            array[chosen] = now[chosen] = first
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if self._flag is not None:
             row.next[self._flag][...] = False
         ended = self._env.step(lanes, row)
-        if row.mask is not None and not row.mask.all():
-            absent = ~row.mask  # no frame was made here: nobody acted, and the lane's episode is still to begin
-            for array, first in zip(row.next[self._own :], self._first):
-                array[absent] = first
+        if self._gaps and row.mask is not None:
+            absent = ~row.mask  # no frame was made here: whoever acts next finds what was remembered
+            for array, now in zip(row.next[self._own :], self._now):
+                array[absent] = now[absent]
+                now[...] = array
         return ended

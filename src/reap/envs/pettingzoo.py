@@ -5,8 +5,10 @@
     lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
             and it begins anew when it comes back or the world does
 
+    turns   one agent acts at a time (AEC worlds): one lane per agent, see turns.py
+
 Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
-spaces. Turn-based (AEC) worlds are taken where PettingZoo can make them parallel.
+spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
 """
 
 from __future__ import annotations
@@ -21,26 +23,13 @@ from reap.core.env import Env, Rows
 from reap.core.slot import FLAGS, Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
+from reap.envs.turns import Agents, TurnLanes
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, missing
 from reap.spec import EnvSpec, Key, Leaf
 
 
-class _World:
-    """One parallel env: its agents in a fixed order, and calls that name themselves when they fail."""
-
-    def __init__(self, env: Any) -> None:
-        self.env = env
-        self.names: list[str] = list(env.possible_agents)
-        if not self.names:
-            raise UsageError("this PettingZoo env has no possible_agents")
-        self.index = {name: i for i, name in enumerate(self.names)}
-        first = self.names[0]
-        self.observation_space, self.action_space = env.observation_space(first), env.action_space(first)
-        for name in self.names[1:]:
-            for what, mine in (("observation_space", self.observation_space), ("action_space", self.action_space)):
-                theirs = getattr(env, what)(name)
-                if theirs != mine:
-                    raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
+class _World(Agents):
+    """One parallel env: calls that name themselves when they fail."""
 
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         try:
@@ -72,8 +61,7 @@ class GroupLanes(Env):
         if len({id(env) for env in envs}) < len(envs):
             raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
         for lane, world in enumerate(self._worlds[1:], 1):
-            if (world.names, world.observation_space) != (first.names, first.observation_space):
-                raise SpecMismatch(f"lane {lane} has agents {world.names}, lane 0 has {first.names}")
+            first.agree(world, lane)
         self._observations = Observations(first.observation_space, categorical=categorical)
         self._actions = Actions(first.action_space, categorical=categorical)
         count = len(first.names)
@@ -261,8 +249,10 @@ class PettingZooEnv(EnvBase):
     >>> env = PettingZooEnv(pistonball_v6.parallel_env())
 
     Args:
-        env: a parallel env, or an AEC env that PettingZoo can make parallel.
-        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane.
+        env: a parallel env or an AEC env.
+        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane; "turns": each agent is a
+            lane, and they act one after another. By default "turns" for AEC envs that PettingZoo cannot make
+            parallel, else "group".
         group: the name of the group's entry.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
     """
@@ -271,19 +261,24 @@ class PettingZooEnv(EnvBase):
         self,
         env: Any,
         *,
-        mode: Literal["group", "lanes"] = "group",
+        mode: Literal["group", "lanes", "turns"] | None = None,
         group: str = "agents",
         categorical_action_encoding: bool = False,
         device: Any = None,
     ) -> None:
-        if mode not in ("group", "lanes"):
-            raise UsageError(f"mode must be 'group' or 'lanes', got {mode!r}")
-        parallel = as_parallel(env)
+        if mode not in (None, "group", "lanes", "turns"):
+            raise UsageError(f"mode must be 'group', 'lanes' or 'turns', got {mode!r}")
+        if not is_pettingzoo(env):
+            raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
         lanes: Env
-        if mode == "group":
-            lanes = GroupLanes([parallel], group=group, categorical=categorical_action_encoding)
+        if mode == "turns" or (mode is None and turn_based(env) and not _parallelizable(env)):
+            if not turn_based(env):
+                raise UsageError(f"mode='turns' is for AEC envs; in {env} all agents act at once")
+            lanes = TurnLanes([env], categorical=categorical_action_encoding)
+        elif mode == "lanes":
+            lanes = AgentLanes(as_parallel(env), categorical=categorical_action_encoding)
         else:
-            lanes = AgentLanes(parallel, categorical=categorical_action_encoding)
+            lanes = GroupLanes([as_parallel(env)], group=group, categorical=categorical_action_encoding)
         super().__init__(lanes, device=device)
 
 
@@ -292,18 +287,23 @@ def is_pettingzoo(thing: Any) -> bool:
     return hasattr(thing, "possible_agents") and callable(getattr(thing, "observation_space", None))
 
 
+def turn_based(env: Any) -> bool:
+    """An AEC env: its agents act one after another."""
+    return hasattr(env, "agent_selection") or hasattr(env, "agent_iter")
+
+
+def _parallelizable(env: Any) -> bool:
+    return bool(env.metadata.get("is_parallelizable", False))
+
+
 def as_parallel(env: Any) -> Any:
     """A parallel env as it is; an AEC env made parallel."""
-    if not is_pettingzoo(env):
-        raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
-    if not hasattr(env, "agent_selection") and not hasattr(env, "agent_iter"):
+    if not turn_based(env):
         return env
+    if not _parallelizable(env):
+        raise UsageError(f"{env} is turn-based and PettingZoo cannot make it parallel; use mode='turns'")
     try:
         from pettingzoo.utils.conversions import aec_to_parallel
     except ImportError:
         raise missing("pettingzoo", "pettingzoo") from None
-    if not env.metadata.get("is_parallelizable", False):
-        raise UsageError(
-            f"{env} is turn-based: PettingZoo cannot make it parallel, and reap needs all agents to act at once"
-        )
     return aec_to_parallel(env)
