@@ -31,6 +31,10 @@ from reap.spec import EnvSpec, Key, Leaf
 class _World(Agents):
     """One parallel env: calls that name themselves when they fail."""
 
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._present: tuple[list[str], list[int], Any] = [], [], np.array([], np.int64)
+
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         try:
             observations, _ = self.env.reset(seed=seed)
@@ -38,15 +42,26 @@ class _World(Agents):
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         return observations  # type: ignore[no-any-return]
 
-    def step(self, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    def step(self, acting: Sequence[str], actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+        index = self.index
         try:
-            return self.env.step({name: actions[self.index[name]] for name in self.env.agents})[:4]  # type: ignore[no-any-return]
+            return self.env.step({name: actions[index[name]] for name in acting})[:4]  # type: ignore[no-any-return]
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
 
     @property
+    def present(self) -> tuple[list[str], list[int], Any]:
+        """Who is there, in the env's order: names, numbers, and the numbers as an index into a column."""
+        names = getattr(self.env, "agents", ())  # some have none before a reset
+        if names != self._present[0]:
+            numbers = [self.index[name] for name in names]
+            everyone = numbers == list(range(len(self.names)))
+            self._present = list(names), numbers, slice(None) if everyone else np.array(numbers, np.int64)
+        return self._present
+
+    @property
     def alive(self) -> list[int]:
-        return [self.index[name] for name in getattr(self.env, "agents", ())]  # some have none before a reset
+        return self.present[1]
 
 
 class GroupLanes(Env):
@@ -119,30 +134,26 @@ class GroupLanes(Env):
         for lane in lanes:
             world = self._worlds[lane]
             try:
-                acting = world.alive
-                names = [world.names[i] for i in acting]
-                seen, earned, over, cut = world.step(self._decode(*[a[lane] for a in row.action]))
+                names, acting, at = world.present
+                seen, earned, over, cut = world.step(names, self._decode(*[a[lane] for a in row.action]))
                 if len(seen) < count:
                     for array in row.next[: self._leaves]:
                         array[lane] = 0
                 self._write(seen, world, row.next, lane)
                 # One write per column, not one per agent, and none for what did not happen: agents may be many.
-                at: Any = slice(None) if len(acting) == count else np.array(acting)
                 reward[lane] = 0
                 _put_numbers(reward[lane], at, [earned.get(name, 0.0) for name in names])
-                terminated[lane] = truncated[lane] = False
+                terminated[lane] = truncated[lane] = mask[lane] = False
                 done[lane] = True  # an agent that is not there has ended
                 done[lane, at] = False
                 if any(over.values()) or any(cut.values()):
                     terminated[lane, at, 0] = [over.get(name, False) for name in names]
                     truncated[lane, at, 0] = [cut.get(name, False) for name in names]
                     done[lane, at] = terminated[lane, at] | truncated[lane, at]
-                alive = world.alive
-                mask[lane] = len(alive) == count
-                if len(alive) < count:
-                    mask[lane, alive] = True
-                if alive != acting:
-                    done[lane, list({*alive}.difference(acting))] = False  # somebody came back
+                _, alive, here = world.present
+                mask[lane, here] = True
+                if alive is not acting and (back := {*alive}.difference(acting)):
+                    done[lane, list(back)] = False
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -220,8 +231,8 @@ class AgentLanes(Env):
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
-        acting = world.alive
-        seen, earned, over, cut = world.step(self._decode(*row.action))
+        names, acting, _ = world.present
+        seen, earned, over, cut = world.step(names, self._decode(*row.action))
         for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
