@@ -6,7 +6,9 @@
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
     │   └── SpecMismatch                     two sides disagree on a shape or dtype; both are printed
     ├── WorkerError (RuntimeError)       collecting failed
-    │   └── WorkerRaised                     env or policy raised; the original exception is the cause
+    │   ├── WorkerRaised                     env or policy raised; the original exception is the cause
+    │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
+    │   └── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     └── MissingDependency (ImportError)  an optional library is not installed
 
 Messages say who, what, where, what next.
@@ -23,17 +25,20 @@ from typing_extensions import Self
 class ReapError(Exception):
     """The root of every error reap raises on purpose."""
 
+    worker: str | None = None
     lane: int | None = None
     step: int | None = None
 
-    def at(self, *, lane: int | None = None, step: int | None = None) -> Self:
+    def at(self, *, lane: int | None = None, step: int | None = None, worker: str | None = None) -> Self:
         """Remember where it happened; what is known already is kept."""
+        self.worker = worker if self.worker is None else self.worker
         self.lane = lane if self.lane is None else self.lane
         self.step = step if self.step is None else self.step
         return self
 
     def __str__(self) -> str:
-        places = [f"{name} {n}" for name, n in (("lane", self.lane), ("step", self.step)) if n is not None]
+        known = (("worker", self.worker), ("lane", self.lane), ("step", self.step))
+        places = [f"{name} {n}" for name, n in known if n is not None]
         message = super().__str__()
         return f"{', '.join(places)}: {message}" if places else message
 
@@ -60,6 +65,14 @@ class WorkerError(ReapError, RuntimeError):
 
 class WorkerRaised(WorkerError):
     """The env or the policy raised; `__cause__` is the original exception."""
+
+
+class WorkerDied(WorkerError):
+    """A worker's process ended by itself, or was killed."""
+
+
+class WorkerSilent(WorkerError):
+    """A worker sent nothing for longer than the user's deadline."""
 
 
 class MissingDependency(ReapError, ImportError):

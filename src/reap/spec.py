@@ -18,6 +18,7 @@ from reap.errors import UsageError
 
 Key = tuple[str, ...]
 AnyKey = str | tuple[str, ...]
+READY: Key = ("_ready",)  # which lane a position holds, where lanes come as they are ready
 
 # bfloat16 has no NumPy type: its bits travel as int16, and only torch ever reads them.
 _NUMPY = {
@@ -120,7 +121,8 @@ class EnvSpec:
 
     `batched` says whether a lane dimension is delivered. `rows` says whether every step of every lane is a frame
     ("whole"), or the env marks those that are not, which stay where they are ("masked") or are taken out, the lane's
-    later rows moving up ("skipping").
+    later rows moving up ("skipping"). `ready_of` is for envs that answer as they are ready: of so many lanes, `lanes`
+    at a time, and the leaf `READY` says which they are (see core/ready.py).
     """
 
     observation: Mapping[Key, Leaf]
@@ -132,6 +134,12 @@ class EnvSpec:
     single_steps: bool = True  # lanes can be stepped without the others
     single_resets: bool = True  # a lane can be reset in the middle of its episode, without the others
     side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, memory
+    ready_of: int | None = None
+
+    @property
+    def all_lanes(self) -> int:
+        """How many lanes there are, whether they answer all together or as they are ready."""
+        return self.ready_of or self.lanes
 
 
 def _width(leaf: Leaf) -> int:

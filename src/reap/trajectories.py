@@ -140,15 +140,11 @@ def with_next(batch: TensorDictBase) -> TensorDictBase:
     lane, step = torch.from_numpy(finals.lane), torch.from_numpy(finals.step)
     for key, values in finals.values.items():
         root = batch.get(key)
-        following = torch.empty_like(root)
-        last = torch.from_numpy(values).to(root.device)
-        if batch.ndim == 1:
-            following[:-1] = root[1:]
-            following[step] = last
-        else:
-            following[:, :-1] = root[:, 1:]
-            following[lane, step] = last
-        full.set(("next", *key), following)
+        flat = root.reshape(-1, *root.shape[batch.ndim :])  # lane after lane, each in order of time
+        following = torch.empty_like(flat)
+        following[:-1] = flat[1:]
+        following[lane * finals.steps + step] = torch.from_numpy(values).to(root.device)
+        full.set(("next", *key), following.reshape(root.shape))
     return full
 
 
@@ -174,15 +170,15 @@ class WholeTrajectories:
     """
 
     def __init__(self) -> None:
-        self._held: TensorDictBase | None = None
+        self._held: dict[int, TensorDictBase] = {}
         self._ready: TensorDictBase | None = None
         self._lengths = torch.zeros(0, dtype=torch.int64)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def feed(self, batch: TensorDictBase) -> None:
-        """Take the next batch `[N, T]` or `[T]`. Lanes go on where the last batch left them."""
+    def feed(self, batch: TensorDictBase, source: int = 0) -> None:
+        """Take the next batch `[N, T]` or `[T]`. Lanes go on where the last batch of the same source left them."""
         lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
         flat = lanes.reshape(-1)
         count, steps = lanes.batch_size
@@ -198,9 +194,10 @@ class WholeTrajectories:
             flat, ids, clock = flat[valid.to(_device(flat))], ids[valid], clock[valid]
         if not len(flat):
             return  # a rollout without a frame: every lane spent it on resets
-        if self._held is not None and len(self._held):
-            old = self._held.get(("collector", "traj_ids")).cpu()
-            flat = torch.cat([self._held, flat])
+        held = self._held.get(source)
+        if held is not None and len(held):
+            old = held.get(("collector", "traj_ids")).cpu()
+            flat = torch.cat([held, flat])
             ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
         order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
         ids = ids[order]
@@ -212,7 +209,7 @@ class WholeTrajectories:
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]
         alive = (~done & torch.isin(ids[starts], torch.tensor(last, dtype=ids.dtype))).nonzero().squeeze(-1)
-        self._held = flat[_rows(order, starts, ends, alive).to(_device(flat))]
+        self._held[source] = flat[_rows(order, starts, ends, alive).to(_device(flat))]
         new = flat[_rows(order, starts, ends, finished).to(_device(flat))]
         self._ready = new if self._ready is None or not len(self._ready) else torch.cat([self._ready, new])
         self._lengths = torch.cat([self._lengths, (ends - starts + 1)[finished]])

@@ -69,9 +69,121 @@ def test_resting_lanes_are_not_stepped():
     assert c.next()["observation"][:, 0].tolist() == [[0, 1, 0], [1, 0, 4]]
 
 
-def test_asynchronous_pools_are_refused():
-    with pytest.raises(UsageError, match="answers 1 of 2 envs at a time"):
-        Collector(CountingPool([(2,), (6,)], batch_size=1), frames_per_batch=8)
+class ReadyPool(CountingPool):
+    """Answers `batch_size` of its envs at a time, in an order drawn from `seed`; the step after an end is a reset."""
+
+    def __init__(self, lengths, batch_size, seed=0):
+        super().__init__(lengths, batch_size)
+        self.random, self.away = np.random.default_rng(seed), {}
+
+    def async_reset(self):
+        assert not self.away, "some lanes are still on their way"
+        self.over[:] = False
+        self.away = {i: (env.reset()[0], 0.0, False, False) for i, env in enumerate(self.envs)}
+
+    def send(self, action, env_id=None):
+        assert len(action) == len(env_id)
+        for a, i in zip(action, env_id.tolist()):
+            assert i not in self.away, "sent twice"
+            again = self.over[i]
+            self.away[i] = (self.envs[i].reset()[0], 0.0, False, False) if again else self.envs[i].step(a)[:4]
+            self.over[i] = self.away[i][2] or self.away[i][3]
+
+    def recv(self):
+        assert len(self.away) >= self.spec.config.batch_size, "would wait for ever"
+        ids = self.random.choice(sorted(self.away), self.spec.config.batch_size, replace=False)
+        obs, reward, terminated, truncated = (np.array(x) for x in zip(*[self.away.pop(i) for i in ids]))
+        return obs, reward, terminated, truncated, {"env_id": ids}
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=2, max_size=5),
+    ready=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=80, deadline=None)
+def test_ready_lanes_are_the_predictable_world(lengths, ready, steps, seed):
+    pool = ReadyPool(lengths, min(ready, len(lengths) - 1), seed)
+    c = Collector(pool, EchoPolicy(), frames_per_batch=steps * len(lengths), track_policy_version=True)
+    world = CountingWorld(lengths)
+    for _ in range(5):
+        batch = c.next()
+        assert (batch["policy_version"] == 0).all()
+        assert_same(batch.exclude("policy_version", ("next", "policy_version")), world.batch(steps))
+    before = c.stats()
+    assert before["frames"] == 5 * steps * len(lengths)
+    c.reset()  # every lane is called home first, wherever it is
+    first = c.next()["observation"][:, 0]
+    assert (first[:, 2] == 0).all()
+
+
+def test_ready_lanes_say_which_weights_acted():
+    policy = EchoPolicy()
+    c = Collector(ReadyPool([(3,), (2, 4), (5,)], 1), policy, frames_per_batch=6, track_policy_version=True)
+    for version in range(30):
+        batch = c.next()
+        weight = batch["policy_version"] + 1.0
+        want = (batch["observation"] * torch.tensor([3.0, 5.0, 7.0])).sum(-1) * weight
+        assert torch.equal(batch["action"].squeeze(-1), want)
+        assert torch.equal(batch["policy_version"], batch["next", "policy_version"])
+        c.update_policy_weights_({"weight": torch.tensor(version + 2.0), "mix": torch.tensor([3.0, 5.0, 7.0])})
+    assert int(batch["policy_version"].max()) > 15  # frames of lanes that are ahead wait for the others
+
+
+class Remembering(torch.nn.Module):
+    """Its memory is the sum of what the lane has seen in this episode."""
+
+    carry = {"sum": torch.zeros(3)}
+
+    def forward(self, observation, sum):
+        total = sum + observation
+        return total.sum(-1, keepdim=True), total
+
+
+def test_ready_lanes_keep_each_its_own_memory():
+    lengths = [(3, 1, 4), (2,), (6,), (5,)]
+    ready = Collector(ReadyPool(lengths, 2), Remembering(), frames_per_batch=20)
+    lockstep = Collector(CountingPool(lengths), Remembering(), frames_per_batch=20)
+    for _ in range(20):
+        a, b = ready.next(), lockstep.next()
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+
+
+def test_ready_lanes_refuse_what_would_mix_them():
+    def noisy(td):
+        return td.set("action", td["observation"].sum(-1, keepdim=True))
+
+    with pytest.raises(UsageError, match="Declare it as carry"):
+        Collector(ReadyPool([(2,), (6,)], 1), noisy, frames_per_batch=8).next()
+    with pytest.raises(UsageError, match="interruptor"):
+        Collector(ReadyPool([(2,), (6,)], 1), EchoPolicy(), frames_per_batch=8, interruptor=lambda: False)
+    with pytest.raises(UsageError, match="resets single lanes"):
+        Collector(ReadyPool([(2,), (6,)], 1), EchoPolicy(), frames_per_batch=8, max_frames_per_traj=3)
+    with pytest.raises(UsageError, match="compact_obs"):
+        Collector(ReadyPool([(2,), (6,)], 1), EchoPolicy(), frames_per_batch=8, compact_obs=True)
+
+
+def test_a_real_asynchronous_pool():
+    pytest.importorskip("envpool")
+    env = EnvPoolEnv("CartPole-v1", num_envs=5, batch_size=2, seed=1)
+    with pytest.raises(UsageError, match="only a collector"):
+        env.reset()
+    c = Collector(env, frames_per_batch=100, total_frames=-1)
+    batches = [c.next().clone() for _ in range(20)]
+    c.reset()
+    batches.append(c.next().clone())
+    batch = torch.cat(batches[:-1], 1)
+    assert batch.shape == (5, 400)
+    over = batch["next", "done"][:, :-1, 0]
+    follows = (batch["next", "observation"][:, :-1] == batch["observation"][:, 1:]).all(-1)
+    assert torch.equal(follows, ~over), "a successor is not the observation of the next frame, or crosses an episode"
+    assert (batch["observation"][:, 1:][over].abs() <= 0.05).all(), "an episode does not begin with its reset"
+    assert (batch["next", "reward"] == 1).all(), "the step that resets is no frame"
+    assert len(batch["collector", "traj_ids"].unique()) == 5 + int(over.sum())
+    assert (batches[-1]["observation"][:, 0].abs() <= 0.05).all()
+    c.shutdown()
 
 
 @pytest.mark.parametrize("task", ["CartPole-v1", "Pendulum-v1"])

@@ -27,6 +27,7 @@ class Rollout:
     version: int
     worker: int = 0
     finals: Finals | None = None
+    parts: Sequence[Rollout] = ()  # where workers' rollouts have different lengths: one by one
 
 
 class Backend(Protocol):

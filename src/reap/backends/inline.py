@@ -55,14 +55,15 @@ class InlineBackend:
         loop = self.worker.loop
         return {
             "env_state_dict": self.worker.env.state_dict(),
-            "traj_pool": {"traj_id": torch.tensor(loop.counter.next)},
+            "traj_pool": {"traj_id": torch.tensor(self.worker.ledger.counter.next)},
             "policy_version": loop.version,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loop = self.worker.loop
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        loop.counter.next = int(state.get("traj_pool", {}).get("traj_id", loop.counter.next))
+        counter = self.worker.ledger.counter
+        counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
         self.worker.reset()  # episodes that were open elsewhere do not go on here
         loop.version = int(state.get("policy_version", loop.version))
 

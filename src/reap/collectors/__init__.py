@@ -4,12 +4,28 @@ import warnings
 from typing import Any
 
 from reap.collectors.base import BaseCollector
+from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
 
-__all__ = ["BaseCollector", "Collector", "RandomPolicy"]
+__all__ = [
+    "AsyncCollector",
+    "BaseCollector",
+    "Collector",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
+    "RandomPolicy",
+]
 
-_LEGACY = {"DataCollectorBase": BaseCollector, "SyncDataCollector": Collector}
+_LEGACY = {
+    "DataCollectorBase": BaseCollector,
+    "SyncDataCollector": Collector,
+    "aSyncDataCollector": AsyncCollector,
+    "MultiSyncDataCollector": MultiSyncCollector,
+    "MultiaSyncDataCollector": MultiAsyncCollector,
+    "_MultiDataCollector": MultiCollector,
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -58,12 +58,16 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _check_sizes(self, lanes: int) -> int:
         """Steps per rollout for this many lanes; warns about every rounding."""
+        steps = -(-self.options.frames_per_batch // lanes)
+        self.requested_frames_per_batch = steps * lanes
+        self._warn_rounding(self.options.frames_per_batch, steps * lanes, f"{lanes} lanes")
+        return steps
+
+    def _warn_rounding(self, asked: int, size: int, what: str) -> None:
         options = self.options
-        steps = -(-options.frames_per_batch // lanes)
-        size = self.requested_frames_per_batch = steps * lanes
-        if size != options.frames_per_batch:
+        if size != asked:
             warnings.warn(
-                f"frames_per_batch={options.frames_per_batch} is not a multiple of {lanes} lanes; batches hold {size}",
+                f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}",
                 stacklevel=6,
             )
         if options.total != float("inf") and options.total % size:
@@ -77,7 +81,6 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 f"whole batches are random",
                 stacklevel=6,
             )
-        return steps
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split or post-processed."""
         self._open()
-        return self._take(random=self._frames < self.options.random_frames)[0]
+        return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
@@ -155,9 +158,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
             if whole is None:
-                return batch
+                return batch if self.options.split_trajs else self._arrange(batch, rollout)
             before = len(whole)
-            whole.feed(batch)
+            whole.feed(batch, rollout.worker)
             fruitless = 0 if len(whole) > before else fruitless + 1
             if fruitless >= _PATIENCE and self.options.reset_at_each_iter:
                 steps = rollout.layout.steps
@@ -168,6 +171,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
         rollout = self._backend.take(random=random)
+        if rollout.parts:
+            return TensorDict({}), rollout
         if self._same is None:
             batch = assemble(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
@@ -184,6 +189,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         elif storing is not None and storing.type != "cpu":
             delivered.update_(batch)
         return delivered, rollout
+
+    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        """The batch `[lanes, T]` in the shape this collector delivers."""
+        return batch
 
     # ---- weights, seeds, state ------------------------------------------------------------------------------------
 
@@ -230,19 +239,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             chosen = weights_dict["policy"]
         if model_id not in (None, "policy"):
             raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
-        self._backend.publish(self._for_worker(chosen, worker_ids))
-        self._version += 1
+        self._version = self._publish(chosen, worker_ids)
 
-    def _for_worker(self, weights: Any, worker_ids: int | Sequence[int] | None) -> Any:
-        """The only worker's share of per-worker weights."""
+    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
+        """Hand weights on to the only worker, of which per-worker weights name at most its own."""
         ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
         if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
             if list(weights) != [0]:
                 raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
-            return weights[0]
-        return weights
+            weights = weights[0]
+        return self._backend.publish(weights)
 
     @property
     def policy_version(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Set
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,6 +33,20 @@ _LATER = {
     "sync",
     "backend_options",
 }
+# Only where workers are processes of their own.
+WORKERS_ONLY = frozenset(
+    {
+        "cat_results",
+        "update_at_each_batch",
+        "preemptive_threshold",
+        "max_lag",
+        "num_sub_threads",
+        "num_threads",
+        "init_fn",
+        "timeout",
+        "start_method",
+    }
+)
 _USUAL = {"extend_buffer": True}  # spelling out what would happen anyway
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = {"use_buffers": None, "no_cuda_sync": False, "worker_idx": None, "backend": "direct"}
@@ -68,6 +82,15 @@ class Options:
         interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
+        cat_results: how workers' rollouts are joined: "stack" (the default), 0 (along lanes) or -1 (along time).
+        update_at_each_batch: send the policy's weights to the workers before each batch.
+        preemptive_threshold: a batch waits for this share of the workers; the others stop, what they lack is masked.
+        max_lag: drop rollouts made by weights more than so many updates old; `stats()` counts what was dropped.
+        num_sub_threads: torch threads of each worker.
+        num_threads: accepted; threads of this process are left as they are.
+        init_fn: called first in each worker.
+        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
+        start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
     """
@@ -97,6 +120,15 @@ class Options:
     interruptor: Any = None
     compile_policy: bool | Mapping[str, Any] | None = None
     trust_policy: bool | None = None
+    cat_results: str | int | None = None
+    update_at_each_batch: bool = False
+    preemptive_threshold: float | None = None
+    max_lag: int | None = None
+    num_sub_threads: int = 1
+    num_threads: int | None = None
+    init_fn: Callable[[], Any] | None = None
+    timeout: float | None = None
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
 
@@ -105,7 +137,7 @@ class Options:
         self._whole("total_frames", none=True)
         self._whole("max_frames_per_traj", none=True)
         self._whole("init_random_frames", none=True)
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory"):
+        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
@@ -115,6 +147,7 @@ class Options:
         if self.split_trajs and not self.track_traj_ids:
             raise UsageError("split_trajs=True needs track_traj_ids=True")
         self._check_trajectories()
+        self._check_workers()
         if self.compact_obs and (self.split_trajs or self.return_same_td):
             raise UsageError(
                 "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
@@ -142,6 +175,21 @@ class Options:
         ):
             if bool(getattr(self, name)) is bad:
                 raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")
+
+    def _check_workers(self) -> None:
+        self._whole("max_lag", least=0, none=True)
+        self._whole("num_sub_threads", least=1)
+        if self.cat_results not in (None, "stack", 0, -1) or isinstance(self.cat_results, bool):
+            raise UsageError(f"cat_results must be 'stack', 0 or -1, got {self.cat_results!r}")
+        share = self.preemptive_threshold
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
+        ):
+            raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise UsageError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")
+        if self.start_method not in ("forkserver", "spawn"):
+            raise UsageError(f"start_method must be 'forkserver' or 'spawn', got {self.start_method!r}")
 
     def _whole(self, name: str, *, least: int | None = None, none: bool = False) -> None:
         value = getattr(self, name)
@@ -196,8 +244,11 @@ class Options:
         return dict(self.compile_policy) if isinstance(self.compile_policy, Mapping) else {}
 
 
-def read_options(owner: str, given: dict[str, Any]) -> Options:
-    """Keywords as Options. Legacy names warn, unknown names are errors that say the nearest."""
+def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = frozenset()) -> Options:
+    """Keywords as Options. Legacy names warn, unknown names are errors that say the nearest.
+
+    `without` names the options this owner does not have.
+    """
     given = dict(given)
     for old, new in _LEGACY.items():
         if old in given:
@@ -212,8 +263,10 @@ def read_options(owner: str, given: dict[str, Any]) -> Options:
     for name in sorted(_LATER & given.keys()):
         if given.pop(name) not in (None, False, _USUAL.get(name)):
             raise UsageError(f"{owner} does not support {name} yet")
-    fields = {f.name for f in dataclasses.fields(Options)}
+    fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:
+        if name in without:
+            raise WrongArgument(f"{owner} has no option {name!r}: it is for collectors with worker processes")
         if name not in fields:
             raise WrongArgument(f"{owner} has no option {name!r}{nearest(name, fields)}")
     if given.get("frames_per_batch") is None:
@@ -221,8 +274,8 @@ def read_options(owner: str, given: dict[str, Any]) -> Options:
     return Options(**given)
 
 
-def signature(init: Callable[..., Any]) -> inspect.Signature:
-    """`init`'s own parameters followed by every option, for `help` and editors."""
+def signature(init: Callable[..., Any], *, without: Set[str] = frozenset()) -> inspect.Signature:
+    """`init`'s own parameters followed by every option it takes, for `help` and editors."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
     shown = [
         inspect.Parameter(
@@ -232,5 +285,6 @@ def signature(init: Callable[..., Any]) -> inspect.Signature:
             annotation=f.type,
         )
         for f in dataclasses.fields(Options)
+        if f.name not in without
     ]
     return inspect.Signature(own + shown)

@@ -8,16 +8,12 @@ import torch
 
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
-from reap.collectors.options import read_options, signature
+from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.core.env import Env
-from reap.core.exploration import exploration_type
 from reap.core.policy import RandomPolicy
-from reap.core.worker import Plan
-from reap.envs import as_env
-from reap.envs.limit import StepLimit
 from reap.errors import UsageError, WrongArgument
 from reap.spec import show
-from reap.weights.local import placed
 
 
 class Collector(BaseCollector):
@@ -38,7 +34,7 @@ class Collector(BaseCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
-        settings = read_options(type(self).__name__, options)
+        settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
         if isinstance(create_env_fn, (list, tuple)):
@@ -50,36 +46,19 @@ class Collector(BaseCollector):
         self._prepare(settings)
         device, _ = settings.devices
 
-        def make_env() -> Env:
-            env = as_env(create_env_fn, settings.create_env_kwargs)
-            limit = settings.max_frames_per_traj
-            return StepLimit(env, limit) if limit is not None and limit > 0 else env
-
-        def make_policy() -> Any:
-            made = policy if settings.policy_factory is None else settings.policy_factory()
-            return placed(made, device)
-
-        plan = Plan(
-            make_env,
-            make_policy,
+        plan = plan_for(
+            settings,
+            EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj),
+            PolicyMaker(policy, settings.policy_factory, device),
             self._check_sizes,
-            exploration=exploration_type(settings.exploration_type),
-            policy_device=device if device is not None and device.type != "cpu" else None,
-            trust_policy=bool(settings.trust_policy),
-            compile_policy=settings.compiling,
-            reset_when_done=settings.reset_when_done,
-            reset_at_each_iter=settings.reset_at_each_iter,
-            track_traj_ids=settings.track_traj_ids,
-            track_policy_version=settings.track_policy_version,
-            compact=settings.compact_obs,
-            stop=None if settings.interruptor is None else settings.interruptor.collection_stopped,
+            device,
         )
         self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td)
         self._backend = self._inline
         self._inline.start()
         self.frames_per_batch = self._inline.worker.layout.steps
 
-    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
+    __init__.__signature__ = signature(__init__, without=WORKERS_ONLY)  # type: ignore[attr-defined]
 
     @property
     def policy(self) -> Any:

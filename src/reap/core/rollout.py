@@ -20,24 +20,11 @@ from tensordict.nn import InteractionType
 
 from reap.core.env import Env
 from reap.core.exploration import exploring
+from reap.core.ledger import Ledger
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
-from reap.core.stats import Stats
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import Key, Leaf, numpy_dtype, show
-
-
-class TrajectoryIds:
-    """A counter: every trajectory of a run gets the next number."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.next = start
-
-    def take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The next `count` ids."""
-        ids = np.arange(self.next, self.next + count, dtype=np.int64)
-        self.next += count
-        return ids
 
 
 class RolloutLoop:
@@ -49,20 +36,17 @@ class RolloutLoop:
         policy: Policy,
         *,
         current: Sequence[np.ndarray[Any, Any]],
-        ids: TrajectoryIds,
-        stats: Stats,
+        ledger: Ledger | None = None,
         exploration: InteractionType | None = InteractionType.RANDOM,
         reset_when_done: bool = True,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        self.env, self.policy, self.current, self.stats = env, policy, current, stats
+        self.env, self.policy, self.current, self.ledger = env, policy, current, ledger
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
-        self.counter = ids
         self.version = 0
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        self.ids = ids.take(spec.lanes)
         self._due: list[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
 
@@ -76,9 +60,8 @@ class RolloutLoop:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         chosen = list(lanes)
         self._due = [lane for lane in self._due if lane not in chosen]
-        if fresh_ids:
-            self.ids[chosen] = self.counter.take(len(chosen))
-        self.stats.forget(chosen)
+        if self.ledger is not None:
+            self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
@@ -158,7 +141,10 @@ class RolloutLoop:
             raise
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r}") from cause
-        self._finish(slot, t + 1, ends, due)
+        if self.ledger is not None:
+            when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
+            where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
+            self.ledger.close(slot, t + 1, when, where, due=due, version=self.version)
         self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
@@ -169,86 +155,9 @@ class RolloutLoop:
             lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
             step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
             values={key: np.concatenate([values[n] for _, _, values in kept]) for n, key in enumerate(keys)},
+            steps=slot.layout.steps,
             size=slot.layout.batch_size,
         )
-
-    def _finish(self, slot: Slot, steps: int, ends: list[tuple[int, list[int]]], due: list[int]) -> None:
-        """What is written once per rollout: mask, ids, versions, statistics."""
-        arrays = slot.arrays
-        when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
-        where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
-        frames = steps * slot.layout.lanes
-        mask = arrays.get(MASK)
-        if mask is not None:
-            when = self._settle(mask, slot, steps, when, where)
-            frames = int(mask.sum())
-        reward = arrays[("next", *self._keys.reward[0])][:steps]
-        number = (
-            reward[..., 0]
-            if reward.ndim == 3 and reward.shape[2] == 1
-            else reward.reshape(steps, len(self.lanes), -1).mean(-1)
-        )
-        self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
-        if TRAJ_IDS in arrays:
-            self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            if mask is not None:
-                arrays[TRAJ_IDS][~mask] = -1
-        for key in (VERSION, ("next", *VERSION)):
-            if key in arrays:
-                arrays[key][...] = self.version
-                if mask is not None:
-                    arrays[key][~mask] = 0
-
-    def _write_ids(
-        self,
-        column: np.ndarray[Any, Any],
-        when: np.ndarray[Any, Any],
-        where: np.ndarray[Any, Any],
-        steps: int,
-        due: list[int],
-    ) -> None:
-        """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
-        column[...] = 0
-        column[0] = self.ids
-        if due:  # lanes not reset yet get their new ids when they are
-            began = when < (steps - 1 if self.reset_when_done else 0)
-            when, where = when[began], where[began]
-        if len(when):
-            new = self.counter.take(len(when))
-            inside = when + 1 < len(column)
-            column[when[inside] + 1, where[inside]] = new[inside]
-            self.ids[where] = new  # in order of time: the last one stays
-            np.maximum.accumulate(column, axis=0, out=column)
-        else:
-            column[1:] = self.ids
-
-    def _settle(
-        self,
-        mask: np.ndarray[Any, Any],
-        slot: Slot,
-        steps: int,
-        when: np.ndarray[Any, Any],
-        where: np.ndarray[Any, Any],
-    ) -> np.ndarray[Any, Any]:
-        """Finish the mask, close the gaps of skipped steps, clear rows without a frame; returns where ends are now."""
-        mask[steps:] = False
-        if not self.reset_when_done:
-            for t, lane in zip(when, where):
-                mask[t + 1 :, lane] = False
-        if mask.all():
-            return when
-        columns = {key: column for key, column in slot.arrays.items() if key != MASK}
-        if self.env.spec.rows == "skipping":
-            when = np.cumsum(mask, axis=0)[when, where] - 1
-            order = np.argsort(~mask, axis=0, kind="stable")
-            for column in columns.values():
-                index = order.reshape(*order.shape, *(1,) * (column.ndim - 2))
-                column[...] = np.take_along_axis(column, index, axis=0)
-            mask[...] = np.take_along_axis(mask, order, axis=0)
-        junk = ~mask
-        for column in columns.values():
-            column[junk] = 0
-        return when
 
 
 def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:

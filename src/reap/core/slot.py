@@ -46,6 +46,12 @@ class Layout:
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
 
+    def block(self) -> np.ndarray[Any, Any]:
+        """Fresh memory for every column."""
+        raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
+        start = -raw.ctypes.data % _ALIGN
+        return raw[start : start + self.nbytes]
+
     @property
     def batch_size(self) -> tuple[int, ...]:
         """The leading dimensions of a delivered batch."""
@@ -118,30 +124,30 @@ class Finals(NamedTuple):
     lane: np.ndarray[Any, Any]  # [F]
     step: np.ndarray[Any, Any]  # [F]
     values: dict[Key, np.ndarray[Any, Any]]  # [F, …]
+    steps: int  # of the rollout
     size: tuple[int, ...]  # the batch size they belong to
 
 
 class Slot:
-    """One block of memory and its columns."""
+    """One block of memory and its columns; or columns that lie elsewhere, as a worker's lanes of a slot they share."""
 
-    def __init__(self, layout: Layout, index: int = 0) -> None:
+    def __init__(
+        self, layout: Layout, index: int = 0, arrays: Mapping[Key, np.ndarray[Any, Any]] | None = None
+    ) -> None:
         self.layout, self.index = layout, index
-        raw = np.zeros(layout.nbytes + _ALIGN, np.uint8)
-        start = -raw.ctypes.data % _ALIGN
-        self.block = raw[start : start + layout.nbytes]
-        self.arrays = layout.arrays(self.block)
+        self.block = layout.block() if arrays is None else np.zeros(0, np.uint8)  # its own memory
+        self.arrays = layout.arrays(self.block) if arrays is None else dict(arrays)
         self.state = State.FREE
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
-        flags = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS if (*root, flag) in layout.offsets]
-        first = min(layout.offsets[key] for key in flags)
-        last = max(layout.offsets[key] + self.arrays[key].nbytes for key in flags)
-        self._flags = self.block[first:last]
+        keys = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS]
+        self._flags = [self.arrays[key] for key in keys if key in self.arrays]
 
     def clear_flags(self) -> None:
         """All flags False: the consumer of the last batch may have written to them."""
-        self._flags[:] = 0
+        for flag in self._flags:
+            flag[...] = False
 
     def lend(self, give_back: Callable[[], None]) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns for a consumer to keep; `give_back` is called when nothing looks at any of them any more."""
@@ -233,9 +239,9 @@ class Pool:
     is copied out of it. One batch of memory per slot in flight, and never a batch overwritten.
     """
 
-    def __init__(self, layout: Layout, limit: int = 2) -> None:
+    def __init__(self, layout: Layout, limit: int = 2, make: Callable[[Layout, int], Slot] = Slot) -> None:
         self.layout = layout
-        self._limit = limit
+        self._limit, self._make = limit, make
         self._slots: list[Slot] = []
         # Finalizers append here, in whatever thread drops the last tensor: atomic, where a lock could deadlock.
         self._free: deque[int] = deque()
@@ -246,10 +252,10 @@ class Pool:
         if self._free:
             slot = self._slots[self._free.popleft()]
         elif len(self._slots) < self._limit:
-            slot = Slot(self.layout, len(self._slots))
+            slot = self._make(self.layout, len(self._slots))
             self._slots.append(slot)
         else:
-            slot = self._reserve = self._reserve or Slot(self.layout, -1)
+            slot = self._reserve = self._reserve or self._make(self.layout, -1)
         slot.state = State.WRITING
         return slot
 

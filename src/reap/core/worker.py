@@ -14,14 +14,16 @@ from tensordict.nn import InteractionType
 
 from reap.core.as_policy import as_policy
 from reap.core.env import Env
+from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, visible_columns
-from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
+from reap.core.ready import Sorter, delivered
+from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
-from reap.spec import Key, Leaf, show_keys
+from reap.spec import READY, Key, Leaf, show_keys
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class Plan:
 class Worker:
     """An env, a policy, the loop that joins them and the slots it fills."""
 
-    def __init__(self, plan: Plan, *, same_slot: bool = False) -> None:
+    def __init__(self, plan: Plan, *, same_slot: bool = False, ids: TrajectoryIds | None = None) -> None:
         self.plan = plan
+        self._ids = ids or TrajectoryIds()
         env = plan.make_env()
         try:
             self._build(plan, env, same_slot)
@@ -62,8 +65,8 @@ class Worker:
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
-        self.lanes = spec.lanes
-        self.stats = Stats(spec.lanes)
+        self.lanes = spec.all_lanes
+        self.stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
         seeds, env.pending_seeds = env.pending_seeds, None  # the env may have been seeded by hand
         try:
@@ -75,12 +78,12 @@ class Worker:
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         self.random = RandomActions(spec.action, self.policy.outputs, self.memory)
+        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
             self.policy,
             current=current,
-            ids=TrajectoryIds(),
-            stats=self.stats,
+            ledger=self.ledger if spec.ready_of is None else None,
             exploration=plan.exploration,
             reset_when_done=plan.reset_when_done,
             stop=plan.stop,
@@ -95,8 +98,24 @@ class Worker:
         )
         if plan.compact:
             self._check_compact(columns)
-        self.layout = Layout(columns, plan.steps(spec.lanes), spec.lanes, batched=spec.batched)
+        steps = plan.steps(self.lanes)
+        self.sorter: Sorter | None = None
+        if spec.ready_of is not None:
+            self._check_ready(columns)
+            self.sorter = Sorter(columns, self.lanes)
+            self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
+            columns = {key: columns[key] for key in delivered(columns)}
+        self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
         self.pool = Pool(self.layout, limit=0 if same_slot else 2)
+
+    def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
+        if self.plan.stop is not None:
+            raise UsageError("interruptor stops all lanes at one step; this env's lanes come as they are ready")
+        theirs = [key for key in self.policy.outputs if key[0] == "next" and key[1:] not in self.memory]
+        if theirs:
+            raise UsageError(
+                f"policy writes {show_keys(theirs)}; where lanes come as they are ready only a declared carry is kept"
+            )
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
         if MASK in columns or self.env.tidies:
@@ -114,7 +133,7 @@ class Worker:
         return as_policy(
             self.model,
             columns=visible_columns(spec, current),
-            observation=[key for key in spec.observation if key not in self.memory],
+            observation=[key for key in spec.observation if key not in self.memory and key != READY],
             side=spec.side,
             carry=list(self.memory),
             action=spec.action,
@@ -128,26 +147,56 @@ class Worker:
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
         if self.plan.reset_at_each_iter:
-            self.loop.reset(range(self.lanes))
+            self._reset(range(self.lanes))
         self.stats.begin()
         before = self.stats.frames
-        self.loop.fill(slot, self.random if random else None)
+        policy = self.random if random else None
+        if self.sorter is None:
+            self.loop.fill(slot, policy)
+        else:
+            self._fill_sorted(slot, self.sorter, policy)
         self.stats.end()
         slot.state = State.FULL
         return self.stats.frames - before
+
+    def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
+        """The same loop, on a log in which lanes stand as they were ready; `slot` gets the frames lane by lane."""
+        if self.policy.remembers:
+            raise UsageError(
+                "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "
+                "would be another lane's. Declare it as carry, or give a module that keeps nothing"
+            )
+        try:
+            while not sorter.holds(slot.layout.steps):
+                self.loop.fill(self._log, policy)
+                sorter.feed(self._log, self.loop.version)
+        except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
+            sorter.clear()
+            self.ledger.reset(range(self.lanes))
+            raise
+        slot.clear_flags()
+        when, where = sorter.deliver(slot)
+        self.ledger.close(slot, slot.layout.steps, when, where, due=(), version=None)
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""
         if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
             raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
-        self.loop.reset(range(self.lanes) if lanes is None else lanes)
+        self._reset(range(self.lanes) if lanes is None else lanes)
+
+    def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
+        if self.sorter is None:
+            return self.loop.reset(lanes, seeds, fresh_ids=fresh_ids)
+        self.loop.reset(self.loop.lanes, seeds)
+        self.sorter.clear()
+        return self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         """Seed process and lanes and begin again; returns the link after the last lane's."""
         seeds, following = chain(seed, self.lanes, static=static)
         seed_process(seed)
         # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
-        self.loop.reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
+        self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
         return following
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import gymnasium as gym
 from reap.core.env import Env
 from reap.envs.base import EnvBase
 from reap.envs.dm import DMEnv, is_dm
-from reap.envs.envpool import EnvPoolLanes, is_envpool
+from reap.envs.envpool import envpool_lanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
 from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
@@ -29,7 +29,7 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
-        return EnvPoolLanes(source)
+        return envpool_lanes(source)
     if is_dm(source):
         return DMEnv(source).lanes_env
     if is_pettingzoo(source):

@@ -16,9 +16,10 @@ from typing_extensions import Self
 from reap.core.as_policy import as_policy
 from reap.core.assemble import assemble
 from reap.core.env import Env, Wrapped
+from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
-from reap.core.rollout import RolloutLoop, TrajectoryIds, columns_of, current_for
+from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
@@ -88,7 +89,7 @@ class EnvBase:
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the next `reset`, lane by lane; returns the seed that follows the last lane's."""
-        self.lanes_env.pending_seeds, following = chain(seed, self.lanes_env.spec.lanes, static=static_seed)
+        self.lanes_env.pending_seeds, following = chain(seed, self.lanes_env.spec.all_lanes, static=static_seed)
         return following
 
     def reset(self) -> TensorDict:
@@ -203,8 +204,7 @@ class EnvBase:
             env,
             chosen,
             current=current,
-            ids=TrajectoryIds(),
-            stats=Stats(spec.lanes),
+            ledger=Ledger(spec, TrajectoryIds(), Stats(spec.lanes)),
             exploration=interaction_type(),
             stop=env.any_ended if break_when_any_done else None,
         )
@@ -227,6 +227,8 @@ class EnvBase:
         self.close()
 
     def _open(self) -> None:
+        if self.lanes_env.spec.ready_of is not None:
+            raise UsageError(f"{type(self).__name__} answers whichever lanes are ready; only a collector can drive it")
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
 

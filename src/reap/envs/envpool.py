@@ -2,15 +2,17 @@
 
 EnvPool resets an ended env on its next step, and can reset or step any subset of its envs when used synchronously. So
 the loop's resets are passed on, and no step is spent on them. Asynchronous pools (`batch_size < num_envs`) answer
-whoever is ready and are refused here.
+whoever is ready: there the step that resets is masked, and core/ready.py takes it out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
@@ -18,7 +20,7 @@ from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import ReapError, UsageError, WorkerRaised, missing
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype
 
 
 def is_envpool(thing: Any) -> bool:
@@ -27,16 +29,11 @@ def is_envpool(thing: Any) -> bool:
 
 
 class EnvPoolLanes(Env):
-    """A synchronous EnvPool env, one lane for each of its envs."""
+    """An EnvPool env, one lane for each of its envs, all in step."""
 
     def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
         self.env = env
-        config = env.spec.config
-        self._count = int(config.num_envs)
-        if int(config.batch_size) not in (0, self._count):
-            raise UsageError(
-                f"EnvPool answers {config.batch_size} of {self._count} envs at a time; leave batch_size out"
-            )
+        self._count = int(env.spec.config.num_envs)
         self._every = np.arange(self._count)
         self._observations = Observations(env.observation_space, categorical=categorical)
         self._actions = Actions(env.action_space, categorical=categorical)
@@ -93,20 +90,101 @@ class EnvPoolLanes(Env):
         ids = info["env_id"]
         whole = len(ids) == self._count and bool((ids == self._every).all())
         at: Any = slice(None) if whole else ids
-        self._observations.write_some(observation, arrays, at, len(ids))
+        self._put(observation, info, arrays, at, len(ids))
+        return at
+
+    def _put(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
+        self._observations.write_some(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
             value = info.get(key[0])
-            wanted = (len(ids), *leaf.shape)
+            wanted = (count, *leaf.shape)
             array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {key[0]!r}")
-        return at
 
     def close(self) -> None:
         self.env.close()
 
 
+class EnvPoolReady(EnvPoolLanes):
+    """An asynchronous EnvPool env: of its envs, `batch_size` answer at a time, whichever are ready."""
+
+    def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
+        super().__init__(env, categorical=categorical, info_keys=info_keys)
+        self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds those that answered
+        own = self.spec
+        self._lane = len(own.observation)
+        self.spec = dataclasses.replace(
+            own,
+            observation={**own.observation, READY: Leaf((), torch.int64)},
+            lanes=self._count,
+            ready_of=self._lanes,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=own.side | {READY},
+        )
+        self._over = np.zeros(self._lanes, bool)  # the next answer of such a lane is that of a reset
+        self._in_hand: np.ndarray[Any, Any] = np.arange(self._lanes, dtype=np.int32)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """All lanes begin anew; `into` gets the first that are ready."""
+        try:
+            self._gather()
+            if seeds is not None:
+                self._seed(seeds)
+            self.env.async_reset()
+            observation, _, _, _, info = self.env.recv()
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self._receive(observation, info, into)
+        self._over[:] = True  # the others will answer the reset first
+        self._over[self._in_hand] = False
+
+    def _gather(self) -> None:
+        """Wait until no lane is on its way. The pool answers `batch_size` at a time: for it some are sent again."""
+        while away := self._lanes - len(self._in_hand):
+            again = max(self._count - away, 0)
+            if again:
+                action = np.zeros((again, *self.env.action_space.shape), self.env.action_space.dtype)
+                self.env.send(action, self._in_hand[:again])
+            self._in_hand = np.concatenate([self._in_hand[again:], self.env.recv()[4]["env_id"]])
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        try:
+            self.env.send(self._decode(*row.action), self._in_hand)
+            observation, reward, terminated, truncated, info = self.env.recv()
+            self._receive(observation, info, row.next)
+            row.reward[:] = reward
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        began = self._over[self._in_hand]
+        assert row.mask is not None
+        row.mask[began] = False
+        done = (terminated | truncated) & ~began
+        self._over[self._in_hand] = done
+        if done.any():
+            row.terminated[:], row.truncated[:], row.done[:] = terminated & done, truncated & done, done
+        return []  # nobody is to be reset: the pool does it
+
+    def _receive(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> None:
+        self._in_hand = np.array(info["env_id"], np.int32)
+        self._put(observation, info, arrays, slice(None), self._count)
+        arrays[self._lane][:] = self._in_hand
+
+
+def envpool_lanes(env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> EnvPoolLanes:
+    """The adapter for a pool: in step, or as they are ready."""
+    config = env.spec.config
+    ready = int(config.batch_size) not in (0, int(config.num_envs))
+    return (EnvPoolReady if ready else EnvPoolLanes)(env, categorical=categorical, info_keys=info_keys)
+
+
 class EnvPoolEnv(EnvBase):
-    """An EnvPool task as lanes, by its id.
+    """An EnvPool task as lanes, by its id. With `batch_size` below `num_envs`, lanes are stepped as they are ready.
 
     >>> env = EnvPoolEnv("CartPole-v1", num_envs=256)
 
@@ -134,5 +212,5 @@ class EnvPoolEnv(EnvBase):
             except ImportError:
                 raise missing("envpool", "envpool") from None
             task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
-        lanes = EnvPoolLanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
+        lanes = envpool_lanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
         super().__init__(lanes, device=device)

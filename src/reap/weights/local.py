@@ -6,7 +6,7 @@ module · TensorDict · state dict · nested dict · {worker: …}   ──►  
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _EXTRA = "_extra_state"
 def as_named(weights: Any) -> dict[str, Any]:
     """Weights as a flat dict of names; names are joined by dots."""
     if isinstance(weights, nn.Module):
-        return _module(weights)
+        return named_tensors(weights)
     if isinstance(weights, TensorDictBase):
         return {".".join(k) if isinstance(k, tuple) else k: v for k, v in weights.items(True, True)}
     if isinstance(weights, Mapping):
@@ -35,26 +35,34 @@ def as_named(weights: Any) -> dict[str, Any]:
     raise WrongArgument(f"weights must be a module, a TensorDict or a state dict, got {type(weights).__name__}")
 
 
-def _module(module: nn.Module) -> dict[str, Any]:
+def named_tensors(module: nn.Module) -> dict[str, Any]:
+    """Parameters, buffers and extra states by name."""
     named: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     named.update(module.named_buffers(remove_duplicate=False))
     named.update({k: v for k, v in module.state_dict().items() if k.endswith(_EXTRA)})
     return named
 
 
-def load(module: nn.Module, weights: Any) -> None:
-    """Copy `weights` into `module`. Everything is checked before anything is written."""
-    new, own = as_named(weights), _module(module)
-    new = {k: v for k, v in new.items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
+def fitting(weights: Any, own: Mapping[str, Any], needed: Iterable[str]) -> dict[str, Any]:
+    """`weights` by name, if they fit a policy that has `own` (values, or anything with a shape) and needs `needed`."""
+    new = {k: v for k, v in as_named(weights).items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
     unknown = [name for name in new if name not in own]
     if unknown:
         raise SpecMismatch(f"weights hold {unknown[0]!r}, which the policy has not{nearest(unknown[0], own)}")
-    missing = [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in new]
+    missing = [name for name in needed if name not in new]
     if missing:
         raise SpecMismatch(f"weights lack {len(missing)} of the policy's parameters, first {missing[0]!r}")
     for name, value in new.items():
-        if isinstance(value, Tensor) and isinstance(own[name], Tensor) and value.shape != own[name].shape:
-            raise SpecMismatch(f"{name!r} has shape {list(value.shape)}, the policy's {list(own[name].shape)}")
+        shape = getattr(own[name], "shape", None)
+        if isinstance(value, Tensor) and shape is not None and tuple(value.shape) != tuple(shape):
+            raise SpecMismatch(f"{name!r} has shape {list(value.shape)}, the policy's {list(shape)}")
+    return new
+
+
+def load(module: nn.Module, weights: Any) -> None:
+    """Copy `weights` into `module`. Everything is checked before anything is written."""
+    own = named_tensors(module)
+    new = fitting(weights, own, [name for name, _ in module.named_parameters(remove_duplicate=False)])
     with torch.no_grad():
         for name, value in new.items():
             if name.endswith(_EXTRA):

@@ -1,0 +1,503 @@
+"""Processes: workers of their own, slots in shared memory, weights back by version.
+
+    sync    one slot for all: worker w fills lanes [w·B, (w+1)·B), the batch is whole when all have          1 version
+    async   slots of its own for each: whoever is full first is taken first, and goes on while you learn
+
+                    ┌── free pipe: a slot number ──► worker 0 ─┐
+    take ── wait ───┤                                          ├──► "full" ──► lend (or copy) ──► consumer
+     ▲              └── free pipe: a slot number ──► worker 1 ─┘                                       │
+     └─────────────────── the last tensor on the slot dies: its number goes into the pipe ◄────────────┘
+
+The parent waits on connections *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reap.backends.base import Rollout
+from reap.backends.process_worker import (
+    CLAIMED,
+    RANDOM,
+    STOP,
+    About,
+    Answer,
+    Full,
+    Job,
+    Memory,
+    Raised,
+    run_worker,
+)
+from reap.children import Child, StartMethod, dumps, end, send
+from reap.core.shared import SharedFile, SharedSlots
+from reap.core.slot import Finals, Layout, Pool, Slot
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongState
+from reap.seeding import chain
+from reap.spec import Key
+from reap.weights.local import fitting
+from reap.weights.shared import SharedWeights
+
+_DEADLINE = 5.0  # seconds within which `close` has ended every worker
+_OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
+_COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_ALL = 2**62
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in another process, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+class _Free:
+    """The parent's end of a worker's free pipe. Used by finalizers, in any thread: one atomic write, no lock."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def give(self, slot: int) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
+                os.write(self._fd, bytes([slot]))
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1  # first: a finalizer must never write to a number that is somebody else's
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Remote:
+    """One worker as the parent sees it."""
+
+    def __init__(self, index: int, child: Child, free: _Free) -> None:
+        self.index, self.child, self.free = index, child, free
+        self.about: About
+        self.inbox: deque[Any] = deque()
+        self.slots: SharedSlots  # its own, if asynchronous
+        self.lent: set[int] = set()
+        self.busy_since: float | None = None  # when it was last given something to do, or heard of while at it
+        self.given = 0  # slots it may fill
+        self.stats: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self.index} (pid {self.child.pid})"
+
+
+class ProcessBackend:
+    """Workers in processes, one plan each."""
+
+    def __init__(
+        self,
+        plans: Sequence[Any],
+        *,
+        sync: bool,
+        source: Any = None,
+        timeout: float | None = None,
+        threshold: float | None = None,
+        threads: int = 1,
+        init: Callable[[], Any] | None = None,
+        start_method: StartMethod = "forkserver",
+        random_frames: int = 0,
+    ) -> None:
+        self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
+        count = len(self._plans)
+        self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
+        self._threads, self._init, self._start_method = threads, init, start_method
+        self._random_frames = random_frames
+        self.version = 0
+        self.workers: list[_Remote] = []
+        self._files: list[SharedFile] = []
+        self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
+        self._filling: Slot | None = None
+        self._arrived: deque[tuple[_Remote, Full]] = deque()
+        self._begun = False
+        self._publishing = threading.Lock()  # a synchronous batch has one version: no publish while it is filled
+        self._shared: SharedWeights | None = None
+        self._owner = os.getpid()
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all workers at once, learn from them what a slot looks like, and give them the memory."""
+        count = len(self._plans)
+        entropy = np.random.SeedSequence().generate_state(count, np.uint32)
+        jobs = [
+            Job(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count)
+            for w, plan in enumerate(self._plans)
+        ]
+        targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
+        control, weights = self._file("control"), self._file("weights")
+        self._control = control.map(8 * (CLAIMED + count)).view(np.int64)
+        self._control[RANDOM] = 0 if self._sync else self._random_frames
+        self._parcels = [self._file("parcel") for _ in jobs]
+        common, slots = self._file("slots"), [self._file("slots") for _ in jobs]
+        self._selector = selectors.DefaultSelector()
+        for job, target in zip(jobs, targets):
+            theirs, ours = os.pipe()
+            fds = [theirs, common.fd, slots[job.index].fd, weights.fd, control.fd, self._parcels[job.index].fd]
+            try:
+                child = Child(target, fds=fds, start=self._start_method, name=f"reap-worker-{job.index}")
+            except BaseException:
+                os.close(ours)
+                raise
+            finally:
+                os.close(theirs)
+            remote = _Remote(job.index, child, _Free(ours))
+            self.workers.append(remote)
+            self._selector.register(child.connection, selectors.EVENT_READ, remote)
+            self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
+        for remote, about in zip(self.workers, self._answers(self.workers)):
+            remote.about = about
+        self._share_memory(common, slots, weights)
+        self._answers(self.workers)  # "ready"
+
+    def _file(self, name: str) -> SharedFile:
+        self._files.append(SharedFile(f"reap-{name}"))
+        return self._files[-1]
+
+    def _share_memory(self, common: SharedFile, slots: Sequence[SharedFile], weights: SharedFile) -> None:
+        abouts = [remote.about for remote in self.workers]
+        packings = {about.packing for about in abouts}
+        packing = packings.pop() if len(packings) == 1 else None
+        layouts = [about.layout for about in abouts]
+        self._together = self._sync and len({layout.steps for layout in layouts}) == 1
+        if self._together:
+            whole = _joined(layouts)
+            shared = SharedSlots(common, whole, _COMMON_SLOTS)
+            self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: shared.slot(index))
+        first = 0
+        for remote, file in zip(self.workers, slots):
+            own = remote.about.layout
+            if self._together:
+                memory = Memory(whole, _COMMON_SLOTS, first, common=True, packing=packing)
+            else:
+                remote.slots = SharedSlots(file, own, _OWN_SLOTS)
+                memory = Memory(own, _OWN_SLOTS, 0, common=False, packing=packing)
+            send(remote.child.connection, memory)
+            first += own.lanes
+        if packing is not None:
+            self._shared = SharedWeights(weights, packing)
+
+    def close(self) -> None:
+        """Goodbye to each worker, then terminate, then kill; all within one deadline."""
+        if self._owner != os.getpid():
+            return  # a fork of the process that owns the workers
+        workers, self.workers = self.workers, []
+        for remote in workers:
+            remote.free.close()
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(remote.child.connection)
+                self._selector.unregister(remote.child.sentinel)
+            remote.child.connection.close()
+            remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
+        end([remote.child for remote in workers], patience=0.6 * _DEADLINE, deadline=_DEADLINE)
+        if hasattr(self, "_selector"):
+            self._selector.close()
+        for file in self._files:
+            file.close()
+
+    # ---- listening ------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Wait until some worker says something, or is gone; file it."""
+        ready = self._selector.select(self._patience())
+        if not ready:
+            self._check_silence()
+        for remote in {key.data.index: key.data for key, _ in ready}.values():
+            self._hear(remote)
+
+    def _hear(self, remote: _Remote) -> None:
+        connection = remote.child.connection
+        try:
+            while connection.poll():
+                message = pickle.loads(connection.recv_bytes())
+                remote.busy_since = time.monotonic()
+                if isinstance(message, Raised):
+                    raise self._remote_error(remote, message)
+                if isinstance(message, Full):
+                    remote.given -= 1
+                    remote.stats = message.stats
+                    self._arrived.append((remote, message))
+                else:
+                    remote.inbox.append(message)
+        except (EOFError, ConnectionError):
+            pass
+        if remote.child.gone():
+            raise self._death(remote)
+
+    def _death(self, remote: _Remote) -> WorkerDied:
+        stack = remote.child.stack()
+        text = f"{remote.child.how_it_ended()}" + (f"; its last stack:\n{stack}" if stack else "")
+        return WorkerDied(text).at(worker=remote.name)
+
+    def _remote_error(self, remote: _Remote, message: Raised) -> ReapError:
+        raised, cause = pickle.loads(message.error), pickle.loads(message.cause)
+        error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
+        if cause is not None:
+            cause.__cause__ = RemoteTraceback(message.text)
+        error.__cause__ = cause if cause is not None else RemoteTraceback(message.text)
+        return error.at(worker=remote.name)
+
+    def _patience(self) -> float | None:
+        """How long until somebody may be called silent."""
+        if self._timeout is None:
+            return None
+        waits = [r.busy_since + self._timeout for r in self.workers if r.given > 0 and r.busy_since is not None]
+        return max(0.0, min(waits, default=time.monotonic() + self._timeout) - time.monotonic())
+
+    def _check_silence(self) -> None:
+        for remote in self.workers:
+            if remote.given > 0 and remote.busy_since is not None and self._timeout is not None:
+                silent = time.monotonic() - remote.busy_since
+                if silent >= self._timeout:
+                    stack = remote.child.ask_stack() or "(it does not answer signals)"
+                    raise WorkerSilent(
+                        f"sent nothing for {silent:.1f} s (timeout={self._timeout}); its stack:\n{stack}"
+                    ).at(worker=remote.name)
+
+    def _answers(self, remotes: Sequence[_Remote]) -> list[Any]:
+        """The next message of each."""
+        for remote in remotes:
+            remote.given += 1
+            remote.busy_since = time.monotonic()
+        while not all(remote.inbox for remote in remotes):
+            self._listen()
+        for remote in remotes:
+            remote.given -= 1
+        return [remote.inbox.popleft() for remote in remotes]
+
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+        remotes = [self.workers[w] for w in arguments]
+        for remote in remotes:
+            try:
+                send(remote.child.connection, (name, tuple(arguments[remote.index])))
+            except ConnectionError:
+                self._hear(remote)
+                raise self._gone(remote) from None
+        return [answer.value for answer in self._answers(remotes) if isinstance(answer, Answer)]
+
+    def _gone(self, remote: _Remote) -> WorkerDied:
+        remote.child.gone(1.0)
+        return self._death(remote)
+
+    def _everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
+        return {remote.index: arguments for remote in self.workers}
+
+    # ---- data -----------------------------------------------------------------------------------------------------
+
+    def take(self, *, random: bool = False) -> Rollout:
+        """The next rollout: of all workers (sync), or of whoever is first."""
+        return self._take_all(random) if self._sync else self._take_first()
+
+    def _give(self, remote: _Remote, slot: int) -> None:
+        if not remote.given:
+            remote.busy_since = time.monotonic()
+        remote.given += 1
+        remote.free.give(slot)
+
+    def _take_all(self, random: bool) -> Rollout:
+        with self._publishing:
+            if self._pending is None:  # else a Ctrl-C interrupted the last take: the workers are at it
+                self._filling = self._pool.acquire() if self._together else None
+                self._pending = self._filling.index % _COMMON_SLOTS if self._filling is not None else 0
+                self._control[STOP], self._control[RANDOM] = 0, _ALL if random else 0
+                for remote in self.workers:
+                    self._give(remote, self._pending)
+            self._wait_for_all()
+        full = {remote.index: message for remote, message in self._arrived}
+        slot = self._filled()
+        parts = [full[remote.index] for remote in self.workers]
+        frames, version = sum(part.frames for part in parts), parts[0].version
+        if slot is None:
+            apart = [self._apart(remote, part) for remote, part in zip(self.workers, parts)]
+            return Rollout({}, self.workers[0].about.layout, frames, version, parts=apart)
+        return Rollout(self._pool.lend(slot), slot.layout, frames, version, finals=self._finals(parts, slot.layout))
+
+    def _wait_for_all(self) -> None:
+        while len(self._arrived) < len(self.workers):
+            if len(self._arrived) >= self._enough:
+                self._control[STOP] = 1
+            self._listen()
+
+    def _filled(self) -> Slot | None:
+        """The slot all have filled; None where each has its own."""
+        slot, self._filling, self._pending = self._filling, None, None
+        self._arrived.clear()
+        return slot
+
+    def _apart(self, remote: _Remote, full: Full) -> Rollout:
+        arrays = remote.slots.slot(full.slot).arrays
+        copies = {key: array.copy() for key, array in arrays.items()}
+        return Rollout(copies, remote.about.layout, full.frames, full.version, worker=remote.index)
+
+    def _finals(self, parts: Sequence[Full], layout: Layout) -> Finals | None:
+        if any(part.finals is None for part in parts):
+            return None
+        first = np.cumsum([0, *(remote.about.layout.lanes for remote in self.workers)])
+        return Finals(
+            lane=np.concatenate([part.finals.lane + start for part, start in zip(parts, first)]),
+            step=np.concatenate([part.finals.step for part in parts]),
+            values={k: np.concatenate([part.finals.values[k] for part in parts]) for k in parts[0].finals.values},
+            steps=layout.steps,
+            size=layout.batch_size,
+        )
+
+    def _take_first(self) -> Rollout:
+        if not self._begun:
+            self._begun = True
+            for remote in self.workers:
+                for slot in range(_OWN_SLOTS):
+                    self._give(remote, slot)
+        while not self._arrived:
+            self._listen()
+        remote, full = self._arrived.popleft()
+        return Rollout(
+            self._lend(remote, full.slot),
+            remote.about.layout,
+            full.frames,
+            full.version,
+            worker=remote.index,
+            finals=full.finals,
+        )
+
+    def _lend(self, remote: _Remote, index: int) -> dict[Key, np.ndarray[Any, Any]]:
+        """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
+        slot = remote.slots.slot(index)
+        if len(remote.lent) >= _OWN_SLOTS - 2:
+            arrays = {key: array.copy() for key, array in slot.arrays.items()}
+            self._give(remote, index)
+            return arrays
+        remote.lent.add(index)
+
+        def give_back() -> None:
+            remote.lent.discard(index)
+            remote.given += 1
+            remote.free.give(index)
+
+        return slot.lend(give_back)
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
+        """New weights for all workers, or for some; returns their version."""
+        per_worker = isinstance(weights, dict) and bool(weights) and all(isinstance(k, int) for k in weights)
+        if per_worker and worker_ids is not None:
+            raise UsageError("weights are given worker by worker already; leave worker_ids out")
+        chosen = list(weights) if per_worker else list(worker_ids or range(len(self.workers)))
+        unknown = [w for w in chosen if not 0 <= w < len(self.workers)]
+        if unknown:
+            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+        given = self._source if weights is None else weights
+        for w in chosen:
+            if not self.workers[w].about.weighs:
+                raise WrongState("this policy has no weights to update")
+        if given is None:
+            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
+        for remote in self.workers:
+            self._hear(remote)  # an update for the dead would wait for ever in other libraries
+        with self._publishing:
+            version = self.version + 1
+            if self._shared is not None and not per_worker and worker_ids is None:
+                about = self.workers[0].about
+                shapes = {name: _Shape(shape) for name, shape, _, _ in self._shared.packing.entries}
+                self._shared.publish(fitting(given, shapes, about.needed), version)
+            else:
+                self._send_weights({w: given[w] if per_worker else given for w in chosen}, version)
+            self.version = version
+        return version
+
+    def _send_weights(self, weights: Mapping[int, Any], version: int) -> None:
+        calls: dict[int, Sequence[Any]] = {}
+        for w, given in weights.items():
+            about = self.workers[w].about
+            if about.packing is not None:
+                fitting(given, {name: _Shape(shape) for name, shape, _, _ in about.packing.entries}, about.needed)
+            data = dumps(given, "weights")
+            os.pwrite(self._parcels[w].fd, data, 0)
+            calls[w] = (len(data), version)
+        self.call("load_weights", calls)
+
+    def weights_of(self, worker: int) -> Any:
+        """What a worker's policy holds now."""
+        return self.call("weights", {worker: ()})[0]
+
+    # ---- seeds and state ------------------------------------------------------------------------------------------
+
+    @property
+    def lanes(self) -> list[int]:
+        """Lanes of each worker."""
+        return [remote.about.layout.lanes for remote in self.workers]
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        if lanes is not None:
+            raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
+        self.call("reset", self._everyone(None))
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        """Each worker's lanes take the links of the chain that follow the last worker's."""
+        calls: dict[int, Sequence[Any]] = {}
+        for remote in self.workers:
+            calls[remote.index] = (seed, static)
+            _, seed = chain(seed, remote.about.layout.lanes, static=static)
+        self._finish_pending()
+        self.call("set_seed", calls)
+        while self._arrived:  # filled before the seed: connections keep order, so nothing later is among them
+            remote, full = self._arrived.popleft()
+            self._give(remote, full.slot)
+        return seed
+
+    def _finish_pending(self) -> None:
+        """A synchronous slot that was interrupted is filled to the end, and forgotten."""
+        if self._pending is not None:
+            self._wait_for_all()
+            slot = self._filled()
+            if slot is not None:
+                self._pool.release(slot)
+
+    def state_dict(self) -> dict[str, Any]:
+        states = self.call("state", self._everyone())
+        return {
+            "traj_pool": {"traj_id": max(state.pop("traj_id") for state in states)},
+            **{f"worker{w}": state for w, state in enumerate(states)},
+            "policy_version": self.version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        first = int(state.get("traj_pool", {}).get("traj_id", 0))
+        self.version = int(state.get("policy_version", self.version))
+        usual = state.get("worker0", {})
+        own = {w: state.get(f"worker{w}", {**usual, "env_state_dict": {}}) for w in range(len(self.workers))}
+        self.call("load_state", {w: (own[w], first, self.version) for w in own})
+
+
+class _Shape:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+
+def _joined(layouts: Sequence[Layout]) -> Layout:
+    """One layout with the lanes of all."""
+    first = layouts[0]
+    for w, layout in enumerate(layouts):
+        for key in {**first.columns, **layout.columns}:
+            one, other = first.columns.get(key), layout.columns.get(key)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
+        if layout.steps != first.steps:
+            raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
+    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True)

@@ -1,0 +1,244 @@
+"""The other side of the process backend: what runs in a worker's process.
+
+    free pipe ──► slot number ──► refresh weights ──► fill ──► "full" ──► connection
+    connection ──► call (seed, reset, state …), answered between two rollouts
+
+The worker waits for a free slot and for nothing else; it ends when the connection does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from reap.children import send
+from reap.core.ledger import TrajectoryIds
+from reap.core.shared import SharedFile, SharedSlots
+from reap.core.slot import Layout, Slot
+from reap.core.worker import Plan, Worker
+from reap.errors import ReapError, WorkerRaised
+from reap.seeding import seed_process
+from reap.weights import local
+from reap.weights.shared import Packing, SharedWeights
+
+STOP, RANDOM, CLAIMED = 0, 1, 2  # words of the control block; from CLAIMED on one per worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker's process is started with."""
+
+    index: int
+    workers: int
+    plan: Plan
+    threads: int
+    entropy: int
+    init: Callable[[], Any] | None = None
+    preempted: bool = False
+
+
+@dataclass(frozen=True)
+class About:
+    """What a worker says of itself once it is built."""
+
+    layout: Layout
+    packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
+    needed: tuple[str, ...]  # the names an update may not leave out
+    weighs: bool  # whether its policy has weights at all
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where its slots are: `count` slots of `layout`, its own lanes from `first` on; in the common file or its own."""
+
+    layout: Layout
+    count: int
+    first: int
+    common: bool
+    packing: Packing | None
+
+
+@dataclass(frozen=True)
+class Full:
+    """One rollout is in a slot."""
+
+    slot: int
+    frames: int
+    version: int
+    stats: dict[str, Any]
+    finals: Any = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call returned."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Something went wrong: the error and its cause, as bytes if they can be, and the traceback as text."""
+
+    error: bytes
+    cause: bytes
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        text = "".join(traceback.format_exception(error.__cause__ or error))
+        return cls(_bytes(error), _bytes(error.__cause__), text)
+
+
+def _bytes(error: BaseException | None) -> bytes:
+    try:
+        data = cloudpickle.dumps(error)
+        cloudpickle.loads(data)  # some exceptions can be written but not read
+    except Exception:
+        if isinstance(error, ReapError):
+            plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
+            return bytes(cloudpickle.dumps(plain))
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
+    return bytes(data)
+
+
+def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
+    """The life of a worker."""
+    torch.set_num_threads(job.threads)
+    seed_process(job.entropy)
+    free, common, own, weights, control, parcel = fds
+    host = None
+    try:
+        host = _Host(job, connection, control=SharedFile(fd=control), parcel=parcel)
+        send(connection, host.about)
+        memory = connection.recv()
+        host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
+        send(connection, "ready")
+        host.serve(free)
+    except (EOFError, ConnectionError):
+        pass
+    except Exception as error:
+        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"building it raised {error!r}")
+        if wrapped is not error:
+            wrapped.__cause__ = error
+        send(connection, Raised.of(wrapped))
+    finally:
+        if host is not None:
+            host.worker.close()
+
+
+class _Host:
+    """A worker and what ties it to the parent."""
+
+    def __init__(self, job: Job, connection: Connection, *, control: SharedFile, parcel: int) -> None:
+        self._connection, self._job, self._parcel, self._control_file = connection, job, parcel, control
+        self._control = control.map(8 * (CLAIMED + job.workers)).view(np.int64)
+        if job.init is not None:
+            job.init()
+        plan = job.plan
+        if job.preempted:
+            words = self._control
+            plan = replace(plan, stop=lambda: bool(words[STOP]))
+        self.worker = Worker(plan, ids=TrajectoryIds(job.index, job.workers))
+        self._slots: dict[int, Slot] = {}
+        self._shared: SharedWeights | None = None
+        model = self.worker.model
+        named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
+        plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        self._tensors: list[Tensor] = list(plain.values())
+        self.about = About(
+            layout=self.worker.layout,
+            packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
+            needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
+            weighs=isinstance(model, nn.Module),
+        )
+
+    def remember(self, memory: Memory, slots: SharedFile, weights: SharedFile) -> None:
+        """Map the memory the parent has made."""
+        whole = SharedSlots(slots, memory.layout, memory.count)
+        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
+        if memory.packing is not None:
+            self._shared = SharedWeights(weights, memory.packing)
+            if self._job.index == 0:
+                self._shared.begin_with(self._tensors)
+
+    def serve(self, free: int) -> None:
+        """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
+        calls = self._connection.fileno()
+        poll = select.poll()
+        poll.register(calls, select.POLLIN)
+        poll.register(free, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if calls in ready:
+                name, arguments = self._connection.recv()
+                send(self._connection, Answer(getattr(self, f"do_{name}")(*arguments)))
+            else:
+                data = os.read(free, 1)
+                if not data:
+                    return
+                self._fill(self._slots[data[0]])
+
+    def _fill(self, slot: Slot) -> None:
+        worker = self.worker
+        if self._shared is not None and (version := self._shared.refresh(self._tensors)) is not None:
+            worker.loop.version = version
+        frames = worker.fill(slot, random=self._random())
+        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals)
+        self._connection.send_bytes(pickle.dumps(full))
+
+    def _random(self) -> bool:
+        """Whether this rollout is one of the first, random ones; its frames are claimed, whoever else is about to."""
+        words = self._control
+        if words[CLAIMED:].sum() >= words[RANDOM]:
+            return False
+        with self._control_file.locked():
+            mine = bool(words[CLAIMED:].sum() < words[RANDOM])
+            if mine:
+                layout = self.worker.layout
+                words[CLAIMED + self._job.index] += layout.steps * layout.lanes
+        return mine
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_reset(self, lanes: Sequence[int] | None) -> None:
+        self.worker.reset(lanes)
+
+    def do_set_seed(self, seed: int, static: bool) -> int:
+        return self.worker.set_seed(seed, static=static)
+
+    def do_state(self) -> dict[str, Any]:
+        state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
+        return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
+
+    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+        self.worker.env.load_state_dict(state.get("env_state_dict", {}))
+        self.worker.ledger.counter.skip_to(first_id)
+        if self.about.weighs and state.get("policy_state_dict"):
+            self._load(state["policy_state_dict"], version)
+        self.worker.reset()  # episodes that were open elsewhere do not go on here
+
+    def do_load_weights(self, size: int, version: int) -> None:
+        """Weights that came as a parcel, for this worker alone."""
+        self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)
+
+    def _load(self, weights: Any, version: int) -> None:
+        if self._shared is not None:
+            self._shared.refresh(self._tensors)  # older ones, seen now so that they are not taken for newer later
+        local.load(self.worker.model, weights)
+        self.worker.loop.version = version
+
+    def do_weights(self) -> dict[str, Any]:
+        named = local.named_tensors(self.worker.model)
+        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -1,0 +1,360 @@
+"""Children: processes that start fast, set themselves up, and never outlive the one that asked for them.
+
+    this process ══ request ══► seedbed (torch imported, nothing run) ── fork ──► child
+         ▲ ▲                        │                                               │
+         │ └──── status pipe ◄──────┘ pid, then exit code or signal                 │
+         └────── connection ◄═══════════════════════════════════════════════════════┘
+
+Every way this can end, and what follows:
+- the child returns or raises: the seedbed reaps it, its exit code comes through the status pipe;
+- the child is killed, runs out of memory, segfaults: the same, the code is a negative signal number, and what
+  faulthandler could say lies in the child's `stack`;
+- this process closes the child: `close` → SIGTERM, which unwinds the child's stack → SIGKILL, by one deadline;
+- this process ends, however it ends: the request socket closes, the seedbed terminates its children, then kills them;
+- the seedbed is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code.
+
+Nothing of the parent is imported again in a child: targets travel by cloudpickle, so scripts need no main guard, and
+lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, NoReturn
+
+import cloudpickle
+
+from reap.errors import UsageError
+
+StartMethod = Literal["forkserver", "spawn"]
+
+_WORD = struct.Struct("q")
+_FORK = b"fork"
+_GRACE = 1.0  # seconds a child has to clean up once its parent is gone
+_MOST_FDS = 64
+_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.core.worker", "reap.envs")
+
+
+def dumps(thing: Any, what: str) -> bytes:
+    """`thing` as bytes for another process; an error that names it if that cannot be."""
+    try:
+        return bytes(cloudpickle.dumps(thing))
+    except Exception as cause:
+        raise UsageError(f"{what} cannot be sent to another process: {cause}") from cause
+
+
+def send(connection: Connection, thing: Any) -> None:
+    """Send anything, read by `connection.recv()`. Not `connection.send`: that would share tensors, not send them."""
+    connection.send_bytes(cloudpickle.dumps(thing))
+
+
+def anonymous_file(name: str) -> int:
+    """A descriptor of memory without a name in any file system: nothing to leak."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import tempfile
+
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+# ---- the parent's side --------------------------------------------------------------------------------------------
+
+
+class _Seedbed:
+    """The parent's end of the process that forks children."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        path = [p for p in sys.path if isinstance(p, str)]
+        code = (
+            f"import sys; sys.path[:] = {path!r}; "
+            f"from reap.children import _seedbed; _seedbed({theirs.fileno()}, {tuple(preload)!r})"
+        )
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, *flags, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._socket = ours
+        self.owner = os.getpid()
+
+    def fork(self, fds: Sequence[int]) -> None:
+        socket.send_fds(self._socket, [_FORK], list(fds))
+
+    @property
+    def alive(self) -> bool:
+        return self.owner == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        self._socket.close()
+        if self.owner == os.getpid():
+            try:
+                self.process.wait(2 * _GRACE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+_common: _Seedbed | None = None
+_lock = threading.Lock()
+
+
+def _common_seedbed() -> _Seedbed:
+    """One for the whole process, started when first needed; it ends with the process."""
+    global _common
+    with _lock:
+        if _common is None or not _common.alive:
+            if _common is None:
+                atexit.register(_end)
+            _common = _Seedbed(_PRELOAD)
+        return _common
+
+
+def _end() -> None:
+    if _common is not None:
+        _common.close()
+
+
+def seedbed_pid() -> int | None:
+    """The helper process that is kept for the next children, if there is one."""
+    return None if _common is None or not _common.alive else _common.process.pid
+
+
+class Child:
+    """A process that runs `target(connection, fds)`.
+
+    `connection` talks to it, `sentinel` becomes readable when it is gone.
+    """
+
+    def __init__(
+        self,
+        target: bytes,
+        *,
+        fds: Sequence[int] = (),
+        start: StartMethod = "forkserver",
+        name: str = "child",
+    ) -> None:
+        if start not in ("forkserver", "spawn"):
+            raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
+        self.name = name
+        self.exitcode: int | None = None
+        self._own = _Seedbed(()) if start == "spawn" else None
+        ours, theirs = socket.socketpair()
+        status, tell = os.pipe()
+        self._stack = anonymous_file("reap-stack")
+        try:
+            (self._own or _common_seedbed()).fork([theirs.fileno(), tell, self._stack, *fds])
+        finally:
+            theirs.close()
+            os.close(tell)
+        self.connection = Connection(ours.detach())
+        self.sentinel = status
+        self.pid = self._word() or 0
+        with contextlib.suppress(OSError):  # one that is gone already says so through its sentinel
+            self.connection.send_bytes(pickle.dumps((sys.path, os.getcwd(), name)))
+            self.connection.send_bytes(target)
+
+    def _word(self) -> int | None:
+        data = os.read(self.sentinel, _WORD.size)
+        return None if len(data) < _WORD.size else int(_WORD.unpack(data)[0])
+
+    def gone(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        if self.sentinel < 0 or self.exitcode is not None:
+            return True
+        if not wait([self.sentinel], timeout):
+            return False
+        code = self._word()
+        self.exitcode = -signal.SIGKILL if code is None else code  # no code: the seedbed went, and took it along
+        return True
+
+    def how_it_ended(self) -> str:
+        """The exit code or signal in words, with what is likely behind it."""
+        code = self.exitcode
+        if code is None:
+            return "is still running"
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        hint = {"SIGKILL": " (out of memory, or killed by somebody)", "SIGSEGV": " (a crash in native code)"}
+        return f"was killed by {name}{hint.get(name, '')}"
+
+    def stack(self) -> str:
+        """What faulthandler wrote: after a crash, or after `ask_stack`."""
+        size = os.fstat(self._stack).st_size
+        return os.pread(self._stack, size, 0).decode(errors="replace").strip() if size else ""
+
+    def ask_stack(self, patience: float = 1.0) -> str:
+        """Where every thread of the child is right now; empty if it does not even answer signals."""
+        self.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + patience
+        text = ""
+        while time.monotonic() < deadline:  # a signal handler in another process: there is nothing to wait on
+            before, text = text, self.stack()
+            if text and text == before:
+                break
+            time.sleep(0.02)
+        return text
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it is there."""
+        if self.pid and not self.gone():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        """Give back descriptors; the child must be gone."""
+        self.connection.close()
+        for fd in (self.sentinel, self._stack):
+            if fd >= 0:
+                os.close(fd)
+        self.sentinel = self._stack = -1
+        if self._own is not None:
+            self._own.close()
+
+
+def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
+    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`."""
+    children = list(children)
+    began = time.monotonic()
+    for until, number in ((patience, signal.SIGTERM), (0.8 * deadline, signal.SIGKILL), (deadline, None)):
+        while (left := [c for c in children if not c.gone()]) and time.monotonic() - began < until:
+            wait([c.sentinel for c in left], max(0.0, until - (time.monotonic() - began)))
+        if number is not None:
+            for child in left:
+                child.signal(number)
+    for child in children:
+        child.release()
+
+
+# ---- the other side -----------------------------------------------------------------------------------------------
+
+
+class Goodbye(BaseException):
+    """Raised in a child by SIGTERM, so that it unwinds and cleans up."""
+
+
+def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
+    """The life of a seedbed: fork when asked, report ends, end when the asking side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    requests = socket.socket(fileno=request_fd)
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    wake, waker = socket.socketpair()
+    wake.setblocking(False)
+    waker.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waker.fileno())
+    parent = os.getppid()
+    status: dict[int, int] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        while True:
+            # The pause is for a parent that forked: somebody else then holds our socket open after its death.
+            ready = {key.fileobj for key, _ in selector.select(1.0)}
+            if wake in ready:
+                wake.recv(4096)
+                _reap(status)
+            if requests in ready:
+                data, fds, _, _ = socket.recv_fds(requests, len(_FORK), _MOST_FDS)
+                if not data:
+                    break
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    selector.close()
+                    for inherited in (requests, wake, waker):
+                        inherited.close()
+                    for fd in (*status.values(), fds[1]):
+                        os.close(fd)
+                    _child(fds[0], fds[2], fds[3:])
+                os.write(fds[1], _WORD.pack(pid))
+                status[pid] = fds[1]
+                for fd in (fds[0], *fds[2:]):
+                    os.close(fd)
+            if os.getppid() != parent:
+                break
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in status:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + _GRACE
+        while status and time.monotonic() < deadline:
+            _reap(status)
+            time.sleep(0.01)
+    os._exit(0)
+
+
+def _reap(status: dict[int, int]) -> None:
+    while status:
+        pid, code = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        fd = status.pop(pid, None)
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.write(fd, _WORD.pack(os.waitstatus_to_exitcode(code)))
+            os.close(fd)
+
+
+def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
+    """The life of a child, from fork to exit."""
+    code = 1
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: die with the seedbed
+        faulthandler.enable(stack_fd, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
+        signal.signal(signal.SIGTERM, _goodbye)
+        connection = Connection(connection_fd)
+        path, directory, name = pickle.loads(connection.recv_bytes())
+        sys.path[:] = path
+        with contextlib.suppress(OSError):
+            os.chdir(directory)
+        _rename(name)
+        target: Callable[[Connection, Sequence[int]], None] = cloudpickle.loads(connection.recv_bytes())
+        target(connection, fds)
+        code = 0
+    except (Goodbye, EOFError, ConnectionError):  # told to go, or nobody is there any more
+        code = 0
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else int(request.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _goodbye(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: cleaning up is not to be interrupted
+    raise Goodbye
+
+
+def _rename(name: str) -> None:
+    """What `ps` shows (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME

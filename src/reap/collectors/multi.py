@@ -1,0 +1,380 @@
+"""MultiCollector: workers in processes of their own.
+
+MultiSyncCollector   a batch holds the rollouts of all workers, made by one version of the weights
+MultiAsyncCollector  a batch is one worker's rollout, first come first served; workers go on while you learn
+AsyncCollector       the latter with one worker
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import Self
+
+from reap.backends.base import Rollout
+from reap.backends.process import ProcessBackend
+from reap.children import dumps
+from reap.collectors.base import BaseCollector
+from reap.collectors.options import Options, read_options, signature
+from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, plan_for
+from reap.core.assemble import assemble
+from reap.core.slot import TRAJ_IDS
+from reap.errors import UsageError, WrongArgument
+from reap.trajectories import FINAL
+
+_TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
+_PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
+
+
+class MultiCollector(BaseCollector):
+    """Collects with several worker processes.
+
+    >>> collector = MultiCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000, sync=True)
+    >>> for batch in collector:              # [2, 100] by default; see cat_results
+    ...     collector.update_policy_weights_()
+
+    Envs are built in the workers only. `create_env_fn` may be a lambda; scripts need no main guard.
+
+    Args:
+        create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
+        policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
+        **options: see `reap.collectors.options.Options`.
+    """
+
+    _sync: bool | None = None
+
+    def __new__(cls, *args: Any, sync: bool | None = None, **options: Any) -> Self:
+        if cls is MultiCollector:
+            if not isinstance(sync, bool):
+                raise WrongArgument(f"MultiCollector needs sync=True or sync=False, got {sync!r}")
+            kind = MultiSyncCollector if sync else MultiAsyncCollector
+            return object.__new__(kind)  # type: ignore[return-value]
+        return object.__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
+        self._why_closed = "it was never built"
+        name = type(self).__name__
+        if sync is not None and sync is not self._sync:
+            raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
+        count, makers = _workers(name, create_env_fn, options.pop("num_workers", None))
+        each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
+        for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
+            if old in options:
+                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+                each[new] = _each(old, options.pop(old), count)
+        frames = _frames(options.pop("frames_per_batch", None), count, sync=bool(self._sync))
+        settings = read_options(name, {**options, "frames_per_batch": sum(frames) if self._sync else max(frames)})
+        if settings.interruptor is not None or settings.return_same_td:
+            one = "interruptor" if settings.interruptor is not None else "return_same_td"
+            raise UsageError(f"{one} is for a worker in this process; {name} has others")
+        if not self._sync and (
+            settings.cat_results not in (None, "stack") or settings.preemptive_threshold is not None
+        ):
+            raise UsageError(f"cat_results and preemptive_threshold join workers; {name} delivers them one by one")
+        workers = [dataclasses.replace(settings, **{key: each[key][w] for key in each}) for w in range(count)]
+        self._prepare(workers[0])
+        self._policy = policy
+        self._sizes = frames
+        plans = self._plans(workers, makers, policy, frames)
+        self._process = ProcessBackend(
+            plans,
+            sync=bool(self._sync),
+            source=policy if isinstance(policy, torch.nn.Module) else None,
+            timeout=settings.timeout,
+            threshold=settings.preemptive_threshold,
+            threads=settings.num_sub_threads,
+            init=settings.init_fn,
+            start_method=settings.start_method,
+            random_frames=settings.random_frames,
+        )
+        self._backend = self._process
+        self._dropped = 0
+        self._why_closed = None  # from here on there is something to close
+        try:
+            self._process.start()
+            self._count_frames()
+        except BaseException as error:
+            self._close(f"it could not be built: {error!r}")
+            raise
+
+    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
+
+    def _plans(
+        self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
+    ) -> list[Any]:
+        packed = {id(make): Parcel(dumps(make, "create_env_fn")) for make in makers}
+        if policy is not None and any(o.policy_factory is not None for o in workers):
+            raise WrongArgument("give policy or policy_factory, not both")
+        ours = None if policy is None else Parcel(dumps(policy, "policy"))
+        factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
+        made = {key: Parcel(dumps(factory, "policy_factory")) for key, factory in factories.items()}
+        plans = []
+        for options, make, size in zip(workers, makers, frames):
+            device, _ = options.devices
+            env = EnvMaker(packed[id(make)], options.create_env_kwargs, options.max_frames_per_traj)
+            acting = PolicyMaker(ours, made.get(id(options.policy_factory)), device)
+            plans.append(plan_for(options, env, acting, _Steps(size), device))
+        return plans
+
+    def _count_frames(self) -> None:
+        """How many frames a batch really holds; warns about every rounding."""
+        layouts = [remote.about.layout for remote in self._process.workers]
+        sizes = [layout.steps * layout.lanes for layout in layouts]
+        asked = self.options.frames_per_batch
+        self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
+        self.frames_per_batch_worker = [layout.steps * layout.lanes for layout in layouts]
+        self._warn_rounding(
+            asked, self.requested_frames_per_batch, f"{len(layouts)} workers with {layouts[0].lanes} lanes"
+        )
+
+    # ---- data -----------------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> TensorDictBase | None:
+        if self.options.update_at_each_batch:
+            self.update_policy_weights_()
+        return super()._next_batch()
+
+    @property
+    def policy(self) -> Any:
+        """The policy given; workers act with copies of it."""
+        return self._policy
+
+    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        return self._process.publish(weights, ids)
+
+    def get_cached_weights(self, worker: int = 0) -> Any:
+        """The weights a worker acts with, by name."""
+        self._open()
+        return self._process.weights_of(worker)
+
+    def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
+        """Begin new episodes in all workers, or in those marked True."""
+        self._open()
+        chosen = (
+            range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
+        )
+        self._process.call("reset", dict.fromkeys(chosen, (None,)))
+
+    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+        """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
+        if workers not in ("aggregate", "per_worker", "both"):
+            raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
+        remotes = self._process.workers
+        found: dict[str, Any] = {}
+        if workers != "per_worker":
+            found = {
+                "frames": self._frames,
+                "batches": self._batches,
+                "total_frames": self.options.total,
+                "completed": self._frames >= self.options.total,
+                "requested_frames_per_batch": self.requested_frames_per_batch,
+                "policy_version": self._version,
+                "workers": len(remotes),
+                "workers_alive": sum(not remote.child.gone() for remote in remotes),
+                "dropped_frames": self._dropped,
+                **_together([remote.stats for remote in remotes if remote.stats]),
+            }
+        if workers != "aggregate":
+            for remote in remotes:
+                found.update({f"worker_{remote.index}/{key}": value for key, value in remote.stats.items()})
+        return found
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_process"):
+            return f"{type(self).__name__}(not built)"
+        state = "" if self._why_closed is None else f", closed: {self._why_closed}"
+        return (
+            f"{type(self).__name__}({len(self._sizes)} workers, {self.requested_frames_per_batch:,} frames per batch"
+            f"{state})"
+        )
+
+
+class MultiSyncCollector(MultiCollector):
+    """Every batch holds a rollout of each worker, all made by the same weights. See `MultiCollector`."""
+
+    _sync = True
+
+    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        cat, count = self.options.cat_results, len(self._sizes)
+        batched = self._process.workers[0].about.layout.batched
+        if rollout.parts:
+            return torch.cat([assemble(part.arrays, part.layout) for part in rollout.parts], -1)
+        lanes, steps = batch.batch_size
+        out: TensorDictBase
+        if cat in (None, "stack"):
+            out = batch.reshape(count, lanes // count, steps) if batched else batch
+        elif not batched:
+            out = batch.reshape(lanes * steps)
+        elif cat == 0:
+            out = batch
+        else:
+            out = torch.cat(list(batch.reshape(count, lanes // count, steps).unbind(0)), -1)
+        if out.names[-1] != "time":
+            out.names = [*[None] * (out.ndim - 1), "time"]
+        if rollout.finals is not None:
+            out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
+        return out
+
+    def _count_frames(self) -> None:
+        super()._count_frames()
+        layouts = [remote.about.layout for remote in self._process.workers]
+        different = len({(layout.steps, layout.lanes) for layout in layouts}) > 1
+        if different and self.options.cat_results in (None, "stack"):
+            shapes = [list(layout.batch_size) for layout in layouts]
+            raise UsageError(f"workers' rollouts {shapes} cannot be stacked; give cat_results=-1")
+        if self.options.compact_obs and self.options.cat_results == -1 and layouts[0].batched:
+            raise UsageError("compact_obs needs lanes that stay whole; cat_results=-1 joins them in time")
+
+
+class MultiAsyncCollector(MultiCollector):
+    """Every batch is one worker's rollout; workers go on while the consumer works. See `MultiCollector`.
+
+    `batch.origin` says which worker made it, with which version of the weights, and how far behind that is.
+    """
+
+    _sync = False
+
+    def _prepare(self, options: Options) -> None:
+        super()._prepare(options)
+        if options.max_lag is not None and options.trajs_per_batch is not None:
+            raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
+        self._renamed: dict[int, dict[int, int]] = {}
+        self._drops = 0
+
+    def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
+        while True:
+            batch, rollout = super()._take(random=random)
+            lag = self._process.version - rollout.version
+            if self.options.max_lag is None:
+                return batch, rollout
+            self._rename(batch, rollout.worker)
+            if lag <= self.options.max_lag:
+                return batch, rollout
+            self._dropped += rollout.frames
+            self._drops += 1
+            self._tear(batch, rollout.worker)
+
+    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        lag = self._process.version - rollout.version
+        batch.origin = Origin(rollout.worker, rollout.version, lag)
+        return batch
+
+    def _tear(self, batch: TensorDictBase, worker: int) -> None:
+        """A rollout was dropped: what goes on after it is another trajectory than what came before it."""
+        ids = batch.get(TRAJ_IDS, None)
+        if ids is not None:
+            renamed = self._renamed.setdefault(worker, {})
+            for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
+                own = now % _TORN
+                renamed[own] = own + self._drops * _TORN
+
+    def _rename(self, batch: TensorDictBase, worker: int) -> None:
+        renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
+        if renamed and ids is not None:
+            still = set(ids.reshape(-1, ids.shape[-1])[:, -1].tolist())
+            for own, now in list(renamed.items()):
+                ids[ids == own] = now
+                if own not in still:
+                    del renamed[own]  # it ended
+
+
+class AsyncCollector(MultiAsyncCollector):
+    """One worker in the background: it collects the next batch while you use this one.
+
+    >>> collector = AsyncCollector(make_env, policy, frames_per_batch=200, total_frames=1000)
+    """
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        self._why_closed = "it was never built"
+        if isinstance(create_env_fn, (list, tuple)):
+            if len(create_env_fn) != 1:
+                raise UsageError(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
+            (create_env_fn,) = create_env_fn
+        if options.pop("num_workers", None) not in (None, 1):
+            raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
+        super().__init__([create_env_fn], policy, **options)
+
+    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
+
+
+class Origin(NamedTuple):
+    """Where a batch comes from."""
+
+    worker: int
+    version: int
+    lag: int  # updates since then
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """Steps per rollout for a worker that is to make so many frames."""
+
+    frames: int
+
+    def __call__(self, lanes: int) -> int:
+        return -(-self.frames // lanes)
+
+
+def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
+    if num_workers is not None and (
+        isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
+    ):
+        raise WrongArgument(f"num_workers must be a whole number ≥ 1, got {num_workers!r}")
+    if isinstance(create_env_fn, (list, tuple)):
+        if not create_env_fn:
+            raise UsageError(f"{owner} needs at least one env factory")
+        return len(create_env_fn), list(create_env_fn)
+    if num_workers is None:
+        raise WrongArgument(f"{owner} needs a list of env factories, or one and num_workers")
+    return num_workers, [create_env_fn] * num_workers
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    """One value per worker."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise UsageError(f"{name} holds {len(value)} values for {count} workers")
+    return list(value)
+
+
+def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
+    """Frames each worker makes per batch."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise UsageError(f"frames_per_batch holds {len(value)} values for {count} workers")
+        return [int(v) for v in value]
+    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
+        Options(frames_per_batch=value)  # says what is wrong with it
+    return [-(-int(value) // count) if sync else int(value)] * count
+
+
+def _marked(index: Any, count: int) -> list[int]:
+    chosen = torch.as_tensor(index).reshape(-1)
+    if chosen.dtype is not torch.bool or len(chosen) != count:
+        raise UsageError(f"reset takes one True or False for each of {count} workers, got {index!r}")
+    found: list[int] = chosen.nonzero().reshape(-1).tolist()
+    return found
+
+
+def _together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The workers' counts as one: sums of counts, means over episodes."""
+    if not stats:
+        return {}
+    ended = [s for s in stats if s["mean_return"] is not None]
+    rates = [s["frames_per_second"] for s in stats]
+    return {
+        "episodes": sum(s["episodes"] for s in stats),
+        "mean_return": sum(s["mean_return"] for s in ended) / len(ended) if ended else None,
+        "mean_length": sum(s["mean_length"] for s in ended) / len(ended) if ended else None,
+        "nan_rewards": sum(s["nan_rewards"] for s in stats),
+        "collect_seconds": max(s["collect_seconds"] for s in stats),
+        "frames_per_second": sum(rates),
+    }

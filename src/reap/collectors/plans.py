@@ -1,0 +1,85 @@
+"""From options to plans: what a worker is built from, wherever it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from reap.collectors.options import Options
+from reap.core.env import Env
+from reap.core.exploration import exploration_type
+from reap.core.worker import Plan
+from reap.envs import as_env
+from reap.envs.limit import StepLimit
+from reap.weights.local import placed
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Something already packed for another process, packed once however many workers it is for."""
+
+    data: bytes
+
+    def open(self) -> Any:
+        """What is inside."""
+        return cloudpickle.loads(self.data)
+
+
+@dataclass(frozen=True)
+class EnvMaker:
+    """Builds a worker's env."""
+
+    source: Any
+    kwargs: Mapping[str, Any] | None
+    limit: int | None
+
+    def __call__(self) -> Env:
+        """The env, with its limit."""
+        source = self.source.open() if isinstance(self.source, Parcel) else self.source
+        env = as_env(source, self.kwargs)
+        return StepLimit(env, self.limit) if self.limit is not None and self.limit > 0 else env
+
+
+@dataclass(frozen=True)
+class PolicyMaker:
+    """Builds a worker's policy: the given one, or what the factory makes."""
+
+    policy: Any
+    factory: Any
+    device: torch.device | None
+
+    def __call__(self) -> Any:
+        """The policy, where it is to act."""
+        if self.factory is not None:
+            factory = self.factory.open() if isinstance(self.factory, Parcel) else self.factory
+            return placed(factory(), self.device)
+        return placed(self.policy.open() if isinstance(self.policy, Parcel) else self.policy, self.device)
+
+
+def plan_for(
+    options: Options,
+    make_env: Callable[[], Env],
+    make_policy: Callable[[], Any],
+    steps: Callable[[int], int],
+    device: torch.device | None,
+) -> Plan:
+    """The plan of one worker."""
+    return Plan(
+        make_env,
+        make_policy,
+        steps,
+        exploration=exploration_type(options.exploration_type),
+        policy_device=device if device is not None and device.type != "cpu" else None,
+        trust_policy=bool(options.trust_policy),
+        compile_policy=options.compiling,
+        reset_when_done=options.reset_when_done,
+        reset_at_each_iter=options.reset_at_each_iter,
+        track_traj_ids=options.track_traj_ids,
+        track_policy_version=options.track_policy_version,
+        compact=options.compact_obs,
+        stop=None if options.interruptor is None else options.interruptor.collection_stopped,
+    )

@@ -1,0 +1,117 @@
+"""Ledger: what is written and counted once per rollout, with whole-array arithmetic: mask, ids, versions, statistics.
+
+The hot loop says where episodes ended; everything that follows from it is worked out here, after the last step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.stats import Stats
+from reap.spec import EnvSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class TrajectoryIds:
+    """A counter: every trajectory of a run gets the next number. Of `of` workers each counts in its own residue."""
+
+    def __init__(self, worker: int = 0, of: int = 1) -> None:
+        self.next, self._stride = worker, of
+
+    def take(self, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The next `count` ids."""
+        ids = self.next + np.arange(count, dtype=np.int64) * self._stride
+        self.next += count * self._stride
+        return ids
+
+    def skip_to(self, first: int) -> None:
+        """Go on at or above `first`."""
+        self.next += max(0, -(-(first - self.next) // self._stride)) * self._stride
+
+
+class Ledger:
+    """Ids and counts of one env's lanes, from rollout to rollout."""
+
+    def __init__(self, spec: EnvSpec, counter: TrajectoryIds, stats: Stats, *, reset_when_done: bool = True) -> None:
+        self.counter, self.stats = counter, stats
+        self._resets, self._rows = reset_when_done, spec.rows
+        self._reward = ("next", *next(iter(spec.reward)))
+        self.ids = counter.take(spec.all_lanes)
+
+    def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
+        """These lanes began anew, at the border between two rollouts."""
+        if fresh_ids:
+            self.ids[lanes] = self.counter.take(len(lanes))
+        self.stats.forget(lanes)
+
+    def close(
+        self, slot: Slot, steps: int, when: Array, where: Array, *, due: Sequence[int], version: int | None
+    ) -> None:
+        """A rollout of so many steps is over; episodes ended at steps `when` in lanes `where`, in order of time.
+
+        `version` None: every frame knows its own already.
+        """
+        arrays = slot.arrays
+        frames = steps * slot.layout.lanes
+        mask = arrays.get(MASK)
+        if mask is not None:
+            when = self._settle(mask, slot, steps, when, where)
+            frames = int(mask.sum())
+        reward = arrays[self._reward][:steps]
+        number = (
+            reward[..., 0]
+            if reward.ndim == 3 and reward.shape[2] == 1
+            else reward.reshape(steps, len(self.ids), -1).mean(-1)
+        )
+        self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
+        if TRAJ_IDS in arrays:
+            self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
+            if mask is not None:
+                arrays[TRAJ_IDS][~mask] = -1
+        for key in (VERSION, ("next", *VERSION)):
+            if key in arrays and version is not None:
+                arrays[key][...] = version
+                if mask is not None:
+                    arrays[key][~mask] = 0
+
+    def _write_ids(self, column: Array, when: Array, where: Array, steps: int, due: Sequence[int]) -> None:
+        """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
+        column[...] = 0
+        column[0] = self.ids
+        if due:  # lanes not reset yet get their new ids when they are
+            began = when < (steps - 1 if self._resets else 0)
+            when, where = when[began], where[began]
+        if len(when):
+            new = self.counter.take(len(when))
+            inside = when + 1 < len(column)
+            column[when[inside] + 1, where[inside]] = new[inside]
+            self.ids[where] = new  # in order of time: the last one stays
+            np.maximum.accumulate(column, axis=0, out=column)
+        else:
+            column[1:] = self.ids
+
+    def _settle(self, mask: Array, slot: Slot, steps: int, when: Array, where: Array) -> Array:
+        """Finish the mask, close the gaps of skipped steps, clear rows without a frame; returns where ends are now."""
+        mask[steps:] = False
+        if not self._resets:
+            for t, lane in zip(when, where):
+                mask[t + 1 :, lane] = False
+        if mask.all():
+            return when
+        columns = {key: column for key, column in slot.arrays.items() if key != MASK}
+        if self._rows == "skipping":
+            when = np.cumsum(mask, axis=0)[when, where] - 1
+            order = np.argsort(~mask, axis=0, kind="stable")
+            for column in columns.values():
+                index = order.reshape(*order.shape, *(1,) * (column.ndim - 2))
+                column[...] = np.take_along_axis(column, index, axis=0)
+            mask[...] = np.take_along_axis(mask, order, axis=0)
+        junk = ~mask
+        for column in columns.values():
+            column[junk] = 0
+        return when

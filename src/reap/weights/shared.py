@@ -1,0 +1,104 @@
+"""Weights in shared memory: one flat block, twice, with a sequence number. One writer, many readers, no lock, no tear.
+
+    begun  done  version₀ version₁ │ copy 0 ………………… │ copy 1 …………………
+
+    writer   begun = n+1 → write copy (n+1) % 2 → done = n+1        never touches the copy readers are told to read
+    reader   n = done → read copy n % 2 → begun ≤ n+1 ? done with it : it was overwritten meanwhile, again
+
+A reader that was overtaken several times in a row takes a file lock that holds the writer off for one read: so neither
+side can starve the other, and a process that dies with the lock in hand leaves none behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.core.shared import SharedFile
+
+_ALIGN = 64
+_HEADER = 64
+_BEGUN, _DONE, _VERSION = 0, 1, 2
+_PATIENCE = 4  # reads that may be overtaken before the writer is held off
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which tensors a block holds, and where."""
+
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype, int], ...]  # name, shape, dtype, offset
+    nbytes: int
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> Packing:
+        """Room for these tensors."""
+        entries, end = [], 0
+        for name, tensor in named.items():
+            entries.append((name, tuple(tensor.shape), tensor.dtype, end))
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        return cls(tuple(entries), end)
+
+    def views(self, block: np.ndarray[Any, Any]) -> list[Tensor]:
+        """The tensors, on `block`."""
+        flat = torch.from_numpy(block)
+        found = []
+        for _, shape, dtype, start in self.entries:
+            count = int(np.prod(shape, dtype=np.int64))
+            size = count * torch.empty(0, dtype=dtype).element_size()
+            found.append(flat[start : start + size].view(dtype).view(shape))
+        return found
+
+
+class SharedWeights:
+    """Either side of the block; `publish` belongs to one process, `refresh` to the others."""
+
+    def __init__(self, file: SharedFile, packing: Packing) -> None:
+        size = packing.nbytes
+        block = file.map(_HEADER + 2 * max(size, 1))
+        self._file, self.packing = file, packing
+        self._header = block[:_HEADER].view(np.int64)
+        self._copies = [packing.views(block[_HEADER + i * size : _HEADER + (i + 1) * size]) for i in (0, 1)]
+        self._seen = 0
+
+    def begin_with(self, tensors: Sequence[Tensor]) -> None:
+        """What version 0 is; for the one process that knows it, before anybody publishes or reads."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._copies[0], list(tensors))
+
+    def publish(self, named: Mapping[str, Tensor], version: int) -> None:
+        """Make these weights the current ones; what is not among them stays as it was."""
+        header = self._header
+        count = int(header[_DONE]) + 1
+        old, new = self._copies[(count - 1) % 2], self._copies[count % 2]
+        values = [named.get(entry[0], last) for entry, last in zip(self.packing.entries, old)]
+        with self._file.locked():
+            header[_BEGUN] = count  # before the first byte: readers of this copy must find out
+            with torch.no_grad():
+                torch._foreach_copy_(new, values)
+            header[_VERSION + count % 2] = version
+            header[_DONE] = count  # after the last byte
+
+    def refresh(self, tensors: Sequence[Tensor]) -> int | None:
+        """Copy the current weights into `tensors`; their version, or None if those were read already."""
+        if int(self._header[_DONE]) == self._seen:
+            return None
+        for _ in range(_PATIENCE):
+            if (version := self._read(tensors)) is not None:
+                return version
+        with self._file.locked():
+            return self._read(tensors)
+
+    def _read(self, tensors: Sequence[Tensor]) -> int | None:
+        count = int(self._header[_DONE])
+        version = int(self._header[_VERSION + count % 2])
+        with torch.no_grad():
+            torch._foreach_copy_(list(tensors), self._copies[count % 2])
+        if int(self._header[_BEGUN]) > count + 1:
+            return None
+        self._seen = count
+        return version
