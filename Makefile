@@ -39,6 +39,7 @@ check: $(VENV)/.with-dev
 
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.single
+	$(BIN)/python -m benchmarks.doors
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

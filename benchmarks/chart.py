@@ -31,3 +31,20 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_doors(results: list[dict[str, Any]], path: Path) -> None:
+    """reap's speed at every door as a fraction of its contender's, and the target as a mark."""
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(results) + 1.2))
+    for y, r in enumerate(results):
+        axes.barh(y, r["ratio"], 0.6, color="#2f7d4f" if r["ratio"] >= r["target"] else "#c46a3a")
+        axes.plot([r["target"]] * 2, [y - 0.4, y + 0.4], color="black", lw=2)
+        axes.text(r["ratio"] * 1.03, y, f"{r['ratio']:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(results)), [f"{r['case']}\nover {r['over']}" for r in results], fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(0.5, max([2.0, *(2 * r["ratio"] for r in results)]))
+    axes.invert_yaxis()
+    axes.set_xlabel("frames per second, contender = 1; the mark is the target")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -37,6 +37,84 @@ class Pixels(gym.Env[Any, Any]):
         return self._bank[self._t % 16].copy(), float(action), False, self._t >= 200, {}
 
 
+class Nested(gym.Env[Any, Any]):
+    """A robot's nested observation of eight leaves, episodes of 50 steps: as cheap as such an env can be."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            name: gym.spaces.Dict(
+                {part: gym.spaces.Box(-np.inf, np.inf, (n,), np.float32) for part, n in parts.items()}
+            )
+            for name, parts in {
+                "body": {"position": 3, "velocity": 3, "tilt": 4},
+                "hands": {"left": 5, "right": 5},
+                "goal": {"position": 3, "kind": 2, "distance": 1},
+            }.items()
+        }
+    )
+    action_space = gym.spaces.Discrete(4)
+    leaves = [(name, part) for name, parts in observation_space.items() for part in cast(Any, parts)]
+
+    def __init__(self) -> None:
+        made = np.random.default_rng(0)
+        spaces: Any = self.observation_space.spaces
+        self._bank = [
+            {
+                name: {part: made.standard_normal(leaf.shape).astype(np.float32) for part, leaf in parts.items()}
+                for name, parts in spaces.items()
+            }
+            for _ in range(16)
+        ]
+        self._t = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._t = 0
+        return self._bank[0], {}
+
+    def step(self, action: Any) -> Any:
+        self._t += 1
+        return self._bank[self._t % 16], float(action), False, self._t >= 50, {}
+
+
+class Crowd:
+    """32 agents in one parallel PettingZoo world, days of 50 steps, one agent leaving on each of the last 31."""
+
+    metadata = {"name": "crowd", "is_parallelizable": True}
+    agents: list[str]
+
+    def __init__(self, count: int = 32, day: int = 50) -> None:
+        self.possible_agents = [f"agent_{i}" for i in range(count)]
+        self.agents = []
+        self._seen = gym.spaces.Box(-np.inf, np.inf, (8,), np.float32)
+        self._acts = gym.spaces.Discrete(4)
+        self._bank = np.random.default_rng(0).standard_normal((16, count, 8)).astype(np.float32)
+        self._day, self._t = day, 0
+
+    def observation_space(self, agent: str) -> gym.spaces.Box:
+        return self._seen
+
+    def action_space(self, agent: str) -> gym.spaces.Discrete:
+        return self._acts
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        self._t = 0
+        self.agents = list(self.possible_agents)
+        return dict(zip(self.agents, self._bank[0])), {}
+
+    def step(self, actions: Any) -> Any:
+        self._t += 1
+        acting = self.agents
+        left = max(1, self._day - self._t) if self._t < self._day else 0
+        self.agents = acting[:left]
+        seen = dict(zip(acting, self._bank[self._t % 16]))
+        over = dict.fromkeys(acting, False)
+        over.update(dict.fromkeys(acting[left:], True))
+        return seen, dict(zip(acting, map(float, actions.values()))), over, dict.fromkeys(acting, False), {}
+
+    def close(self) -> None: ...
+
+
 class Flat(nn.Module):
     """Images as rows of numbers in [0, 1]; other observations as float32."""
 
@@ -71,6 +149,32 @@ class GaussianPolicy(nn.Module):
     def forward(self, observation: Tensor) -> Tensor:
         loc, scale = self.net(observation)
         return Normal(loc, scale).sample()
+
+
+class NestedPolicy(nn.Module):
+    """Takes the leaves one by one, as a TensorDictModule hands them over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(26, 4)
+
+    def forward(self, *leaves: Tensor) -> Tensor:
+        return Categorical(logits=self.net(torch.cat(leaves, -1))).sample()
+
+
+class RecurrentPolicy(nn.Module):
+    """An LSTM that declares what it carries."""
+
+    carry = {"hidden": torch.zeros(64), "cell": torch.zeros(64)}
+
+    def __init__(self, inputs: int, choices: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTMCell(inputs, 64)
+        self.head = nn.Linear(64, choices)
+
+    def forward(self, observation: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, cell = self.lstm(observation, (hidden, cell))
+        return Categorical(logits=self.head(hidden)).sample(), hidden, cell
 
 
 class LocScale(nn.Module):

@@ -128,6 +128,30 @@ def test_any_coming_and_going(plan, steps):
         assert np.array_equal(batch[key].numpy(), want), key
 
 
+@pytest.mark.parametrize("plan", [PLAN, [[(0, 4)]] * 3])
+def test_agents_in_any_order(plan):
+    """A world may list those who are there in an order of its own, another one every step."""
+
+    class Crowded(Town):
+        @property
+        def agents(self):
+            return self._agents
+
+        @agents.setter
+        def agents(self, names):
+            turn = self.t % len(names) if names else 0
+            self._agents = names[turn:][::-1] + names[:turn]
+
+        def __init__(self, plan):
+            self.t = 0
+            super().__init__(plan)
+
+    c = Collector(Crowded(plan), group_policy(), frames_per_batch=7)
+    batch = torch.cat([c.next() for _ in range(4)])
+    for key, want in expected(plan, 28).items():
+        assert np.array_equal(batch[key].numpy(), want), key
+
+
 def test_worlds_as_lanes_of_a_serial_env():
     c = Collector(SerialEnv(2, lambda: PettingZooEnv(Town(PLAN))), group_policy(), frames_per_batch=28)
     batch = c.next()
@@ -179,7 +203,7 @@ def test_what_is_refused():
         PettingZooEnv(Mixed(PLAN))
     with pytest.raises(WrongArgument, match="takes a PettingZoo env, got int"):
         PettingZooEnv(3)
-    with pytest.raises(UsageError, match="'group' or 'lanes'"):
+    with pytest.raises(UsageError, match="'group', 'lanes' or 'turns'"):
         PettingZooEnv(Town(PLAN), mode="both")
     wrong = TensorDictModule(lambda o: o.sum(), [KEY], [("agents", "action")])
     with pytest.raises(SpecMismatch, match="4 agents need"):

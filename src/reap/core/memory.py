@@ -77,6 +77,11 @@ class Memory(Wrapped):
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None
+        # What every lane remembers, kept only where a step may make no frame of it. Where lanes come as they are ready,
+        # such a step was a reset: what they find then is the beginning, always.
+        shapes = [(spec.lanes, *leaf.shape) for leaf in added.values()]
+        self._now = [np.broadcast_to(first, shape).copy() for first, shape in zip(self._first, shapes)]
+        self._gaps = spec.rows != "whole"
         self._lane = list(own).index(READY) if READY in own else None
         self._in_hand = np.zeros(0, np.int64)
         self._on_the_way = [np.repeat(first[None], spec.all_lanes, 0) for first in self._carried(self._first)]
@@ -87,8 +92,8 @@ class Memory(Wrapped):
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)
         chosen = list(lanes)
-        for array, first in zip(into[self._own :], self._first):
-            array[chosen] = first
+        for array, now, first in zip(into[self._own :], self._now, self._first):
+            array[chosen] = now[chosen] = first
         if self._lane is not None:
             self._in_hand = into[self._lane].copy()
 
@@ -104,8 +109,10 @@ class Memory(Wrapped):
             self._in_hand = row.next[self._lane].copy()
             for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
                 new[...] = kept[self._in_hand]
-        if row.mask is not None and not row.mask.all():
-            absent = ~row.mask  # no frame was made here: nobody acted, and the lane's episode is still to begin
-            for array, first in zip(row.next[self._own :], self._first):
-                array[absent] = first
+        if self._gaps and row.mask is not None:
+            absent = ~row.mask  # no frame was made here: whoever acts next finds what was remembered
+            for array, now in zip(row.next[self._own :], self._now):
+                array[absent] = now[absent]
+                if self._lane is None:
+                    now[...] = array
         return ended

@@ -34,6 +34,7 @@ class EnvPoolLanes(Env):
     def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
         self.env = env
         self._count = int(env.spec.config.num_envs)
+        self._every = np.arange(self._count)
         self._observations = Observations(env.observation_space, categorical=categorical)
         self._actions = Actions(env.action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
@@ -82,12 +83,12 @@ class EnvPoolLanes(Env):
         if not done.any():
             return []
         row.terminated[at], row.truncated[at], row.done[at] = terminated, truncated, done
-        return sorted(np.arange(self._count)[at][done].tolist())
+        return sorted(self._every[at][done].tolist())
 
     def _write(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> Any:
         """Write what came back; returns which lanes it was: a slice when all of them, in order."""
         ids = info["env_id"]
-        whole = len(ids) == self._count and bool((ids == np.arange(self._count)).all())
+        whole = len(ids) == self._count and bool((ids == self._every).all())
         at: Any = slice(None) if whole else ids
         self._put(observation, info, arrays, at, len(ids))
         return at

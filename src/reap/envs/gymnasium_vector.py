@@ -66,18 +66,19 @@ class VectorLanes(Env):
         )
         self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
         self._resetting = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes whose next step is their reset
-        self._ended: set[int] = set()
+        self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._decode = self._actions.batch_decoder(action)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
-        asked_all = len(chosen) == self._count
-        by_itself = set(self._kept) | (self._ended if self.spec.rows == "skipping" else set())
-        mixed = asked_all and not by_itself.issuperset(chosen)
-        if seeds is None and not (mixed and not self._resets_lanes):  # lanes the env resets by itself need no call
-            chosen = [lane for lane in chosen if not self._reset_by_itself(lane, into)]
+        if seeds is None:  # lanes the env resets by itself need no call
+            rest = self._not_by_themselves(chosen)
+            whole = len(chosen) == self._count and not self._resets_lanes  # all, or those that are left: it cannot
+            if not (rest and whole):
+                self._let_reset(chosen if not rest else sorted({*chosen}.difference(rest)), into)
+                chosen = rest
             if not chosen:
                 return
         every = len(chosen) == self._count
@@ -105,21 +106,26 @@ class VectorLanes(Env):
         at: Any = slice(None) if every else chosen
         self._observations.write_batch(observation, into, at)
         self._write_info(info, into, at)
-        for lane in chosen:
+        for lane in chosen if self._kept else ():
             self._kept.pop(lane, None)
-            self._ended.discard(lane)
-        self._resetting[chosen] = False
+        self._ended[chosen] = self._resetting[chosen] = False
 
-    def _reset_by_itself(self, lane: int, into: Rows) -> bool:
-        if lane in self._kept:
+    def _not_by_themselves(self, lanes: list[int]) -> list[int]:
+        if self.spec.rows == "skipping":
+            asked = np.asarray(lanes)
+            found: list[int] = asked[~self._ended[asked]].tolist()
+            return found
+        return [lane for lane in lanes if lane not in self._kept]
+
+    def _let_reset(self, lanes: list[int], into: Rows) -> None:
+        """Lanes that the env has reset already, or will with its next step."""
+        if self.spec.rows == "skipping":
+            self._ended[lanes] = False
+            self._resetting[lanes] = True
+            return
+        for lane in lanes:
             for array, value in zip(into, self._kept.pop(lane)):
                 array[lane] = value
-            return True
-        if self.spec.rows == "skipping" and lane in self._ended:
-            self._ended.remove(lane)
-            self._resetting[lane] = True
-            return True
-        return False
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         try:
@@ -140,7 +146,7 @@ class VectorLanes(Env):
             return []
         row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
         ended: list[int] = np.flatnonzero(done).tolist()
-        self._ended = set(ended)
+        self._ended = done
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
                 self._kept[lane] = tuple(array[lane].copy() for array in row.next)

@@ -5,8 +5,10 @@
     lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
             and it begins anew when it comes back or the world does
 
+    turns   one agent acts at a time (AEC worlds): one lane per agent, see turns.py
+
 Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
-spaces. Turn-based (AEC) worlds are taken where PettingZoo can make them parallel.
+spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
 """
 
 from __future__ import annotations
@@ -14,32 +16,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import FLAGS, Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
+from reap.envs.turns import Agents, TurnLanes
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, missing
 from reap.spec import EnvSpec, Key, Leaf
 
 
-class _World:
-    """One parallel env: its agents in a fixed order, and calls that name themselves when they fail."""
+class _World(Agents):
+    """One parallel env: calls that name themselves when they fail."""
 
     def __init__(self, env: Any) -> None:
-        self.env = env
-        self.names: list[str] = list(env.possible_agents)
-        if not self.names:
-            raise UsageError("this PettingZoo env has no possible_agents")
-        self.index = {name: i for i, name in enumerate(self.names)}
-        first = self.names[0]
-        self.observation_space, self.action_space = env.observation_space(first), env.action_space(first)
-        for name in self.names[1:]:
-            for what, mine in (("observation_space", self.observation_space), ("action_space", self.action_space)):
-                theirs = getattr(env, what)(name)
-                if theirs != mine:
-                    raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
+        super().__init__(env)
+        self._present: tuple[list[str], list[int], Any] = [], [], np.array([], np.int64)
 
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         try:
@@ -48,15 +42,26 @@ class _World:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         return observations  # type: ignore[no-any-return]
 
-    def step(self, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+    def step(self, acting: Sequence[str], actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+        index = self.index
         try:
-            return self.env.step({name: actions[self.index[name]] for name in self.env.agents})[:4]  # type: ignore[no-any-return]
+            return self.env.step({name: actions[index[name]] for name in acting})[:4]  # type: ignore[no-any-return]
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
 
     @property
+    def present(self) -> tuple[list[str], list[int], Any]:
+        """Who is there, in the env's order: names, numbers, and the numbers as an index into a column."""
+        names = getattr(self.env, "agents", ())  # some have none before a reset
+        if names != self._present[0]:
+            numbers = [self.index[name] for name in names]
+            everyone = numbers == list(range(len(self.names)))
+            self._present = list(names), numbers, slice(None) if everyone else np.array(numbers, np.int64)
+        return self._present
+
+    @property
     def alive(self) -> list[int]:
-        return [self.index[name] for name in getattr(self.env, "agents", ())]  # some have none before a reset
+        return self.present[1]
 
 
 class GroupLanes(Env):
@@ -71,8 +76,7 @@ class GroupLanes(Env):
         if len({id(env) for env in envs}) < len(envs):
             raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
         for lane, world in enumerate(self._worlds[1:], 1):
-            if (world.names, world.observation_space) != (first.names, first.observation_space):
-                raise SpecMismatch(f"lane {lane} has agents {world.names}, lane 0 has {first.names}")
+            first.agree(world, lane)
         self._observations = Observations(first.observation_space, categorical=categorical)
         self._actions = Actions(first.action_space, categorical=categorical)
         count = len(first.names)
@@ -126,25 +130,30 @@ class GroupLanes(Env):
         ended = []
         done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
         (reward,) = row.rewards
+        count = len(self._worlds[0].names)
         for lane in lanes:
             world = self._worlds[lane]
             try:
-                acting = world.alive
-                seen, earned, over, cut = world.step(self._decode(*[a[lane] for a in row.action]))
-                for array in row.next[: self._leaves]:
-                    array[lane] = 0
+                names, acting, at = world.present
+                seen, earned, over, cut = world.step(names, self._decode(*[a[lane] for a in row.action]))
+                if len(seen) < count:
+                    for array in row.next[: self._leaves]:
+                        array[lane] = 0
                 self._write(seen, world, row.next, lane)
+                # One write per column, not one per agent, and none for what did not happen: agents may be many.
                 reward[lane] = 0
-                done[lane] = True  # an agent that is not there has ended
+                _put_numbers(reward[lane], at, [earned.get(name, 0.0) for name in names])
                 terminated[lane] = truncated[lane] = mask[lane] = False
-                for i in acting:
-                    name = world.names[i]
-                    reward[lane, i] = earned.get(name, 0.0)
-                    terminated[lane, i], truncated[lane, i] = over.get(name, False), cut.get(name, False)
-                    done[lane, i] = terminated[lane, i] | truncated[lane, i]
-                alive = world.alive
-                mask[lane, alive] = True
-                done[lane, [i for i in alive if i not in acting]] = False  # somebody came back
+                done[lane] = True  # an agent that is not there has ended
+                done[lane, at] = False
+                if any(over.values()) or any(cut.values()):
+                    terminated[lane, at, 0] = [over.get(name, False) for name in names]
+                    truncated[lane, at, 0] = [cut.get(name, False) for name in names]
+                    done[lane, at] = terminated[lane, at] | truncated[lane, at]
+                _, alive, here = world.present
+                mask[lane, here] = True
+                if alive is not acting and (back := {*alive}.difference(acting)):
+                    done[lane, list(back)] = False
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -163,12 +172,24 @@ class GroupLanes(Env):
 
     def _write(self, seen: Mapping[str, Any], world: _World, arrays: Rows, lane: int) -> None:
         views = [array[lane] for array in arrays[: self._leaves]]
+        index, write, only = world.index, self._observations.write, views[0]
+        shape, dtype = self._observations.plain
         for name, observation in seen.items():
-            self._observations.write(observation, views, world.index[name])
+            if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[index[name]] = observation
+            else:
+                write(observation, views, index[name])
 
     def close(self) -> None:
         for world in self._worlds:
             world.env.close()
+
+
+def _put_numbers(column: np.ndarray[Any, Any], at: Any, values: Sequence[Any]) -> None:
+    try:
+        column[at, 0] = values
+    except (TypeError, ValueError):  # an array of one number is a number
+        column[at, 0] = [np.asarray(value).item() for value in values]
 
 
 class AgentLanes(Env):
@@ -210,8 +231,8 @@ class AgentLanes(Env):
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
-        acting = world.alive
-        seen, earned, over, cut = world.step(self._decode(*row.action))
+        names, acting, _ = world.present
+        seen, earned, over, cut = world.step(names, self._decode(*row.action))
         for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
@@ -239,8 +260,10 @@ class PettingZooEnv(EnvBase):
     >>> env = PettingZooEnv(pistonball_v6.parallel_env())
 
     Args:
-        env: a parallel env, or an AEC env that PettingZoo can make parallel.
-        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane.
+        env: a parallel env or an AEC env.
+        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane; "turns": each agent is a
+            lane, and they act one after another. By default "turns" for AEC envs that PettingZoo cannot make
+            parallel, else "group".
         group: the name of the group's entry.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
     """
@@ -249,19 +272,24 @@ class PettingZooEnv(EnvBase):
         self,
         env: Any,
         *,
-        mode: Literal["group", "lanes"] = "group",
+        mode: Literal["group", "lanes", "turns"] | None = None,
         group: str = "agents",
         categorical_action_encoding: bool = False,
         device: Any = None,
     ) -> None:
-        if mode not in ("group", "lanes"):
-            raise UsageError(f"mode must be 'group' or 'lanes', got {mode!r}")
-        parallel = as_parallel(env)
+        if mode not in (None, "group", "lanes", "turns"):
+            raise UsageError(f"mode must be 'group', 'lanes' or 'turns', got {mode!r}")
+        if not is_pettingzoo(env):
+            raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
         lanes: Env
-        if mode == "group":
-            lanes = GroupLanes([parallel], group=group, categorical=categorical_action_encoding)
+        if mode == "turns" or (mode is None and turn_based(env) and not _parallelizable(env)):
+            if not turn_based(env):
+                raise UsageError(f"mode='turns' is for AEC envs; in {env} all agents act at once")
+            lanes = TurnLanes([env], categorical=categorical_action_encoding)
+        elif mode == "lanes":
+            lanes = AgentLanes(as_parallel(env), categorical=categorical_action_encoding)
         else:
-            lanes = AgentLanes(parallel, categorical=categorical_action_encoding)
+            lanes = GroupLanes([as_parallel(env)], group=group, categorical=categorical_action_encoding)
         super().__init__(lanes, device=device)
 
 
@@ -270,18 +298,23 @@ def is_pettingzoo(thing: Any) -> bool:
     return hasattr(thing, "possible_agents") and callable(getattr(thing, "observation_space", None))
 
 
+def turn_based(env: Any) -> bool:
+    """An AEC env: its agents act one after another."""
+    return hasattr(env, "agent_selection") or hasattr(env, "agent_iter")
+
+
+def _parallelizable(env: Any) -> bool:
+    return bool(env.metadata.get("is_parallelizable", False))
+
+
 def as_parallel(env: Any) -> Any:
     """A parallel env as it is; an AEC env made parallel."""
-    if not is_pettingzoo(env):
-        raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
-    if not hasattr(env, "agent_selection") and not hasattr(env, "agent_iter"):
+    if not turn_based(env):
         return env
+    if not _parallelizable(env):
+        raise UsageError(f"{env} is turn-based and PettingZoo cannot make it parallel; use mode='turns'")
     try:
         from pettingzoo.utils.conversions import aec_to_parallel
     except ImportError:
         raise missing("pettingzoo", "pettingzoo") from None
-    if not env.metadata.get("is_parallelizable", False):
-        raise UsageError(
-            f"{env} is turn-based: PettingZoo cannot make it parallel, and reap needs all agents to act at once"
-        )
     return aec_to_parallel(env)

@@ -391,6 +391,6 @@ def _batch_index_decoder(space: spaces.Discrete) -> Decode:
         if index.min() < 0 or index.max() >= n:
             wrong = index[(index < 0) | (index >= n)][0]
             raise SpecMismatch(f"policy chose action {wrong} of {n} (0 to {n - 1})")
-        return (index + start).astype(space.dtype)
+        return (index + start if start else index).astype(space.dtype)  # a copy, either way
 
     return decode
