@@ -107,10 +107,11 @@ class Ledger:
         if self._rows == "skipping":
             when = np.cumsum(mask, axis=0)[when, where] - 1
             order = np.argsort(~mask, axis=0, kind="stable")
+            source = (order * mask.shape[1] + np.arange(mask.shape[1])).reshape(-1)  # whole rows, not single numbers
             for column in columns.values():
-                index = order.reshape(*order.shape, *(1,) * (column.ndim - 2))
-                column[...] = np.take_along_axis(column, index, axis=0)
-            mask[...] = np.take_along_axis(mask, order, axis=0)
+                rows = column.reshape(mask.size, *column.shape[2:])  # a copy where workers share a slot
+                column[...] = rows.take(source, axis=0).reshape(column.shape)
+            mask[...] = np.arange(len(mask))[:, None] < mask.sum(axis=0)
         junk = ~mask
         for column in columns.values():
             column[junk] = 0
