@@ -28,7 +28,7 @@ from reap.envs.base import EnvBase
 from reap.envs.spaces import Observations
 from reap.envs.torch_native import TorchLanes
 from reap.errors import UsageError, WrongArgument, missing
-from reap.seeding import chain
+from reap.seeding import chain, fresh_seed
 from reap.spec import torch_dtype
 
 Reset = Callable[[Any], tuple[Any, Any]]  # key → observation, state
@@ -43,7 +43,8 @@ def is_gymnax(thing: Any) -> bool:
 def is_brax(thing: Any) -> bool:
     """An env of brax's kind."""
     # brax computes its sizes when asked, by a reset; getattr_static does not ask
-    return all(inspect.getattr_static(thing, n, None) for n in ("observation_size", "action_size", "reset", "step"))
+    names = ("observation_size", "action_size", "reset", "step")
+    return not isinstance(thing, type) and all(inspect.getattr_static(thing, name, None) for name in names)
 
 
 class JaxBatch:
@@ -72,7 +73,7 @@ class JaxBatch:
         self._keys = jax.numpy.zeros((num_envs, 2), "uint32")
         self._episode = jax.numpy.zeros(num_envs, "int32")
         self._run: Any = None  # steps made in this episode, state
-        self.seed(range(num_envs), chain(_entropy() if seed is None else seed, num_envs)[0])
+        self.seed(range(num_envs), chain(fresh_seed() if seed is None else seed, num_envs)[0])
         self.device = from_dlpack(self._episode).device
 
     def _compile(self, reset: Reset, step: Step, categorical: bool) -> None:
@@ -151,10 +152,6 @@ class JaxBatch:
                 inner = inner.setdefault(part, {})
             inner[path[-1]] = tensor
         return shown
-
-
-def _entropy() -> int:
-    return int(np.random.SeedSequence().generate_state(1)[0])
 
 
 def _gymnax(env: Any, params: Any) -> tuple[Reset, Step, Any]:
