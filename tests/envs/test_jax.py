@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from reap.collectors import Collector
 from reap.envs import JaxEnv
 from reap.envs.jax import JaxLanes
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import MissingDependency, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
@@ -315,6 +316,13 @@ def test_what_is_refused():
 
     with pytest.raises(UsageError, match="takes one action array, discrete or a box; this one's space is two"):
         JaxEnv(TwoActions([(3,)]))
+
+
+def test_without_jax(monkeypatch):
+    env = Brax([(3,)])
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(MissingDependency, match=r"jax is not installed; pip install 'reap\[jax\]'"):
+        JaxEnv(env)
 
 
 def test_gymnax_wrappers_are_refused():

@@ -54,7 +54,7 @@ class Auto:
         self.closed += 1
 
 
-class True_(Auto):
+class Honest(Auto):
     """One that leaves resets to the loop."""
 
     autoreset = False
@@ -67,13 +67,13 @@ class True_(Auto):
             self.observations[i] = self.envs[i].reset()[0]
 
 
-class Bindable(True_):
+class Bindable(Honest):
     def bind(self, observations, rewards, terminals, truncations):
         self.observations, self.rewards = observations, rewards
         self.terminals, self.truncations = terminals, truncations
 
 
-class BoundForGood(True_):
+class BoundForGood(Honest):
     """As C code does it: the addresses are taken once, whatever the attributes say later."""
 
     def __init__(self, lengths):
@@ -94,10 +94,10 @@ class BoundForGood(True_):
 
 
 TRUE = {
-    "copied": lambda lengths: PufferLibEnv(True_(lengths)),
+    "copied": lambda lengths: PufferLibEnv(Honest(lengths)),
     "copied from C": lambda lengths: PufferLibEnv(BoundForGood(lengths)),
     "bound": lambda lengths: PufferLibEnv(Bindable(lengths)),
-    "attributes": lambda lengths: PufferLibEnv(True_(lengths), rebind=True),
+    "attributes": lambda lengths: PufferLibEnv(Honest(lengths), rebind=True),
     "as it is": Bindable,
 }
 worlds = given(
@@ -263,7 +263,7 @@ def test_what_is_refused():
     with pytest.raises(SpecMismatch, match="other arrays than the buffers"):
         Collector(PufferLibEnv(Replaces([(3,)])), EchoPolicy(), frames_per_batch=2).next()
 
-    class Leaves(True_):
+    class Leaves(Honest):
         def step(self, actions):
             self.masks[1] = False
             return super().step(actions)
@@ -271,14 +271,14 @@ def test_what_is_refused():
     with pytest.raises(UsageError, match=r"agents \[1\] have left"):
         Collector(PufferLibEnv(Leaves([(3,), (3,)])), EchoPolicy(), frames_per_batch=4).next()
 
-    class Raises(True_):
+    class Raises(Honest):
         def step(self, actions):
             raise OSError("out of memory")
 
     with pytest.raises(WorkerRaised, match="step 0: env.step raised OSError"):
         Collector(PufferLibEnv(Raises([(3,)])), EchoPolicy(), frames_per_batch=2).next()
 
-    class Narrow(True_):
+    class Narrow(Honest):
         def step(self, actions):
             return (self.observations[:, :2], *super().step(actions)[1:])
 
