@@ -21,6 +21,11 @@ def next_seed(seed: int) -> int:
     return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _MODULUS
 
 
+def fresh_seed() -> int:
+    """A seed nobody chose."""
+    return int(np.random.SeedSequence().generate_state(1)[0])
+
+
 def chain(seed: int, count: int, *, static: bool = False) -> tuple[list[int], int]:
     """`count` seeds starting at `seed`, and the one that would come next. `static`: all the same."""
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:

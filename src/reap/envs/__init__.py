@@ -10,7 +10,9 @@ from reap.envs.base import EnvBase
 from reap.envs.dm import DMEnv
 from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
+from reap.envs.jax import JaxEnv
 from reap.envs.pettingzoo import PettingZooEnv
+from reap.envs.puffer import PufferLibEnv
 from reap.envs.serial import SerialEnv
 from reap.envs.torch_native import TorchEnv
 
@@ -23,7 +25,9 @@ __all__ = [
     "ExplorationType",
     "GymEnv",
     "GymWrapper",
+    "JaxEnv",
     "PettingZooEnv",
+    "PufferLibEnv",
     "SerialEnv",
     "TorchEnv",
     "as_env",

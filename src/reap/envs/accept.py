@@ -13,7 +13,9 @@ from reap.envs.dm import DMEnv, is_dm
 from reap.envs.envpool import envpool_lanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
+from reap.envs.jax import JaxEnv, is_brax, is_gymnax
 from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
+from reap.envs.puffer import PufferLibEnv, is_puffer
 from reap.errors import WrongArgument, WrongState
 
 
@@ -22,7 +24,8 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
-    if kwargs and (is_envpool(source) or is_dm(source) or is_pettingzoo(source)):
+    foreign = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
+    if kwargs and any(known(source) for known in foreign):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
     if type(source).__module__.startswith("torchrl."):
         raise WrongArgument(f"{type(source).__name__} is TorchRL's, which reap cannot step yet; use reap.envs.GymEnv")
@@ -34,6 +37,10 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         return DMEnv(source).lanes_env
     if is_pettingzoo(source):
         return PettingZooEnv(source).lanes_env
+    if is_gymnax(source) or is_brax(source):
+        return JaxEnv(source).lanes_env
+    if is_puffer(source):
+        return PufferLibEnv(source).lanes_env
     if isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv)):
         if kwargs:
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
