@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import os
 import pickle
@@ -40,7 +41,7 @@ from typing import Any, Literal, NoReturn
 
 import cloudpickle
 
-from reap.errors import UsageError
+from reap.errors import ReapError, UsageError, WorkerRaised
 
 StartMethod = Literal["forkserver", "spawn"]
 
@@ -72,6 +73,49 @@ def anonymous_file(name: str) -> int:
 
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in another process, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """An error on its way from a child: itself and its cause as bytes, as far as they can be, the traceback as text."""
+
+    error: bytes
+    cause: bytes
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Raised:
+        """The message for what was just caught."""
+        text = "".join(traceback.format_exception(error.__cause__ or error))
+        return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
+
+    def unpack(self) -> ReapError:
+        """The error to raise here: what it was, caused by what caused it, with the remote traceback at the end."""
+        raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
+        error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
+        if cause is not None:
+            cause.__cause__ = RemoteTraceback(self.text)
+        error.__cause__ = cause if cause is not None else RemoteTraceback(self.text)
+        return error
+
+
+def _error_bytes(error: BaseException | None) -> bytes:
+    try:
+        data = cloudpickle.dumps(error)
+        cloudpickle.loads(data)  # some exceptions can be written but not read
+    except Exception:
+        if isinstance(error, ReapError):
+            plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
+            return bytes(cloudpickle.dumps(plain))
+        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
+    return bytes(data)
 
 
 # ---- the parent's side --------------------------------------------------------------------------------------------

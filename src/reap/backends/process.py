@@ -37,13 +37,12 @@ from reap.backends.process_worker import (
     Full,
     Job,
     Memory,
-    Raised,
     run_worker,
 )
-from reap.children import Child, StartMethod, dumps, end, send
+from reap.children import Child, Raised, StartMethod, dumps, end, send
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState
 from reap.seeding import chain
 from reap.spec import Key
 from reap.weights.local import fitting
@@ -53,13 +52,6 @@ _DEADLINE = 5.0  # seconds within which `close` has ended every worker
 _OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
 _ALL = 2**62
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as text."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
 
 
 class _Free:
@@ -227,7 +219,7 @@ class ProcessBackend:
                 message = pickle.loads(connection.recv_bytes())
                 remote.busy_since = time.monotonic()
                 if isinstance(message, Raised):
-                    raise self._remote_error(remote, message)
+                    raise message.unpack().at(worker=remote.name)
                 if isinstance(message, Full):
                     remote.given -= 1
                     remote.stats = message.stats
@@ -243,14 +235,6 @@ class ProcessBackend:
         stack = remote.child.stack()
         text = f"{remote.child.how_it_ended()}" + (f"; its last stack:\n{stack}" if stack else "")
         return WorkerDied(text).at(worker=remote.name)
-
-    def _remote_error(self, remote: _Remote, message: Raised) -> ReapError:
-        raised, cause = pickle.loads(message.error), pickle.loads(message.cause)
-        error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
-        if cause is not None:
-            cause.__cause__ = RemoteTraceback(message.text)
-        error.__cause__ = cause if cause is not None else RemoteTraceback(message.text)
-        return error.at(worker=remote.name)
 
     def _patience(self) -> float | None:
         """How long until somebody may be called silent."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reap.children import send
+from reap.children import Raised, send
 from reap.core.ledger import TrajectoryIds
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
@@ -85,32 +84,6 @@ class Answer:
     """What a call returned."""
 
     value: Any
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Something went wrong: the error and its cause, as bytes if they can be, and the traceback as text."""
-
-    error: bytes
-    cause: bytes
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Raised:
-        text = "".join(traceback.format_exception(error.__cause__ or error))
-        return cls(_bytes(error), _bytes(error.__cause__), text)
-
-
-def _bytes(error: BaseException | None) -> bytes:
-    try:
-        data = cloudpickle.dumps(error)
-        cloudpickle.loads(data)  # some exceptions can be written but not read
-    except Exception:
-        if isinstance(error, ReapError):
-            plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
-            return bytes(cloudpickle.dumps(plain))
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
-    return bytes(data)
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
-
-if TYPE_CHECKING:
-    from reap.core.slot import Row
 
 Rows = Sequence["np.ndarray[Any, Any]"]
 
@@ -63,6 +61,10 @@ class Env(abc.ABC):
         """`send`, then `recv`."""
         self.send(lanes, row)
         return self.recv()
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        """Memory for a rollout. An env whose lanes live elsewhere makes it where they can write to it."""
+        return Slot(layout, index)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -103,6 +105,9 @@ class Wrapped(Env):
 
     def tidy(self, row: Row) -> None:
         self._env.tidy(row)
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        return self._env.make_slot(layout, index)
 
     def close(self) -> None:
         self._env.close()

@@ -98,6 +98,7 @@ class Row:
         "mask",
         "next",
         "outputs",
+        "place",
         "reward",
         "rewards",
         "terminated",
@@ -116,6 +117,7 @@ class Row:
     done: np.ndarray[Any, Any]
     after: tuple[np.ndarray[Any, Any], ...]  # the observation of the following step
     copies: tuple[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]], ...]  # (after, next) pairs
+    place: tuple[int, int] | None  # slot and step, where the env made the slot and knows it by a number
 
 
 class Finals(NamedTuple):
@@ -138,6 +140,7 @@ class Slot:
         self.block = layout.block() if arrays is None else np.zeros(0, np.uint8)  # its own memory
         self.arrays = layout.arrays(self.block) if arrays is None else dict(arrays)
         self.state = State.FREE
+        self.place: int | None = None  # what the env that made it calls it
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
@@ -221,6 +224,8 @@ class Slot:
             row.rewards = tuple(c[t] for c in rewards)
             row.reward, row.mask = reward[t], mask[t]
             row.done, row.terminated, row.truncated = done[t], terminated[t], truncated[t]
+            beyond = row.next and row.next[0] is row.after[0] and a + t + 1 == self.layout.steps  # not in this slot
+            row.place = None if self.place is None or beyond else (self.place, a + t)
             yield row
 
 

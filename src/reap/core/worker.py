@@ -106,7 +106,7 @@ class Worker:
             self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
             columns = {key: columns[key] for key in delivered(columns)}
         self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
-        self.pool = Pool(self.layout, limit=0 if same_slot else 2)
+        self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=self.env.make_slot)
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
