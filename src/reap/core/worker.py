@@ -96,12 +96,22 @@ class Worker:
         if plan.compact:
             self._check_compact(columns)
         self.layout = Layout(columns, plan.steps(spec.lanes), spec.lanes, batched=spec.batched)
+        if same_slot and self.layout.loose:
+            raise UsageError(
+                f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
+                f"its values are objects of their own: leave return_same_td out"
+            )
         self.pool = Pool(self.layout, limit=0 if same_slot else 2)
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
         if MASK in columns or self.env.tidies:
             raise UsageError(
                 "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
+            )
+        ragged = [key for key, leaf in columns.items() if leaf.ragged]
+        if ragged:
+            raise UsageError(
+                f"compact_obs stores tensors of one shape; {show_keys(ragged[:1])} is ragged: leave it out"
             )
         both = [key for key in self.env.spec.observation if key in self.policy.outputs]
         if both:

@@ -49,7 +49,7 @@ class VectorLanes(Env):
                 "on it; use shared_memory=True or another autoreset_mode"
             )
         self._resets_lanes = isinstance(base, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
-        self._observations = Observations(env.single_observation_space, categorical=categorical)
+        self._observations = Observations(env.single_observation_space, categorical=categorical, loose=True)
         self._actions = Actions(env.single_action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
         self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
@@ -113,7 +113,7 @@ class VectorLanes(Env):
     def _reset_by_itself(self, lane: int, into: Rows) -> bool:
         if lane in self._kept:
             for array, value in zip(into, self._kept.pop(lane)):
-                array[lane] = value
+                array[lane : lane + 1] = value
             return True
         if self.spec.rows == "skipping" and lane in self._ended:
             self._ended.remove(lane)
@@ -143,7 +143,7 @@ class VectorLanes(Env):
         self._ended = set(ended)
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
-                self._kept[lane] = tuple(array[lane].copy() for array in row.next)
+                self._kept[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)
                 self._observations.write(_final(info, lane), row.next, lane)
                 self._write_final_info(info.get("final_info", {}), row.next, lane)
         return ended
