@@ -23,6 +23,7 @@ from reap.envs import GymEnv, PettingZooEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, check_env
 from reap.trajectories import with_next
+from tests.envs.test_world import CountingVector, SkippingWorld
 
 BOX = CountingEnv.observation_space
 WORDS = spaces.Text(60, charset="abcdefghijklmnopqrstuvwxyz0123456789 ")
@@ -140,6 +141,52 @@ def test_async_vector_env():
     for _ in range(3):
         assert_story(c.next(), world.batch(4))
     c.shutdown()
+
+
+class TellingVector(CountingVector):
+    """A vector env written by hand that cannot reset single lanes: its steps that are resets are no frames."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths, AutoresetMode.NEXT_STEP)
+        self.single_observation_space = StoryEnv.observation_space
+
+    def _tell(self, seen):
+        items = tuple(tuple(items_of(*one)) for one in seen)
+        return {"observation": seen, "text": tuple(text_of(*one) for one in seen), "items": items}
+
+    def reset(self, **options):
+        seen, info = super().reset(**options)
+        return self._tell(seen), info
+
+    def step(self, actions):
+        seen, *rest = super().step(actions)
+        return self._tell(seen), *rest
+
+
+@given(lengths=patterns, steps=st.integers(1, 8))
+@settings(max_examples=20, deadline=None)
+def test_skipped_steps_leave_blanks(lengths, steps):
+    c = Collector(TellingVector(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths))
+    world = SkippingWorld(lengths)
+    for _ in range(3):
+        batch, want = c.next(), world.batch(steps)
+        for key, column in want.items():
+            assert np.array_equal(batch.get(key).numpy(), column), key
+        for lane, row in enumerate(batch.unbind(0)):
+            for t, frame in enumerate(row.unbind(0)):
+                for part in (frame, frame["next"]):
+                    real = want[("collector", "mask")][lane, t]
+                    assert part["text"] == (text_of(*part["observation"]) if real else "")
+                    assert np.array_equal(part["items"], items_of(*part["observation"]))
+
+
+def test_last_observations_of_different_shape_in_one_step():
+    lengths = [(2,), (1, 1)]
+    env = SyncVectorEnv(makers(StackedEnv, lengths), autoreset_mode=AutoresetMode.SAME_STEP)
+    c = Collector(env, EchoPolicy(), frames_per_batch=12)
+    world = CountingWorld(lengths)
+    for _ in range(3):
+        assert_story(c.next(), world.batch(6))
 
 
 def two(kind=StoryEnv, lengths=((3, 2), (2,))):
