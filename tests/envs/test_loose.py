@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 
 import gymnasium as gym
@@ -456,6 +457,27 @@ def test_what_cannot_be_is_refused():
 
     with pytest.raises(SpecMismatch, match="None for a Text space"):
         Collector(Mute(), frames_per_batch=8)
+
+
+def test_objects_that_cannot_be_copied_are_named():
+    class Locked(ThingEnv):
+        def _observation(self):
+            return {**super()._observation(), "thing": threading.Lock()}
+
+    with pytest.raises(SpecMismatch, match="lane 0.*a lock among the observations cannot be copied"):
+        Collector(Locked(), frames_per_batch=8)
+
+
+def test_a_policy_with_memory():
+    class Remembers(torch.nn.Module):
+        carry = {"words": torch.zeros(1)}
+
+        def forward(self, text, words):
+            words = words + torch.tensor([[float(len(one.split()))] for one in text])
+            return words, words
+
+    batch = Collector(two(), Remembers(), frames_per_batch=8).next()
+    assert torch.equal(batch["action"], (batch["observation"][..., 2:] + 1) * 6)
 
 
 def test_agents_with_text_are_refused():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap.errors import SpecMismatch
 from reap.spec import Leaf
 
 _UNCHANGING = frozenset({str, bytes, int, float, bool, complex, type(None)})
@@ -32,7 +33,12 @@ def own(value: Any) -> Any:
         return value.copy()
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return copy.deepcopy(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception as cause:
+        raise SpecMismatch(
+            f"a {kind.__name__} among the observations cannot be copied ({cause!r}); give it a __deepcopy__"
+        ) from cause
 
 
 class Cells:
