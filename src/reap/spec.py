@@ -1,6 +1,7 @@
 """Specs: what one lane's values look like, addressed by nested keys.
 
 Leaf      one column: shape, dtype, and the Gymnasium space it came from
+            ragged: a dimension is -1, every value has its own      non-tensor: no dtype, any Python object
 EnvSpec   the leaves an env reports and the leaves it takes
 """
 
@@ -39,11 +40,12 @@ _NUMPY = {
     torch.complex128: np.complex128,
 }
 _TORCH = {np.dtype(n): t for t, n in _NUMPY.items() if t is not torch.bfloat16}
+TENSOR_DTYPES = frozenset(_TORCH)
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """The NumPy type that holds the same bytes."""
-    return np.dtype(_NUMPY[dtype])
+def numpy_dtype(dtype: torch.dtype | None) -> np.dtype[Any]:
+    """The NumPy type that holds the same bytes; for values that are no tensors, references."""
+    return np.dtype(object if dtype is None else _NUMPY[dtype])
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -79,12 +81,36 @@ class Leaf:
     """One column of the data, as one lane sees it."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None  # None: not tensors
     space: gym.Space[Any] | None = None
     one_hot: bool = False
 
     def __str__(self) -> str:
+        if self.dtype is None:
+            return "object"
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    @property
+    def ragged(self) -> bool:
+        """Tensors, each of its own shape."""
+        return -1 in self.shape
+
+    @property
+    def loose(self) -> bool:
+        """Ragged or no tensor at all: its column holds references, one per frame, in place of bytes."""
+        return self.dtype is None or -1 in self.shape
+
+    def column(self, *size: int) -> np.ndarray[Any, Any]:
+        """An array `[*size, …]` for values of this leaf."""
+        if self.loose:
+            return np.full(size, None, object)
+        return np.zeros((*size, *self.shape), numpy_dtype(self.dtype))
+
+    def blank(self) -> Any:
+        """What stands where no value is: zeros, for a loose leaf an empty tensor, an empty text or None."""
+        if self.dtype is None:
+            return "" if isinstance(self.space, gym.spaces.Text) else None
+        return torch.zeros([max(n, 0) for n in self.shape], dtype=self.dtype)
 
     @property
     def n(self) -> int:

@@ -13,10 +13,19 @@ Whole-array arithmetic: one running sum finds the pieces, one scatter per leaf m
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+    lazy_stack,
+)
 
 from reap.errors import UsageError
 from reap.spec import AnyKey, Key, as_key, show
@@ -75,17 +84,56 @@ def split_trajectories(
     return _padded(flat, lengths, mask_key)
 
 
-def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDict:
-    """Rows that lie one trajectory after another, as `[N, L]` with zeros behind each, and a mask."""
+def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
+    """Rows that lie one trajectory after another, as `[N, L]` with zeros behind each, and a mask.
+
+    Behind texts and objects lies None, behind ragged tensors lie empty ones.
+    """
     count, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
     mask = torch.arange(longest, device=lengths.device) < lengths.unsqueeze(1)
+    if isinstance(flat, LazyStackedTensorDict) and count:
+        return _padded_frames(flat, lengths.tolist(), longest).set(mask_key, mask)
     index = mask.reshape(-1).nonzero().squeeze(-1)
     out = TensorDict({}, batch_size=[count, longest], device=flat.device)
+    for key in _objects(flat):
+        pieces = _pieces(flat.get(key).tolist(), lengths.tolist())
+        rows = [[NonTensorData(v, batch_size=[]) for v in piece + [None] * (longest - len(piece))] for piece in pieces]
+        if rows:
+            out.set(key, NonTensorStack(*[NonTensorStack(*row) for row in rows]))
     for key, value in flat.items(True, True):
         padded = value.new_zeros((count * longest, *value.shape[1:]))
         padded.index_copy_(0, index, value)
         out.set(key, padded.reshape(count, longest, *value.shape[1:]))
     return out.set(mask_key, mask)
+
+
+def _pieces(rows: list[Any], lengths: list[int]) -> list[list[Any]]:
+    left = iter(rows)
+    return [list(itertools.islice(left, length)) for length in lengths]
+
+
+def _objects(td: TensorDictBase) -> list[Key]:
+    """Keys of the entries that hold one Python object per row."""
+    tensors = {as_key(key) for key in td.keys(True, True)}
+    return [k for k in map(as_key, td.keys(True, True, is_leaf=is_leaf_nontensor)) if k not in {*tensors, FINAL}]
+
+
+def _padded_frames(flat: LazyStackedTensorDict, lengths: list[int], longest: int) -> TensorDictBase:
+    """The same for rows whose tensors differ in shape: frames in lazy stacks, padded by blank ones."""
+    rows = list(flat.unbind(0))
+    blank = TensorDict({}, batch_size=[], device=flat.device)
+    objects = _objects(flat)
+    for key in objects:
+        blank.set(key, NonTensorData(None, batch_size=[]))
+    for key in map(as_key, rows[0].keys(True, True)):
+        if key not in objects:
+            first = rows[0].get(key)
+            shapes = {tuple(row.get(key).shape) for row in rows}
+            ranks = {len(shape) for shape in shapes}
+            shape = [sizes[0] if len(set(sizes)) == 1 else 0 for sizes in zip(*shapes)] if len(ranks) == 1 else [0]
+            blank.set(key, first.new_zeros(shape))
+    padded = [piece + [blank.clone() for _ in range(longest - len(piece))] for piece in _pieces(rows, lengths)]
+    return lazy_stack([lazy_stack(piece, 0) for piece in padded], 0)
 
 
 def _keys(td: TensorDictBase, prefix: AnyKey | None, trajectory_key: AnyKey | None) -> tuple[Key, Key]:
@@ -110,6 +158,10 @@ def _ids_from_done(td: TensorDictBase, done_key: Key) -> torch.Tensor:
 
 
 def _nested(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
+    loose = _objects(flat)
+    if loose or isinstance(flat, LazyStackedTensorDict):
+        what = f"{show(loose[0])} holds objects" if loose else "this batch holds tensors of different shapes"
+        raise UsageError(f"as_nested needs tensors of one shape per frame; {what}: leave as_nested out")
     sizes = lengths.tolist()
     leaves: dict[Any, Any] = {
         key: torch.nested.nested_tensor(list(value.split(sizes)))
@@ -209,8 +261,8 @@ class WholeTrajectories:
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]
         alive = (~done & torch.isin(ids[starts], torch.tensor(last, dtype=ids.dtype))).nonzero().squeeze(-1)
-        self._held[source] = flat[_rows(order, starts, ends, alive).to(_device(flat))]
-        new = flat[_rows(order, starts, ends, finished).to(_device(flat))]
+        self._held[source] = _at(flat, _rows(order, starts, ends, alive))
+        new = _at(flat, _rows(order, starts, ends, finished))
         self._ready = new if self._ready is None or not len(self._ready) else torch.cat([self._ready, new])
         self._lengths = torch.cat([self._lengths, (ends - starts + 1)[finished]])
 
@@ -231,6 +283,10 @@ class WholeTrajectories:
 def _device(td: TensorDictBase) -> torch.device:
     device: torch.device = td.get(("collector", "traj_ids")).device
     return device
+
+
+def _at(flat: TensorDictBase, rows: torch.Tensor) -> TensorDictBase:
+    return flat[rows.to(_device(flat))] if len(rows) else flat[:0]  # lazy stacks know no empty index
 
 
 def _rows(order: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -413,3 +413,40 @@ def test_legacy_names():
     for old in ("MultiSyncDataCollector", "MultiaSyncDataCollector", "aSyncDataCollector", "_MultiDataCollector"):
         with pytest.warns(DeprecationWarning, match=f"{old} is called"):
             getattr(names, old)
+
+
+class Diary(gym.Env):
+    observation_space = gym.spaces.Dict(
+        day=gym.spaces.Box(0, 99, (1,), np.float32),
+        text=gym.spaces.Text(20),
+        pages=gym.spaces.Sequence(gym.spaces.Box(0, 9, (2,), np.float32)),
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def _read(self):
+        pages = tuple(np.full(2, i, np.float32) for i in range(self.day))
+        return {"day": np.array([self.day], np.float32), "text": f"day {self.day}", "pages": pages}
+
+    def reset(self, *, seed=None, options=None):
+        self.day = 0
+        return self._read(), {}
+
+    def step(self, action):
+        self.day += 1
+        return self._read(), 1.0, self.day == 5, False, {}
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_text_and_ragged_columns_travel_too(kind):
+    options = {"cat_results": 0} if kind is MultiSyncCollector else {}
+    c = kind([lambda: SerialEnv(2, Diary)] * 2, frames_per_batch=32, total_frames=96, **options)
+    for batch in c:
+        lanes, steps = batch.batch_size
+        for lane in range(lanes):
+            for t in range(steps):
+                frame = batch[lane, t]
+                day = int(frame["day"])
+                assert frame["text"] == f"day {day}"
+                assert frame["next", "text"] == f"day {day + 1}"
+                assert frame["next", "pages"].shape == (day + 1, 2)
+    c.shutdown()

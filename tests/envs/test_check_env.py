@@ -45,6 +45,10 @@ def changes_action(self, action):
     return result
 
 
+def says_nothing(self, action):
+    return CountingEnv.step(self, 0)
+
+
 def unseeded(self):
     return np.array([0, 0, np.random.default_rng().random()], np.float32)
 
@@ -84,9 +88,14 @@ BROKEN = {
     "determinism": (variant(_observation=unseeded), "Two copies with the same seed .* differ at the first observation"),
     "close": (variant(close=raises), "close, called once, raised OSError"),
     "no space": (variant(observation_space=None), "The env has no observation_space"),
+    "text action": (variant(action_space=gym.spaces.Text(3), step=says_nothing), "reap has no form for it.*Text"),
     "text": (
-        variant(observation_space=gym.spaces.Text(3), _observation=lambda self: "abc"),
-        "reap has no form for it.*Text",
+        variant(observation_space=gym.spaces.Text(3), _observation=lambda self: "abcd"),
+        "observation = 'abcd', which is not in its space Text",
+    ),
+    "sequence": (
+        variant(observation_space=gym.spaces.Sequence(gym.spaces.Discrete(3)), _observation=lambda self: (1, 5)),
+        r"observation = \(1, 5\), which is not in its space Sequence",
     ),
 }
 

@@ -106,8 +106,8 @@ def test_observation_spaces(space, categorical, columns):
 
 
 def test_spaces_without_a_tensor_form_are_refused():
-    with pytest.raises(UsageError, match="observation space Text"):
-        run(spaces.Text(5))
+    with pytest.raises(UsageError, match="action space Text"):
+        run(action_space=spaces.Text(5))
     with pytest.raises(UsageError, match="both be called 'observation'"):
         run(spaces.Dict(state=BOX, observation=BOX))
 

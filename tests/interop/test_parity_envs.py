@@ -12,6 +12,7 @@ from pairs import (
     SpaceEnv,
     actor,
     assert_identical,
+    assert_identical_tensors,
     assert_same_batches,
     box,
     collectors,
@@ -304,3 +305,46 @@ def assert_identical_observations(a, b):
             assert_identical_observations(a[key], b[key])
     else:
         assert np.array_equal(a, b)
+
+
+class Diary(CountingEnv):
+    """Counts, and tells what it counted in words, or in as many pairs."""
+
+    def __init__(self, extra, space):
+        super().__init__((3, 2))
+        self.extra = extra
+        self.observation_space = spaces.Dict(observation=CountingEnv.observation_space, extra=space)
+
+    def _observation(self):
+        words, pairs = f"step {self.t}", np.full((self.t, 2), self.t, np.float32)
+        return {"observation": super()._observation(), "extra": words if self.extra == "text" else pairs}
+
+
+def diaries(extra, space):
+    """One batch of each library, made by the same actions."""
+    batches = []
+    for library in LIBRARIES.values():
+        env = library.envs.GymWrapper(Diary(extra, space))
+        batches.append(next(iter(library.collectors.Collector(env, None, frames_per_batch=7, total_frames=7))))
+    return batches
+
+
+def test_text():
+    theirs, ours = diaries("text", spaces.Text(20))
+    for key in ("extra", ("next", "extra")):
+        assert type(ours.get(key)) is type(theirs.get(key))
+        assert ours.get(key).batch_size == theirs.get(key).batch_size
+        assert ours.get(key).tolist() == theirs.get(key).tolist()
+        assert ours[key] == theirs[key]
+        assert ours[2][key] == theirs[2][key]
+        assert type(ours[2].get(key)) is type(theirs[2].get(key))
+
+
+def test_sequences():
+    pair = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    theirs, ours = diaries("pairs", spaces.Sequence(pair, stack=True))
+    assert type(ours) is type(theirs)
+    assert (ours.batch_size, ours.names, ours.stack_dim) == (theirs.batch_size, theirs.names, theirs.stack_dim)
+    for key in ("extra", ("next", "extra")):
+        for mine, other in zip(ours.get(key, as_list=True), theirs.get(key, as_list=True), strict=True):
+            assert_identical_tensors(mine, other)

@@ -310,7 +310,10 @@ class ProcessBackend:
         if slot is None:
             apart = [self._apart(remote, part) for remote, part in zip(self.workers, parts)]
             return Rollout({}, self.workers[0].about.layout, frames, version, parts=apart)
-        return Rollout(self._pool.lend(slot), slot.layout, frames, version, finals=self._finals(parts, slot.layout))
+        arrays = self._pool.lend(slot)
+        for key in parts[0].loose:
+            arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
+        return Rollout(arrays, slot.layout, frames, version, finals=self._finals(parts, slot.layout))
 
     def _wait_for_all(self) -> None:
         while len(self._arrived) < len(self.workers):
@@ -325,9 +328,8 @@ class ProcessBackend:
         return slot
 
     def _apart(self, remote: _Remote, full: Full) -> Rollout:
-        arrays = remote.slots.slot(full.slot).arrays
-        copies = {key: array.copy() for key, array in arrays.items()}
-        return Rollout(copies, remote.about.layout, full.frames, full.version, worker=remote.index)
+        arrays = {**remote.slots.slot(full.slot).copied(), **full.loose}
+        return Rollout(arrays, remote.about.layout, full.frames, full.version, worker=remote.index)
 
     def _finals(self, parts: Sequence[Full], layout: Layout) -> Finals | None:
         if any(part.finals is None for part in parts):
@@ -351,7 +353,7 @@ class ProcessBackend:
             self._listen()
         remote, full = self._arrived.popleft()
         return Rollout(
-            self._lend(remote, full.slot),
+            {**self._lend(remote, full.slot), **full.loose},
             remote.about.layout,
             full.frames,
             full.version,
@@ -363,7 +365,7 @@ class ProcessBackend:
         """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
         slot = remote.slots.slot(index)
         if len(remote.lent) >= _OWN_SLOTS - 2:
-            arrays = {key: array.copy() for key, array in slot.arrays.items()}
+            arrays = slot.copied()
             self._give(remote, index)
             return arrays
         remote.lent.add(index)

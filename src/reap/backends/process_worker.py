@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import pickle
 import select
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +28,7 @@ from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import ReapError, WorkerRaised
 from reap.seeding import seed_process
+from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing, SharedWeights
 
@@ -77,6 +78,7 @@ class Full:
     version: int
     stats: dict[str, Any]
     finals: Any = None
+    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,9 @@ class _Host:
         worker = self.worker
         self._refresh()
         frames = worker.fill(slot, random=self._random())
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals)
-        self._connection.send_bytes(pickle.dumps(full))
+        loose = slot.hand_over()
+        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals, loose)
+        self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""

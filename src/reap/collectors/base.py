@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -20,10 +20,11 @@ from typing_extensions import Self
 
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
-from reap.core.assemble import assemble
 from reap.core.exploration import exploration_type
+from reap.core.ragged import assembler
 from reap.core.slot import MASK
 from reap.errors import UsageError, WrongArgument, WrongState
+from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
@@ -43,7 +44,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._version = 0
         self._why_closed: str | None = None
         self._busy = threading.Lock()
-        self._same: tuple[TensorDict, TensorDict] | None = None  # on the slot, and as delivered
+        self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
         # Names scripts look at.
@@ -170,18 +171,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                     f"anew with each: none can ever be whole; raise frames_per_batch or leave reset_at_each_iter out"
                 )
 
-    def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
+    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
         rollout = self._backend.take(random=random)
         if rollout.parts:
             return TensorDict({}), rollout
+        if self.options.set_truncated:
+            _mark_truncated(rollout.arrays)
         if self._same is None:
-            batch = assemble(rollout.arrays, rollout.layout)
+            batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
             batch, delivered = self._same
-        if self.options.set_truncated:
-            _mark_truncated(batch)
         storing = self._storing
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
@@ -339,14 +340,11 @@ class _UnknownModel(UsageError, KeyError):
     __str__ = UsageError.__str__  # KeyError would print the message in quotes
 
 
-def _mark_truncated(batch: TensorDict) -> None:
+def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
     """The last frame of every lane ends here, as far as the learner is concerned."""
-    lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
-    mask = lanes.get(MASK, None)
-    count = lanes.batch_size[1]
-    if mask is None:
-        mask = torch.ones(lanes.batch_size, dtype=torch.bool)
-    lane = mask.any(1).nonzero().squeeze(-1)  # a lane may have made no frame at all
-    last = count - 1 - mask[lane].flip(1).int().argmax(1)
+    steps, lanes = arrays[("next", "done")].shape[:2]
+    mask = arrays.get(MASK, np.ones((steps, lanes), np.bool_))
+    lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
+    last = steps - 1 - mask[::-1, lane].argmax(0)
     for flag in ("truncated", "done"):
-        lanes["next", flag][lane, last] = True
+        arrays[("next", flag)][last, lane] = True

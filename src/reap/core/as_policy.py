@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
-from torch import Tensor, nn
+from torch import nn
 
+from reap.core.cells import Cells
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
@@ -62,14 +63,14 @@ def untouched(policy: Any) -> Iterator[None]:
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
-def _missing(absent: Sequence[Key], columns: Mapping[Key, Tensor]) -> UsageError:
+def _missing(absent: Sequence[Key], columns: Mapping[Key, Any]) -> UsageError:
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)} ({_DECLARE})")
 
 
 def as_policy(
     policy: Any,
     *,
-    columns: Mapping[Key, Tensor],
+    columns: Mapping[Key, Any],
     observation: Sequence[Key],
     side: frozenset[Key] = frozenset(),
     carry: Sequence[Key] = (),
@@ -95,11 +96,13 @@ def as_policy(
     if not callable(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
 
+    loose = {key: column.leaf for key, column in columns.items() if isinstance(column, Cells)}
+
     def probed(candidate: Any) -> Any:
         absent = [k for k in candidate.inputs if k not in columns]
         if absent:
             raise _missing(absent, columns)
-        first = [columns[k].clone() for k in candidate.inputs]
+        first = [columns[k] if k in loose else columns[k].clone() for k in candidate.inputs]
         try:
             with untouched(policy), torch.no_grad(), exploring(kind):
                 candidate.probe(tuple(first), lanes)
@@ -131,7 +134,13 @@ def as_policy(
                 )
         return candidate
 
-    whole = TensorDictPolicy(policy, tuple(columns), lanes, device)
+    inputs = tuple(columns)
+    if isinstance(
+        policy, TensorDictModuleBase
+    ):  # it says what it reads: loose columns it does not are no concern of it
+        reads = [as_key(k) for k in policy.in_keys]
+        inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
+    whole = TensorDictPolicy(policy, inputs, lanes, device, {k: leaf for k, leaf in loose.items() if k in inputs})
 
     def as_it_is() -> Policy:
         if compile is not None:
@@ -142,7 +151,7 @@ def as_policy(
         return as_it_is()
     if isinstance(policy, TensorDictModuleBase):
         program = flatten(policy, kind)
-        if program is not None:
+        if program is not None and loose.keys().isdisjoint(program.inputs):
             try:
                 flat: FlatPolicy = probed(FlatPolicy(program, whole, device))
                 if compile is not None:
@@ -167,9 +176,9 @@ def as_policy(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
-    inputs = _match(names, observation, side, carry, policy)
+    taken = _match(names, observation, side, carry, policy)
     call = policy if compile is None else torch.compile(policy, **compile)
-    return probed(CallPolicy(call, inputs, list(action), carry, device))  # type: ignore[no-any-return]
+    return probed(CallPolicy(call, taken, list(action), carry, device))  # type: ignore[no-any-return]
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter] | None:

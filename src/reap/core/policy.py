@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from reap.core.cells import Cells
 from reap.core.flat import Program
+from reap.core.ragged import frame
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, UsageError, WrongState
 from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
@@ -113,7 +115,7 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
-    def private(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def private(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
         if self.device is not None:
             return tuple([x.to(self.device) for x in inputs])
@@ -293,14 +295,21 @@ class TensorDictPolicy(TensorPolicy):
     remembers = True
 
     def __init__(
-        self, call: Callable[..., Any], inputs: Sequence[Key], lanes: int | None, device: torch.device | None
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[Key],
+        lanes: int | None,
+        device: torch.device | None,
+        loose: Mapping[Key, Leaf],
     ) -> None:
         super().__init__(inputs, device)
-        self._call, self._lanes = call, lanes
+        self._call, self._lanes, self._loose = call, lanes, loose
         self._keys: list[Key] = []
         self._kept: dict[Key, Any] = {}
 
-    def _tensordict(self, inputs: tuple[Tensor, ...]) -> TensorDict:
+    def _tensordict(self, inputs: tuple[Any, ...]) -> TensorDictBase:
+        if self._loose:
+            return frame(dict(zip(self.inputs, inputs)), self._loose, self._lanes, self.device)
         size = [] if self._lanes is None else [self._lanes]
         td = TensorDict({}, batch_size=size, device=self.device)
         for key, value in zip(self.inputs, inputs):
@@ -314,13 +323,18 @@ class TensorDictPolicy(TensorPolicy):
         out = self._call(td)
         out = td if out is None else out
         given = {*self.inputs, *(("next", *key) for key in self.inputs)}
-        named = ((as_key(key), value) for key, value in out.items(True, True))
-        self._kept = {key: value for key, value in named if key not in given}
+        self._kept = {key: value for key, value in self._entries(out) if key not in given}
         values = [out.get(key, None) for key in self._keys]
         for key, value in zip(self._keys, values):
             if value is None:
                 raise SpecMismatch(f"the policy did not write {show(key)} this time; before it did")
         return values
+
+    def _entries(self, td: TensorDictBase) -> Iterator[tuple[Key, Any]]:
+        if not self._loose:
+            return ((as_key(key), value) for key, value in td.items(True, True))
+        keys = (as_key(key) for key in td.keys(True, True))
+        return ((key, td.get(key)) for key in keys if key not in self._loose)
 
     def forget(self, lanes: Sequence[int]) -> None:
         for key, value in self._kept.items():
@@ -333,14 +347,14 @@ class TensorDictPolicy(TensorPolicy):
         self.inputs, self._keys = tuple(inputs), list(outputs)
 
     def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
-        td = self._tensordict(inputs)
-        before = {as_key(k): v for k, v in td.items(True, True)}
+        td = self._tensordict(self.private(inputs))
+        before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
         out = self._call(td)
         out = td if out is None else out
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
-        after = {as_key(k): v for k, v in out.items(True, True)}
+        after = dict(self._entries(out))
         declared = {as_key(k) for k in getattr(self._call, "out_keys", ())}
         written = {
             k: v
@@ -351,10 +365,14 @@ class TensorDictPolicy(TensorPolicy):
         self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
 
 
-def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> dict[Key, Tensor]:
+def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> dict[Key, Any]:
     """One value of every column a policy may read, as it will see them: observations, and the flags of a root."""
-    tensors = zip(spec.observation, map(torch.from_numpy, current))
-    columns = {key: tensor if spec.batched else tensor[0] for key, tensor in tensors}
+    columns: dict[Key, Any] = {}
+    for (key, leaf), array in zip(spec.observation.items(), current):
+        if leaf.loose:
+            columns[key] = Cells(leaf, array, spec.batched)
+        else:
+            columns[key] = torch.from_numpy(array if spec.batched else array[0, ...])
     for flag in FLAGS:
         columns[(flag,)] = torch.zeros((spec.lanes, 1) if spec.batched else (1,), dtype=torch.bool)
     return columns

@@ -24,7 +24,7 @@ from reap.core.ledger import Ledger
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
-from reap.spec import Key, Leaf, numpy_dtype, show
+from reap.spec import Key, Leaf, show
 
 
 class RolloutLoop:
@@ -162,7 +162,7 @@ class RolloutLoop:
 
 def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
     """Memory for one observation of every lane."""
-    return [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in observation.values()]
+    return [leaf.column(lanes) for leaf in observation.values()]
 
 
 RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version"}
@@ -185,8 +185,7 @@ def columns_of(
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
     columns.update(env.spec.observation)
     columns.update(policy.outputs)
-    if not compact:
-        columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items()})
+    columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items() if not compact or leaf.loose})
     columns.update({("next", *key): leaf for key, leaf in env.spec.reward.items()})
     whole = Leaf((), torch.int64)
     if ids:

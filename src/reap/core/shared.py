@@ -65,7 +65,7 @@ class SharedSlots:
     def window(self, index: int, layout: Layout, first: int) -> Slot:
         """The lanes of a slot from `first` on that `layout` describes."""
         whole = self._arrays(index)
-        return Slot(layout, index, {key: whole[key][:, first : first + layout.lanes] for key in layout.columns})
+        return Slot(layout, index, {key: whole[key][:, first : first + layout.lanes] for key in whole})
 
     def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
         size = self.layout.nbytes

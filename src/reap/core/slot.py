@@ -1,13 +1,15 @@
 """Slots: memory for one rollout.   FREE → WRITING → FULL → READING → FREE, one owner at a time.
 
     Layout   which columns, how many steps and lanes, where each begins in the block
-    Slot     one block of bytes and every column as an array `[T, N, …]` on it
+    Slot     one block of bytes and every column as an array `[T, N, …]` on it; loose columns (text, ragged, objects)
+             are arrays of references beside the block
     Row      one time step of a slot, cut once, so that the hot loop only writes
     Pool     a few slots; hands out free ones, takes lent ones back
 
 A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
 loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
 column's the slot is free again. Every column is a storage of its own, so saving one does not drag the others along.
+References are not lent but handed over: a slot keeps no object alive that a consumer has dropped.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from reap.core.cells import Cells
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 _ALIGN = 64
@@ -33,14 +36,17 @@ VERSION: Key = ("policy_version",)
 
 
 class Layout:
-    """Where every column `[T, N, …]` lies in one block of bytes."""
+    """Where every column `[T, N, …]` lies in one block of bytes, and which are `loose`: references beside it."""
 
     def __init__(self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool) -> None:
         self.columns = dict(columns)
         self.steps, self.lanes, self.batched = steps, lanes, batched
+        self.loose = {key: leaf for key, leaf in self.columns.items() if leaf.loose}
         self.offsets: dict[Key, int] = {}
         end = 0
         for key, leaf in self.columns.items():
+            if leaf.loose:
+                continue
             self.offsets[key] = end
             length = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
@@ -58,9 +64,10 @@ class Layout:
         return (self.lanes, self.steps) if self.batched else (self.steps,)
 
     def arrays(self, block: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
-        """Every column as an array `[T, N, …]` on `block`."""
+        """Every column that has bytes, as an array `[T, N, …]` on `block`."""
         found = {}
-        for key, leaf in self.columns.items():
+        for key in self.offsets:
+            leaf = self.columns[key]
             dtype, shape = numpy_dtype(leaf.dtype), (self.steps, self.lanes, *leaf.shape)
             size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
             found[key] = block[self.offsets[key] : self.offsets[key] + size].view(dtype).reshape(shape)
@@ -105,7 +112,7 @@ class Row:
         "truncated",
     )
 
-    inputs: tuple[torch.Tensor, ...]  # what the policy reads
+    inputs: tuple[Any, ...]  # what the policy reads: tensors, and Cells of loose columns
     outputs: tuple[np.ndarray[Any, Any], ...]  # what the policy writes, action among them
     action: tuple[np.ndarray[Any, Any], ...]  # what the env reads
     next: tuple[np.ndarray[Any, Any], ...]  # what the env writes: successors
@@ -138,7 +145,8 @@ class Slot:
     ) -> None:
         self.layout, self.index = layout, index
         self.block = layout.block() if arrays is None else np.zeros(0, np.uint8)  # its own memory
-        self.arrays = layout.arrays(self.block) if arrays is None else dict(arrays)
+        self._loose = {key: leaf.column(layout.steps, layout.lanes) for key, leaf in layout.loose.items()}
+        self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
         self.state = State.FREE
         self.place: int | None = None  # what the env that made it calls it
         self.finals: Finals | None = None
@@ -152,18 +160,29 @@ class Slot:
         for flag in self._flags:
             flag[...] = False
 
+    def hand_over(self) -> dict[Key, np.ndarray[Any, Any]]:
+        """The references of all loose columns, which the slot then holds no more."""
+        taken = {key: column.copy() for key, column in self._loose.items()}
+        for column in self._loose.values():
+            column[...] = None
+        return taken
+
+    def copied(self) -> dict[Key, np.ndarray[Any, Any]]:
+        """Copies of all columns, each its own: keeping one keeps one."""
+        return {key: array.copy() for key, array in self.arrays.items() if key not in self._loose} | self.hand_over()
+
     def lend(self, give_back: Callable[[], None]) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns for a consumer to keep; `give_back` is called when nothing looks at any of them any more."""
-        left = [len(self.arrays)]
+        left = [len(self.arrays) - len(self._loose)]
 
         def one_less(_: object) -> None:
             left[0] -= 1
             if not left[0]:
                 give_back()
 
-        owners = {key: array.view() for key, array in self.arrays.items()}
+        owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
         self._loan = [weakref.ref(owner, one_less) for owner in owners.values()]
-        return owners
+        return owners | self.hand_over()
 
     def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
@@ -179,7 +198,9 @@ class Slot:
         arrays, batched = self.arrays, self.layout.batched
         columns = self.layout.columns
 
-        def tensor_rows(key: Key) -> Sequence[torch.Tensor]:
+        def tensor_rows(key: Key) -> Sequence[Any]:
+            if columns[key].loose:
+                return [Cells(columns[key], array, batched) for array in arrays[key][a:b]]
             part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
             tensor = torch.from_numpy(part)
             if columns[key].dtype is torch.bfloat16:
@@ -268,7 +289,7 @@ class Pool:
         """The columns of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
         if slot is self._reserve:
             slot.state = State.FREE
-            return {key: array.copy() for key, array in slot.arrays.items()}  # each its own: keeping one keeps one
+            return slot.copied()
         slot.state = State.READING
         index, slots, free = slot.index, self._slots, self._free
 
@@ -280,6 +301,7 @@ class Pool:
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""
+        slot.hand_over()
         slot.state = State.FREE
         if slot is not self._reserve:
             self._free.append(slot.index)

@@ -106,6 +106,11 @@ class Worker:
             self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
             columns = {key: columns[key] for key in delivered(columns)}
         self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
+        if same_slot and self.layout.loose:
+            raise UsageError(
+                f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
+                f"its values are objects of their own: leave return_same_td out"
+            )
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=self.env.make_slot)
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
@@ -121,6 +126,11 @@ class Worker:
         if MASK in columns or self.env.tidies:
             raise UsageError(
                 "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
+            )
+        ragged = [key for key, leaf in columns.items() if leaf.ragged]
+        if ragged:
+            raise UsageError(
+                f"compact_obs stores tensors of one shape; {show_keys(ragged[:1])} is ragged: leave it out"
             )
         both = [key for key in self.env.spec.observation if key in self.policy.outputs]
         if both:

@@ -14,17 +14,17 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.as_policy import as_policy
-from reap.core.assemble import assemble
 from reap.core.env import Env, Wrapped
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
+from reap.core.ragged import assembler, frame
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
-from reap.spec import AnyKey, Key, Leaf, show
+from reap.spec import AnyKey, Key, Leaf, as_key, show
 
 
 class EnvBase:
@@ -92,17 +92,22 @@ class EnvBase:
         self.lanes_env.pending_seeds, following = chain(seed, self.lanes_env.spec.all_lanes, static=static_seed)
         return following
 
-    def reset(self) -> TensorDict:
+    def reset(self) -> TensorDictBase:
         """Begin new episodes in all lanes."""
         self._open()
         self._restart()
-        td = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key, value in zip(self.lanes_env.spec.observation, self._current):
-            tensor = torch.from_numpy(value)
-            td.set(key, (tensor if self.lanes_env.spec.batched else tensor[0]).clone())
+        td = self._shown()
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
         return td
+
+    def _shown(self) -> TensorDictBase:
+        """The observations the lanes are at."""
+        spec = self.lanes_env.spec
+        columns = visible_columns(spec, self._current)
+        loose = {key: leaf for key, leaf in spec.observation.items() if leaf.loose}
+        lanes = spec.lanes if spec.batched else None
+        return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
 
     def _restart(self) -> None:
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
@@ -143,12 +148,9 @@ class EnvBase:
         self.lanes_env.step(range(spec.lanes), row)
         for mine, successor in zip(self._current, row.next):
             mine[...] = successor
-        batch = assemble(slot.layout.arrays(slot.block.copy()), slot.layout)
-        at = (slice(None), 0) if spec.batched else 0
-        following = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key, value in batch["next"].items(True, True):
-            following.set(key, value[at])
-        tensordict.set("next", following)
+        batch = assembler(slot.layout)(slot.copied(), slot.layout)
+        following = batch["next"][(slice(None), 0) if spec.batched else 0]
+        tensordict.set("next", following if self.device is None else following.to(self.device))
         return tensordict
 
     def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
@@ -159,15 +161,13 @@ class EnvBase:
         if bool(done.any()):
             lanes = done.nonzero().reshape(-1).tolist()
             self.lanes_env.reset(lanes, self._current)
-            for key, value in zip(self.lanes_env.spec.observation, self._current):
-                fresh = torch.from_numpy(value)
-                target = root.get(key).clone()
-                target.reshape(self.lanes_env.spec.lanes, -1)[lanes] = fresh.reshape(len(fresh), -1)[lanes].to(
-                    target.device
-                )
-                root.set(key, target)
+            fresh = self._shown()
+            for key in map(as_key, root.keys(True, True)):
+                if key not in self.lanes_env.spec.observation:
+                    fresh.set(key, root.get(key))
+            root = fresh
             for flag in FLAGS:
-                root.set(flag, torch.zeros_like(root[flag]))
+                root.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
         return stepped, root
 
     def rollout(
@@ -177,7 +177,7 @@ class EnvBase:
         *,
         auto_reset: bool = True,
         break_when_any_done: bool = True,
-    ) -> TensorDict:
+    ) -> TensorDictBase:
         """Up to `max_steps` steps under `policy` (random if None), from a reset, as one batch ending in "time"."""
         self._open()
         if max_steps < 1:
@@ -211,7 +211,7 @@ class EnvBase:
         columns_ = columns_of(env, chosen, ids=False, mask=False, version=False)
         slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
         steps = loop.fill(slot)
-        batch = assemble(slot.arrays, slot.layout)
+        batch: TensorDictBase = assembler(slot.layout)(slot.arrays, slot.layout)
         batch = batch[..., :steps] if steps < max_steps else batch
         return batch.to(self.device) if self.device is not None else batch
 

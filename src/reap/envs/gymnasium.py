@@ -45,7 +45,7 @@ class GymLanes(Env):
                 mine, theirs = getattr(first, what), getattr(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(first.observation_space, categorical=categorical)
+        self._observations = Observations(first.observation_space, categorical=categorical, loose=True)
         self._actions = Actions(first.action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
         self._info_at = len(self._observations.leaves)

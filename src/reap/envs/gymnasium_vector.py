@@ -49,7 +49,7 @@ class VectorLanes(Env):
                 "on it; use shared_memory=True or another autoreset_mode"
             )
         self._resets_lanes = isinstance(base, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
-        self._observations = Observations(env.single_observation_space, categorical=categorical)
+        self._observations = Observations(env.single_observation_space, categorical=categorical, loose=True)
         self._actions = Actions(env.single_action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
         self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
@@ -125,7 +125,7 @@ class VectorLanes(Env):
             return
         for lane in lanes:
             for array, value in zip(into, self._kept.pop(lane)):
-                array[lane] = value
+                array[lane : lane + 1] = value
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         try:
@@ -149,7 +149,7 @@ class VectorLanes(Env):
         self._ended = done
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
-                self._kept[lane] = tuple(array[lane].copy() for array in row.next)
+                self._kept[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)
                 self._observations.write(_final(info, lane), row.next, lane)
                 self._write_final_info(info.get("final_info", {}), row.next, lane)
         return ended

@@ -23,6 +23,8 @@ def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf]) -> dict[Key, Lea
     leaves: dict[Key, Leaf] = {}
     for name, what in declared.items():
         if isinstance(what, gym.Space):
+            if what.dtype is None:
+                raise UsageError(f"info_keys: {name!r} has the space {what}, which has no tensor form")
             dtype, shape = what.dtype, what.shape or ()
         else:
             dtype, shape = what if isinstance(what, tuple) else (what, ())

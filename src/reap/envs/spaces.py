@@ -8,7 +8,11 @@
 | MultiBinary(n)           | int8 [n]               | the same                         |
 | Box                      | its own; [] becomes [1]| the same                         |
 | Dict, Tuple              | nested keys            | the same                         |
+| Sequence of the above    | [-1, …], ragged        | the same                         |
+| Text, Graph, any other   | Python objects         | the same                         |
 
+A space of one's own that says shape and dtype is an array; with -1 in the shape, or no shape, ragged; without a dtype,
+objects. A Sequence of texts, dicts, tuples or sequences is one object, a tuple.
 Actions are understood in any of these forms, whatever the flag says: what the policy writes decides.
 """
 
@@ -22,8 +26,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from reap.core.cells import own
 from reap.errors import SpecMismatch, UsageError
-from reap.spec import Key, Leaf, numpy_dtype, show, torch_dtype
+from reap.spec import TENSOR_DTYPES, Key, Leaf, numpy_dtype, show, torch_dtype
 
 Array = np.ndarray[Any, Any]
 Put = Callable[[Array, int, Any], None]
@@ -32,9 +37,13 @@ Decode = Callable[[Array], Any]
 
 
 class Observations:
-    """The leaves of an observation space, and the writing of one observation into row arrays."""
+    """The leaves of an observation space, and the writing of one observation into row arrays.
 
-    def __init__(self, space: gym.Space[Any], *, categorical: bool) -> None:
+    `loose` says whether ragged and non-tensor leaves are welcome.
+    """
+
+    def __init__(self, space: gym.Space[Any], *, categorical: bool, loose: bool = False) -> None:
+        self._welcome = loose
         self.leaves: dict[Key, Leaf] = {}
         self._puts: list[tuple[tuple[Any, ...], Put, Encode]] = []
         self._add(space, (), (), categorical)
@@ -90,8 +99,10 @@ class Observations:
     def _leaf(self, space: gym.Space[Any], leaf: Leaf, put: Put, *, key: Key, path: tuple[Any, ...]) -> None:
         if key in self.leaves:
             raise UsageError(f"two observation entries would both be called {show(key)}")
+        if leaf.loose and not self._welcome:
+            raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
         self.leaves[key] = leaf
-        self._puts.append((path, put, _encoder(space, leaf)))
+        self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))
 
 
 def _image(space: gym.Space[Any]) -> bool:
@@ -110,8 +121,9 @@ def _stackable(space: spaces.Tuple[Any], categorical: bool) -> bool:
     if not space.spaces or any(_children(part) for part in space.spaces):
         return False
     kinds = {type(part) for part in space.spaces}
-    looks = {(leaf.shape, leaf.dtype) for leaf, _ in (_observation_leaf(part, categorical) for part in space.spaces)}
-    return len(kinds) == len(looks) == 1
+    leaves = [_observation_leaf(part, categorical)[0] for part in space.spaces]
+    looks = {(leaf.shape, leaf.dtype) for leaf in leaves}
+    return len(kinds) == len(looks) == 1 and not leaves[0].loose
 
 
 def _tuple_leaf(space: spaces.Tuple[Any], categorical: bool) -> tuple[Leaf, Put]:
@@ -144,7 +156,83 @@ def _observation_leaf(space: gym.Space[Any], categorical: bool) -> tuple[Leaf, P
         if categorical:
             return Leaf(space.shape, torch.int64, space), _put_categories(space)
         return Leaf(shape, torch.int64, space, one_hot=True), _put_multi_one_hot(space)
-    raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
+    if isinstance(space, spaces.Text):
+        return Leaf((), None, space), _put_text
+    if isinstance(space, spaces.Sequence):
+        part = space.feature_space
+        if not isinstance(part, (spaces.Dict, spaces.Tuple, spaces.Sequence)):
+            element, put = _observation_leaf(part, categorical)
+            if not element.loose:
+                return Leaf((-1, *element.shape), element.dtype, space, element.one_hot), _put_sequence(element, put)
+        return Leaf((), None, space), _put_object
+    return _custom_leaf(space)
+
+
+def _custom_leaf(space: gym.Space[Any]) -> tuple[Leaf, Put]:
+    """A space this file does not know: what it says about itself decides."""
+    if space.dtype is None or space.dtype not in TENSOR_DTYPES:
+        return Leaf((), None, space), _put_object
+    dtype = torch_dtype(space.dtype)
+    if space.shape is None:
+        return Leaf((-1,), dtype, space), _put_ragged(None, space.dtype)
+    if -1 in space.shape:
+        return Leaf(tuple(space.shape), dtype, space), _put_ragged(tuple(space.shape), space.dtype)
+    return Leaf(space.shape or (1,), dtype, space), _put_array(space.shape, space.dtype)
+
+
+def _put_text(array: Array, lane: int, value: Any) -> None:
+    if not isinstance(value, str):
+        raise SpecMismatch(f"env returned {value!r} for a Text space")
+    array[lane] = value
+
+
+def _put_object(array: Array, lane: int, value: Any) -> None:
+    array[lane] = own(value)
+
+
+def _put_sequence(element: Leaf, put_one: Put) -> Put:
+    """Elements in a tuple, or stacked in an array, as one tensor `[length, …]`."""
+    dtype, shape = numpy_dtype(element.dtype), element.shape
+    stackable = isinstance(element.space, (spaces.Box, spaces.MultiBinary)) and element.space.shape == shape
+
+    def put(array: Array, lane: int, value: Any) -> None:
+        if stackable and value.__class__ is np.ndarray and value.dtype == dtype and value.shape[1:] == shape:
+            values = value.copy()
+        else:
+            values = np.zeros((len(value), *shape), dtype)
+            for i, one in enumerate(value):
+                put_one(values, i, one)
+        array[lane] = torch.from_numpy(values)
+
+    return put
+
+
+def _put_ragged(shape: tuple[int, ...] | None, dtype: Any) -> Put:
+    """Arrays whose shape is free where `shape` says -1, or altogether."""
+    dtype = np.dtype(dtype)
+
+    def put(array: Array, lane: int, value: Any) -> None:
+        found = np.asarray(value)
+        wanted = found.shape if shape is None else shape
+        if len(wanted) == found.ndim:
+            wanted = tuple(have if want == -1 else want for want, have in zip(wanted, found.shape))
+        array[lane] = torch.from_numpy(fit(found, wanted, dtype).astype(dtype))  # astype copies
+
+    return put
+
+
+def _loose_encoder(put: Put) -> Encode:
+    """A batch of values, one per lane, as references."""
+
+    def encode(values: Any, count: int) -> Array:
+        if len(values) != count:
+            raise SpecMismatch(f"env returned {len(values)} values for {count} lanes")
+        cells = np.full(count, None, object)
+        for lane, value in enumerate(values):
+            put(cells, lane, value)
+        return cells
+
+    return encode
 
 
 def one_hot_shape(space: spaces.MultiDiscrete) -> tuple[int, ...]:
@@ -330,7 +418,7 @@ def _action_leaf(space: gym.Space[Any], categorical: bool) -> Leaf:
 
 
 def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: bool = False) -> Decode:
-    whole = not column.dtype.is_floating_point and not column.dtype.is_complex
+    whole = column.dtype is not None and not column.dtype.is_floating_point and not column.dtype.is_complex
     shape = column.shape
     if isinstance(space, spaces.Discrete):
         n, start = int(space.n), int(space.start)

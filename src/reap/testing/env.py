@@ -12,6 +12,7 @@ import cloudpickle
 import gymnasium as gym
 import numpy as np
 
+from reap.core.cells import own
 from reap.envs import as_env
 from reap.errors import ReapError
 
@@ -165,10 +166,12 @@ class _Player:
             if value is _ABSENT:
                 self._say("missing" + path, f"{where} no {name}; the observation_space has it.")
                 continue
-            array = np.asarray(value)
             shape, dtype = part.shape, part.dtype
-            if shape is None or dtype is None:
+            if shape is None or dtype is None or not isinstance(part, _ARRAYS):
+                if not part.contains(value):
+                    self._say("outside" + path, f"{where} {name} = {value!r}, which is not in its space {part}.")
                 continue
+            array = np.asarray(value)
             if array.shape != tuple(shape):
                 self._say("shape" + path, f"{where} {name} of shape {list(array.shape)}; its space says {list(shape)}.")
             elif not np.can_cast(array.dtype, dtype, "same_kind"):
@@ -225,6 +228,7 @@ def _fits(make_env: Callable[[], Any], wrong: list[str]) -> None:
 
 
 _ABSENT = object()
+_ARRAYS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def _leaves(space: gym.Space[Any], value: Any, path: str = "") -> list[tuple[str, gym.Space[Any], Any]]:
@@ -248,7 +252,7 @@ def _copy(value: Any) -> Any:
         return {k: _copy(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return tuple(_copy(v) for v in value)
-    return np.array(value, copy=True) if isinstance(value, (np.ndarray, np.generic, int, float, bool)) else value
+    return np.array(value, copy=True) if isinstance(value, (np.ndarray, np.generic, int, float, bool)) else own(value)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -256,6 +260,8 @@ def _equal(a: Any, b: Any) -> bool:
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, (tuple, list)):
         return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_equal, a, b))
+    if getattr(type(a), "__eq__") is object.__eq__:  # noqa: B009
+        return type(a) is type(b)  # objects that cannot be compared
     return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind == "f"))
 
 
