@@ -139,6 +139,10 @@ class _Seedbed:
         self._socket = ours
         self.owner = os.getpid()
 
+    @property
+    def fd(self) -> int:
+        return self._socket.fileno()
+
     def fork(self, fds: Sequence[int]) -> None:
         socket.send_fds(self._socket, [_FORK], list(fds))
 
@@ -181,6 +185,22 @@ def seedbed_pid() -> int | None:
     return None if _common is None or not _common.alive else _common.process.pid
 
 
+def seedbed_fd() -> int | None:
+    """The descriptor that leads to it."""
+    return None if _common is None or not _common.alive else _common.fd
+
+
+class _Line(Connection):
+    """A connection that only `close` closes.
+
+    In garbage with cycles the usual finalizer may run before ours: it closes the descriptor without a note, and whoever
+    has that number by then would lose it to our `close`.
+    """
+
+    def __del__(self) -> None:
+        pass
+
+
 class Child:
     """A process that runs `target(connection, fds)`.
 
@@ -208,7 +228,7 @@ class Child:
         finally:
             theirs.close()
             os.close(tell)
-        self.connection = Connection(ours.detach())
+        self.connection = _Line(ours.detach())
         self.sentinel = status
         self.pid = self._word() or 0
         with contextlib.suppress(OSError):  # one that is gone already says so through its sentinel

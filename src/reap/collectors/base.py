@@ -57,12 +57,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if self._storing is not None and hasattr(self.postproc, "to"):
             self.postproc.to(self._storing)  # type: ignore[union-attr]
 
-    def _check_sizes(self, lanes: int) -> int:
-        """Steps per rollout for this many lanes; warns about every rounding."""
+    def _check_sizes(self, lanes: int) -> None:
+        """How many frames a batch really holds; warns about every rounding."""
         steps = -(-self.options.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
-        self._warn_rounding(self.options.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=7)
-        return steps
+        self._warn_rounding(self.options.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=4)
 
     def _warn_rounding(self, asked: int, size: int, what: str, *, depth: int) -> None:
         """`depth` is how far up the user's own line is."""

@@ -21,7 +21,7 @@ from reap.backends.process import ProcessBackend
 from reap.children import dumps
 from reap.collectors.base import BaseCollector
 from reap.collectors.options import Options, read_options, signature
-from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, plan_for
+from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.core.assemble import assemble
 from reap.core.slot import TRAJ_IDS, Layout
 from reap.errors import UsageError, WrongArgument
@@ -122,7 +122,7 @@ class MultiCollector(BaseCollector):
             device, _ = options.devices
             env = EnvMaker(packed[id(make)], options.create_env_kwargs, options.max_frames_per_traj)
             acting = PolicyMaker(ours, made.get(id(options.policy_factory)), device)
-            plans.append(plan_for(options, env, acting, _Steps(size), device))
+            plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
 
     def _count_frames(self) -> None:
@@ -315,16 +315,6 @@ class Origin(NamedTuple):
     worker: int
     version: int
     lag: int  # updates since then
-
-
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """Steps per rollout for a worker that is to make so many frames."""
-
-    frames: int
-
-    def __call__(self, lanes: int) -> int:
-        return -(-self.frames // lanes)
 
 
 def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:

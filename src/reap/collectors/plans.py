@@ -60,6 +60,17 @@ class PolicyMaker:
         return placed(self.policy.open() if isinstance(self.policy, Parcel) else self.policy, self.device)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Steps per rollout for a worker that is to make so many frames."""
+
+    frames: int
+
+    def __call__(self, lanes: int) -> int:
+        """Rounded up, so that every lane makes as many."""
+        return -(-self.frames // lanes)
+
+
 def plan_for(
     options: Options,
     make_env: Callable[[], Env],

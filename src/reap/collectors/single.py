@@ -11,7 +11,7 @@ from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
-from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
+from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.env import Env
 from reap.core.policy import RandomPolicy
 from reap.errors import UsageError, WrongArgument, nearest
@@ -71,12 +71,13 @@ class Collector(BaseCollector):
             settings,
             EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj),
             PolicyMaker(policy, settings.policy_factory, device),
-            self._check_sizes,
+            Steps(settings.frames_per_batch),
             device,
         )
         self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td)
         self._backend = self._inline
         self._inline.start()
+        self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
 
     for _made in (__new__, __init__):

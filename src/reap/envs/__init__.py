@@ -12,6 +12,7 @@ from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
 from reap.envs.jax import JaxEnv
 from reap.envs.pettingzoo import PettingZooEnv
+from reap.envs.process_lanes import ParallelEnv
 from reap.envs.puffer import PufferLibEnv
 from reap.envs.serial import SerialEnv
 from reap.envs.torch_native import TorchEnv
@@ -26,6 +27,7 @@ __all__ = [
     "GymEnv",
     "GymWrapper",
     "JaxEnv",
+    "ParallelEnv",
     "PettingZooEnv",
     "PufferLibEnv",
     "SerialEnv",

@@ -33,26 +33,33 @@ class SerialEnv(EnvBase):
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: Any = None,
     ) -> None:
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
-            raise WrongArgument(f"num_workers must be a whole number ≥ 1, got {num_workers!r}")
-        makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn] * num_workers
-        if len(makers) != num_workers:
-            raise UsageError(f"num_workers is {num_workers} but create_env_fn holds {len(makers)}")
-        if num_workers > 1 and any(makers.count(m) > 1 for m in makers if isinstance(m, EnvBase)):
-            raise UsageError("create_env_fn is one finished env for several lanes; give a factory")
-        if isinstance(create_env_kwargs, Mapping) or create_env_kwargs is None:
-            kwargs: list[Mapping[str, Any]] = [create_env_kwargs or {}] * num_workers
-        else:
-            kwargs = list(create_env_kwargs)
-            if not all(isinstance(one, Mapping) for one in kwargs):
-                raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
-            if len(kwargs) != num_workers:
-                raise UsageError(f"num_workers is {num_workers} but create_env_kwargs holds {len(kwargs)}")
-        lanes = [as_env(make, dict(keywords)) for make, keywords in zip(makers, kwargs)]
-        super().__init__(_join(lanes), device=device)
+        made = one_each("num_workers", num_workers, create_env_fn, create_env_kwargs)
+        lanes = [as_env(make, keywords) for make, keywords in made]
+        super().__init__(joined(lanes), device=device)
 
 
-def _join(lanes: Sequence[Env]) -> Env:
+def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """A factory and its keywords for every lane; `name` is what the caller calls their number."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise WrongArgument(f"{name} must be a whole number ≥ 1, got {count!r}")
+    makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn] * count
+    if len(makers) != count:
+        raise UsageError(f"{name} is {count} but create_env_fn holds {len(makers)}")
+    if count > 1 and any(makers.count(m) > 1 for m in makers if isinstance(m, EnvBase)):
+        raise UsageError("create_env_fn is one finished env for several lanes; give a factory")
+    if isinstance(create_env_kwargs, Mapping) or create_env_kwargs is None:
+        kwargs: list[Mapping[str, Any]] = [create_env_kwargs or {}] * count
+    else:
+        kwargs = list(create_env_kwargs)
+        if not all(isinstance(one, Mapping) for one in kwargs):
+            raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
+        if len(kwargs) != count:
+            raise UsageError(f"{name} is {count} but create_env_kwargs holds {len(kwargs)}")
+    return [(make, dict(keywords)) for make, keywords in zip(makers, kwargs)]
+
+
+def joined(lanes: Sequence[Env]) -> Env:
+    """Single envs of one kind as one env with a lane dimension."""
     first, *rest = lanes
     kinds = {type(env) for env in lanes}
     join: Callable[..., Env] | None = getattr(first, "joined", None)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from reap.children import seedbed_pid
+from reap.children import seedbed_fd, seedbed_pid
 
 
 @contextlib.contextmanager
@@ -52,6 +52,8 @@ def _descriptors() -> set[str]:
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
-                if not target.endswith("/fd"):  # the listing's own
+                if (
+                    not target.endswith("/fd") and int(fd) != seedbed_fd()
+                ):  # not the listing's own, nor the kept helper's
                     found.add(f"{fd} → {target}")
     return found
