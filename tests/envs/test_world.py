@@ -8,13 +8,17 @@ import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reap.collectors import Collector
-from reap.envs import GymEnv, SerialEnv
+from reap.envs import DMEnv, GymEnv, ParallelEnv, PufferLibEnv, SerialEnv, TorchEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from tests.envs.test_dm import CountingDm
+from tests.envs.test_envpool import CountingPool, ReadyPool
+from tests.envs.test_puffer import Bindable, Honest
+from tests.envs.test_torch_native import CountingTorch
 
 MODES = list(AutoresetMode)
 
@@ -69,29 +73,46 @@ DOORS = {
     "sync vector without copies": lambda lengths: SyncVectorEnv(
         makers(lengths), copy=False, autoreset_mode=AutoresetMode.SAME_STEP
     ),
+    "pool": lambda lengths: CountingPool(lengths),
+    "torch": lambda lengths: TorchEnv(CountingTorch(lengths)),
+    "dm_env": lambda lengths: SerialEnv(
+        len(lengths), [lambda one=one, i=i: DMEnv(CountingDm(one, i)) for i, one in enumerate(lengths)]
+    ),
+    "buffers copied": lambda lengths: PufferLibEnv(Honest(lengths)),
+    "buffers of the slot": lambda lengths: PufferLibEnv(Bindable(lengths)),
+    "processes": lambda lengths: ParallelEnv(len(lengths), makers(lengths), num_workers=min(2, len(lengths))),
+}
+# Lanes that come as they are ready cannot be cut short one by one.
+READY = {
+    "as they are ready": lambda lengths: ReadyPool(lengths, max(1, len(lengths) // 2), seed=len(lengths)),
 }
 
 patterns = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [*DOORS, *READY])
 @given(lengths=patterns, steps=st.integers(1, 6), batches=st.integers(1, 5))
-@settings(max_examples=25, deadline=None)
+@example(lengths=[[1], [1]], steps=3, batches=3)  # every step ends an episode, in all lanes together
+@example(lengths=[[3], [3]], steps=3, batches=3)  # every end is the end of a batch
+@settings(max_examples=20, deadline=None)
 def test_every_door(door, lengths, steps, batches):
-    c = Collector(DOORS[door](lengths), EchoPolicy(), frames_per_batch=steps * len(lengths))
-    world = CountingWorld(lengths)
-    for _ in range(batches):
-        assert_same(c.next(), world.batch(steps))
+    env = {**DOORS, **READY}[door](lengths)
+    with Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths)) as c:
+        world = CountingWorld(lengths)
+        for _ in range(batches):
+            batch = c.next()
+            assert_same(batch.reshape(len(lengths), steps), world.batch(steps))
 
 
 @pytest.mark.parametrize("door", [d for d in DOORS if "by hand" not in d])
 @given(lengths=patterns, steps=st.integers(1, 6), limit=st.integers(1, 4))
 @settings(max_examples=15, deadline=None)
 def test_every_door_with_a_limit(door, lengths, steps, limit):
-    c = Collector(DOORS[door](lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)
-    world = CountingWorld(lengths, limit=limit)
-    for _ in range(4):
-        assert_same(c.next(), world.batch(steps))
+    env, size = DOORS[door](lengths), steps * len(lengths)
+    with Collector(env, EchoPolicy(), frames_per_batch=size, max_frames_per_traj=limit) as c:
+        world = CountingWorld(lengths, limit=limit)
+        for _ in range(4):
+            assert_same(c.next().reshape(len(lengths), steps), world.batch(steps))
 
 
 class SkippingWorld(CountingWorld):
