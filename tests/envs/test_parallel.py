@@ -207,3 +207,47 @@ def test_pixels():
         want = torch.arange(20) % 7
         assert torch.equal(batch[key][0, :, 0, 0, 0].long(), want)
         assert torch.equal(batch["next", key][1, :, 7, 7, 2].long(), want + 1)
+
+
+def test_ready_lanes_keep_their_order_and_their_memory():
+    class Slow(CountingEnv):
+        def step(self, action):
+            if self.lane == 0 and self.t % 3 == 0:
+                time.sleep(0.002)
+            return super().step(action)
+
+    lengths = [(3, 1, 4), (2,), (6,), (5,)]
+    make = [lambda one=one, lane=lane: GymEnv(Slow(one, lane)) for lane, one in enumerate(lengths)]
+
+    class Remembering(torch.nn.Module):
+        carry = {"sum": torch.zeros(3)}
+
+        def forward(self, observation, sum):
+            total = sum + observation
+            return total.sum(-1, keepdim=True), total
+
+    for workers, ready in ((4, 1), (4, 3), (2, 1)):
+        env = ParallelEnv(4, make, num_workers=workers, ready=ready)
+        with Collector(env, Remembering(), frames_per_batch=40) as there:
+            here = Collector(SerialEnv(4, makers(lengths)), Remembering(), frames_per_batch=40)
+            for _ in range(10):
+                assert (there.next() == here.next()).all()
+            there.reset()
+            assert (there.next()["observation"][:, 0, 2] == 0).all()
+
+
+def test_ready_lanes_report_faults():
+    class Dies(CountingEnv):
+        def step(self, action):
+            if self.t == 2:
+                os._exit(3)
+            return super().step(action)
+
+    with no_leaks():
+        env = ParallelEnv(2, [lambda: GymEnv(CountingEnv((9,), 0)), lambda: GymEnv(Dies((9,), 1))], ready=1)
+        c = Collector(env, EchoPolicy(), frames_per_batch=80)
+        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*exited with code 3"):
+            c.next()
+        del c, env
+    with pytest.raises(UsageError, match="ready must lie between 1 and 1"):
+        ParallelEnv(2, makers([(2,), (3,)]), ready=2)

@@ -84,6 +84,9 @@ DOORS = {
 }
 # Lanes that come as they are ready cannot be cut short one by one.
 READY = {
+    "processes as they are ready": lambda lengths: (
+        ParallelEnv(len(lengths), makers(lengths), ready=1) if len(lengths) > 1 else SerialEnv(1, makers(lengths))
+    ),
     "as they are ready": lambda lengths: ReadyPool(lengths, max(1, len(lengths) // 2), seed=len(lengths)),
 }
 

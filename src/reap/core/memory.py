@@ -83,6 +83,7 @@ class Memory(Wrapped):
         self._now = [np.broadcast_to(first, shape).copy() for first, shape in zip(self._first, shapes)]
         self._gaps = spec.rows != "whole"
         self._lane = list(own).index(READY) if READY in own else None
+        self.tidies = env.tidies or self._lane is not None
         self._in_hand = np.zeros(0, np.int64)
         self._on_the_way = [np.repeat(first[None], spec.all_lanes, 0) for first in self._carried(self._first)]
 
@@ -116,3 +117,10 @@ class Memory(Wrapped):
                 if self._lane is None:
                     now[...] = array
         return ended
+
+    def tidy(self, row: Row) -> None:
+        if self._env.tidies:
+            self._env.tidy(row)
+        if self._lane is not None and row.done.any():  # such lanes begin anew without the loop's doing
+            for after, first in zip(row.after[self._own :], self._first):
+                after[row.done] = first

@@ -12,12 +12,14 @@ row that is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
 import select
 import struct
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,7 +35,7 @@ from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
 from reap.envs.serial import joined, one_each
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import READY, EnvSpec, Key, Leaf
 
 _BELL = struct.Struct("iii")  # what, slot, step
 _STEP, _SOME, _CALL = 0, 1, 2
@@ -222,12 +224,7 @@ class ProcessLanes(Env):
         assert self._action is not None
         keys = (*self._action, MASK) if row.mask is not None else tuple(self._action)
         if self._by_hand is None or self._by_hand[0] != keys:
-            flag = Leaf((1,), torch.bool)
-            columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
-            columns.update(self.spec.observation)
-            columns.update(self._action)
-            columns.update({("next", *key): leaf for key, leaf in self.spec.observation.items()})
-            columns.update({("next", *key): leaf for key, leaf in self.spec.reward.items()})
+            columns = _columns(self.spec, self._action)
             if row.mask is not None:
                 columns[MASK] = Leaf((), torch.bool)
             slot = self.make_slot(Layout(columns, 1, self.spec.lanes, batched=True), 0)
@@ -340,6 +337,131 @@ class ProcessLanes(Env):
             self.close()
 
 
+class ReadyProcessLanes(ProcessLanes):
+    """The same, but stepped as they are ready: of all processes, the lanes of `ready` at a time (see core/ready.py).
+
+    Who is ready cannot be known when a child writes its results, so they come through the row both sides share.
+    """
+
+    tidies = True
+
+    def __init__(self, makers: Sequence[Sequence[tuple[Any, Mapping[str, Any]]]], ready: int, **options: Any) -> None:
+        super().__init__(makers, **options)
+        sizes = {remote.last - remote.first for remote in self._children}
+        if len(sizes) != 1:
+            self.close()
+            raise UsageError(f"ready needs as many lanes in every process, there are {sorted(sizes)}")
+        self._all, self._each, self._ready = self.spec, sizes.pop(), ready
+        self._lane = len(self.spec.observation)
+        self.spec = dataclasses.replace(
+            self._all,
+            observation={**self._all.observation, READY: Leaf((), torch.int64)},
+            lanes=ready * self._each,
+            ready_of=self._all.lanes,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=self._all.side | {READY},
+        )
+        self._in_hand: list[_Remote] = []
+        self._away: list[_Remote] = []  # in the order in which they were sent
+        self._just_reset: deque[_Remote] = deque()  # begun anew, not handed out yet
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        return Slot(layout, index)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """All lanes begin anew; `into` gets those of the first processes, the others are the first to come back."""
+        for remote in self._children:
+            if remote.owes:
+                self._finish(remote)
+        self._away.clear()
+        everyone = range(self._all.lanes)
+        self._reset(everyone, None if seeds is None else dict(zip(everyone, seeds)))
+        self._in_hand, self._just_reset = self._children[: self._ready], deque(self._children[self._ready :])
+        for at, remote in zip(self._windows(), self._in_hand):
+            self._hand_out(remote, at, into, self._first)
+
+    def _windows(self) -> list[slice]:
+        return [slice(p * self._each, (p + 1) * self._each) for p in range(self._ready)]
+
+    def _hand_out(self, remote: _Remote, at: slice, into: Rows, values: Rows) -> None:
+        for array, value in zip(into, values):
+            array[at] = value[remote.first : remote.last]
+        into[self._lane][at] = range(remote.first, remote.last)
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        self._sent = lanes, row
+        shared = self._shared = self._exchange()
+        assert shared.place is not None
+        for at, remote in zip(self._windows(), self._in_hand):
+            own = slice(remote.first, remote.last)
+            for flag in (shared.done, shared.terminated, shared.truncated):
+                flag[own] = False
+            for mine, given in zip(shared.action, row.action):
+                mine[own] = given[at]
+            remote.owes = True
+            self._away.append(remote)
+            self._ring(remote, _STEP, *shared.place)
+
+    def _exchange(self) -> Row:
+        if self._by_hand is None:
+            assert self._action is not None
+            slot = super().make_slot(Layout(_columns(self._all, self._action), 1, self._all.lanes, batched=True), 0)
+            (shared,) = slot.cut(RowKeys(self._all), self._first)
+            self._by_hand = (), slot, shared
+        return self._by_hand[2]
+
+    def recv(self) -> list[int]:
+        _, row = self._sent
+        shared = self._shared
+        assert row.mask is not None
+        self._in_hand, self._began = [], []
+        for at in self._windows():
+            if self._just_reset:
+                remote = self._just_reset.popleft()
+                self._hand_out(remote, at, row.next, self._first)
+                row.mask[at] = False
+            else:
+                remote = self._first_ready()
+                own = slice(remote.first, remote.last)
+                self._hand_out(remote, at, row.next, shared.next)
+                for mine, theirs in zip(row.rewards, shared.rewards):
+                    mine[at] = theirs[own]
+                done = shared.done[own]
+                if done.any():
+                    row.done[at], row.terminated[at] = done, shared.terminated[own]
+                    row.truncated[at] = shared.truncated[own]
+                    began = np.flatnonzero(done)
+                    self._began.append((at.start + began, remote.first + began))
+            self._in_hand.append(remote)
+        return []  # nobody is to be reset: the children have done it
+
+    def _first_ready(self) -> _Remote:
+        """Of those that have answered, the one that was sent first: nobody is passed over for ever."""
+        ready = set(select.select([remote.reply for remote in self._away], [], [], self._timeout)[0])
+        at = next((n for n, remote in enumerate(self._away) if remote.reply in ready), 0)
+        remote = self._away.pop(at)
+        self._finish(remote)
+        return remote
+
+    def tidy(self, row: Row) -> None:
+        for at, lanes in self._began:
+            for after, first in zip(row.after, self._first):
+                after[at] = first[lanes]
+
+
+def _columns(spec: EnvSpec, action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+    """What one step needs, and nothing else."""
+    flag = Leaf((1,), torch.bool)
+    columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
+    columns.update(spec.observation)
+    columns.update(action)
+    columns.update({("next", *key): leaf for key, leaf in spec.observation.items()})
+    columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
+    return columns
+
+
 # ---- the other side -----------------------------------------------------------------------------------------------
 
 
@@ -428,6 +550,8 @@ class ParallelEnv(EnvBase):
         num_envs: how many lanes.
         create_env_fn: a factory, a Gymnasium id, or a list with one per lane.
         num_workers: how many processes share the lanes; one per lane if not given.
+        ready: step the lanes of so many processes at a time, whichever are ready; None: all in step. A slow lane then
+            holds nobody up until the batch is to be whole. For collectors only.
         create_env_kwargs: keywords for the factories, one mapping or a list.
         timeout: seconds a process may take for one step before it is reported as stuck; None: for ever.
         start_method: "forkserver" or "spawn".
@@ -440,6 +564,7 @@ class ParallelEnv(EnvBase):
         create_env_fn: Any = None,
         *,
         num_workers: int | None = None,
+        ready: int | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         timeout: float | None = None,
         start_method: StartMethod = "forkserver",
@@ -455,5 +580,8 @@ class ParallelEnv(EnvBase):
             raise UsageError(f"num_workers must lie between 1 and the {len(made)} lanes, got {count!r}")
         bounds = np.linspace(0, len(made), count + 1).astype(int)
         shares = [made[a:b] for a, b in itertools.pairwise(bounds)]
-        env = ProcessLanes(shares, timeout=timeout, start_method=start_method, threads=num_sub_threads)
+        options: dict[str, Any] = {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
+        if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
+            raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
+        env = ProcessLanes(shares, **options) if ready is None else ReadyProcessLanes(shares, ready, **options)
         super().__init__(env, device=device)
