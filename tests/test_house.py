@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "children"},
+    {"errors", "spec", "seeding", "trajectories", "children", "weight_update"},
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},
@@ -49,7 +49,9 @@ def test_imports_go_down(path):
                 assert FLOOR[there] < FLOOR[here] or FLOOR[here] == 0, f"{here} (floor {FLOOR[here]}) imports {there}"
 
 
-@pytest.mark.parametrize("module", ["reap.collectors", "reap.collectors.utils", "reap.envs", "reap.testing"])
+@pytest.mark.parametrize(
+    "module", ["reap.collectors", "reap.collectors.utils", "reap.envs", "reap.testing", "reap.weight_update"]
+)
 def test_public_names_exist_and_are_documented(module):
     found = importlib.import_module(module)
     assert found.__all__ == sorted(found.__all__, key=lambda n: (n[0].islower(), n))

@@ -16,6 +16,7 @@ from reap.envs import GymEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
+from reap.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 LENGTHS = [[(3, 1, 5), (2,)], [(4,), (1, 1, 6)], [(7, 2), (5,)]]
 
@@ -450,3 +451,48 @@ def test_text_and_ragged_columns_travel_too(kind):
                 assert frame["next", "text"] == f"day {day + 1}"
                 assert frame["next", "pages"].shape == (day + 1, 2)
     c.shutdown()
+
+
+@pytest.mark.parametrize("name", ["shared", "process", "none"])
+def test_roads_of_weights(name):
+    policy = Mean()
+    scheme = WeightSyncScheme.from_backend(name)
+    c = MultiSyncCollector(
+        [lambda: CountingEnv((9,), 0)] * 2, policy, frames_per_batch=4, weight_sync_schemes={"policy": scheme}
+    )
+    with torch.no_grad():
+        policy.weight.fill_(2.0)
+    c.update_policy_weights_()
+    assert (c.next()["action"] == (0 if name == "none" else 2)).all()
+    assert c.policy_version == (0 if name == "none" else 1)
+    c.shutdown()
+
+
+def test_weights_that_are_not_only_tensors():
+    class Counter(Mean):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+        def forward(self, observation):
+            return super().forward(observation) + self.calls
+
+    policy = Counter()
+    c = MultiSyncCollector([lambda: CountingEnv((9,), 0)] * 2, policy, frames_per_batch=4)
+    policy.calls = 7
+    c.update_policy_weights_()
+    assert (c.next()["action"] == 7).all()
+    c.shutdown()
+    with pytest.raises(UsageError, match="whose weights are tensors"):
+        MultiSyncCollector(
+            [lambda: CountingEnv((9,), 0)],
+            policy,
+            frames_per_batch=4,
+            weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
+        )
+    with pytest.raises(WrongArgument, match="must map 'policy' to a scheme"):
+        MultiSyncCollector([CountingEnv], policy, frames_per_batch=4, weight_sync_schemes="shared")

@@ -45,6 +45,7 @@ from reap.core.slot import Finals, Layout, Pool, Slot
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState
 from reap.seeding import chain
 from reap.spec import Key
+from reap.weight_update import Road
 from reap.weights.local import fitting
 from reap.weights.shared import SharedWeights
 
@@ -104,12 +105,13 @@ class ProcessBackend:
         init: Callable[[], Any] | None = None,
         start_method: StartMethod = "forkserver",
         random_frames: int = 0,
+        road: Road | None = None,
     ) -> None:
         self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method = threads, init, start_method
-        self._random_frames = random_frames
+        self._random_frames, self._road = random_frames, road
         self.version = 0
         self.workers: list[_Remote] = []
         self._files: list[SharedFile] = []
@@ -165,6 +167,11 @@ class ProcessBackend:
         abouts = [remote.about for remote in self.workers]
         packings = {about.packing for about in abouts}
         packing = packings.pop() if len(packings) == 1 else None
+        if packing is None and self._road == "shared" and any(about.weighs for about in abouts):
+            raise UsageError(
+                "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
+            )
+        packing = None if self._road in ("parcel", "none") else packing
         layouts = [about.layout for about in abouts]
         self._together = self._sync and len({layout.steps for layout in layouts}) == 1
         if self._together:
@@ -381,6 +388,8 @@ class ProcessBackend:
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
         """New weights for all workers, or for some; returns their version."""
+        if self._road == "none":
+            return self.version
         per_worker = isinstance(weights, dict) and bool(weights) and all(isinstance(k, int) for k in weights)
         if per_worker and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")

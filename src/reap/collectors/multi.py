@@ -94,6 +94,7 @@ class MultiCollector(BaseCollector):
             init=settings.init_fn,
             start_method=settings.start_method,
             random_frames=settings.random_frames,
+            road=settings.weight_sync_schemes["policy"].road if settings.weight_sync_schemes else None,
         )
         self._backend = self._process
         self._dropped = 0

@@ -14,6 +14,7 @@ from tensordict.nn import InteractionType
 
 from reap.core.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
+from reap.weight_update import WeightSyncScheme
 
 _LEGACY = {
     "devices": "device",
@@ -26,7 +27,6 @@ _LATER = {
     "trajs_per_write",
     "cudagraph_policy",
     "weight_updater",
-    "weight_sync_schemes",
     "weight_recv_schemes",
     "auto_register_policy_transforms",
 }
@@ -40,6 +40,7 @@ WORKERS_ONLY = frozenset(
         "num_sub_threads",
         "num_threads",
         "init_fn",
+        "weight_sync_schemes",
         "timeout",
         "start_method",
     }
@@ -86,6 +87,7 @@ class Options:
         num_sub_threads: torch threads of each worker.
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
+        weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
@@ -124,6 +126,7 @@ class Options:
     num_sub_threads: int = 1
     num_threads: int | None = None
     init_fn: Callable[[], Any] | None = None
+    weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None
     timeout: float | None = None
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
@@ -183,6 +186,12 @@ class Options:
             isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
         ):
             raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
+        schemes = self.weight_sync_schemes
+        if schemes is not None:
+            if not isinstance(schemes, Mapping) or not all(isinstance(s, WeightSyncScheme) for s in schemes.values()):
+                raise WrongArgument(f"weight_sync_schemes must map 'policy' to a scheme, got {schemes!r}")
+            if set(schemes) - {"policy"}:
+                raise UsageError(f"weight_sync_schemes names {sorted(schemes)}; this collector has 'policy'")
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise UsageError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")
         if self.start_method not in ("forkserver", "spawn"):

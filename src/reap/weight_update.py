@@ -1,0 +1,71 @@
+"""Weight schemes: which road new weights take to the workers. Without one, the collector chooses.
+
+    SharedMemWeightSyncScheme      one flat block all workers read; the choice wherever every weight is a tensor
+    MultiProcessWeightSyncScheme   a parcel for each worker, answered when it has arrived
+    NoWeightSyncScheme             none: workers keep what they were built with
+
+>>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
+...                    weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from reap.errors import UsageError, nearest
+
+__all__ = [
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "SharedMemWeightSyncScheme",
+    "WeightSyncScheme",
+]
+
+Road = Literal["shared", "parcel", "none"]
+_NAMES = {
+    "none": "NoWeightSyncScheme",
+    "direct": "NoWeightSyncScheme",
+    "shared": "SharedMemWeightSyncScheme",
+    "thread": "SharedMemWeightSyncScheme",
+    "process": "MultiProcessWeightSyncScheme",
+    "multiprocessing": "MultiProcessWeightSyncScheme",
+}
+
+
+class WeightSyncScheme:
+    """How weights travel. `strategy` and `sync` are accepted as in TorchRL; every form of weights works with each."""
+
+    road: ClassVar[Road]
+
+    def __init__(self, strategy: str = "tensordict", *, sync: bool = True) -> None:
+        if strategy not in ("tensordict", "state_dict"):
+            raise UsageError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
+        self.strategy, self.sync = strategy, sync
+
+    @staticmethod
+    def from_backend(name: str) -> WeightSyncScheme:
+        """The scheme that goes with a backend."""
+        if name not in _NAMES:
+            raise UsageError(
+                f"no weight scheme for backend {name!r}{nearest(str(name), _NAMES)}; known: {sorted(_NAMES)}"
+            )
+        scheme: WeightSyncScheme = globals()[_NAMES[name]]()
+        return scheme
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """One flat block in shared memory, written once per update however many workers read it; never torn."""
+
+    road = "shared"
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Weights sent to each worker by itself: for policies that hold more than tensors, or differ between workers."""
+
+    road = "parcel"
+
+
+class NoWeightSyncScheme(WeightSyncScheme):
+    """Workers keep the weights they were built with; an update changes nothing and counts no version."""
+
+    road = "none"
