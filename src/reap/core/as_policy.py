@@ -35,7 +35,7 @@ def untouched(policy: Any) -> Iterator[None]:
     buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     own = [(g, g.get_state()) for _, _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
