@@ -8,10 +8,10 @@ import signal
 import time
 
 import pytest
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, assert_same, inject, no_leaks
+from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,7 +43,7 @@ def test_in_a_step(kind, fault, at):
         workers = pids(c)
         began = last = time.monotonic()
         with pytest.raises(error, match=words) as caught:
-            for _ in range(200):
+            while time.monotonic() - began < 10:
                 last = time.monotonic()
                 c.next()
         took = time.monotonic() - last
@@ -98,7 +98,7 @@ def test_what_cannot_be_built():
                     collect(kind, [lambda: env()])
                 with pytest.raises(WorkerError, match="nowhere_at_all"):
                     collect(kind, [lambda: __import__("nowhere_at_all")])
-                with pytest.raises(UsageError, match="takes an id or"):
+                with pytest.raises(UsageError, match="must be an env, a Gymnasium id or a factory"):
                     collect(kind, [lambda: 5])
     finally:
         del sys.modules["only_here"]
@@ -114,10 +114,10 @@ def test_between_batches(kind, use):
         workers = pids(c)
         os.kill(workers[1], signal.SIGKILL)
         all_gone(workers[1:], 1)
-        calls = {"set_seed": lambda: c.set_seed(1), "iterate": lambda: list(zip(range(9), c))}
+        arguments = (1,) if use == "set_seed" else ()
         with within(SOON), pytest.raises(WorkerDied, match="SIGKILL") as caught:
             for _ in range(9):
-                calls.get(use, getattr(c, use, None))()
+                list(zip(range(9), c)) if use == "iterate" else getattr(c, use)(*arguments)
         assert caught.value.worker == f"1 (pid {workers[1]})"
         assert c.closed
         assert all_gone(workers, 0.5)
