@@ -522,9 +522,12 @@ class ProcessBackend:
         with self._talking, self._interrupts.held():
             self._finish_pending()
             self.call("set_seed", calls)
-            while self._arrived:  # filled before the seed: lines keep order, so nothing later is among them
+            for _ in range(len(self._arrived)):
                 remote, full = self._arrived.popleft()
-                remote.give(full.slot)
+                if full.seeded == self._calls:
+                    self._arrived.append((remote, full))
+                else:  # filled before
+                    remote.give(full.slot)
         return seed
 
     def _finish_pending(self) -> None:

@@ -84,6 +84,7 @@ class Full:
     version: int
     stats: dict[str, Any]
     finals: Any = None
+    seeded: int = 0  # the call that seeded it
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class _Host:
         self._claimed = self._control[CLAIMED : CLAIMED + job.workers]
         self._at = self._control[CLAIMED + job.workers + job.index :][:1]
         self.doing = "starting"
+        self._seeded = 0
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -196,6 +198,7 @@ class _Host:
             if calls in ready:
                 call, name, arguments = self._connection.recv()
                 self.doing = name
+                self._seeded = call if name == "set_seed" else self._seeded
                 try:
                     value = getattr(self, f"do_{name}")(*arguments)
                 except UsageError as error:
@@ -212,7 +215,7 @@ class _Host:
         self.doing = "collecting"
         self._refresh()
         frames = worker.fill(slot, random=self._random())
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals)
+        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals, self._seeded)
         self._at[0] = NOWHERE
         self._connection.send_bytes(pickle.dumps(full))
 
