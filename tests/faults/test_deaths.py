@@ -26,6 +26,12 @@ TOLD = {
     "oom": (WorkerRaised, "MemoryError|Unable to allocate"),
 }
 PATIENCE = 0.5
+SLOW = pytest.mark.slow
+
+
+def mostly_slow(*quick):
+    """All faults; but for some, only in the long run."""
+    return [pytest.param(fault, marks=() if fault in quick else SLOW) for fault in TOLD]
 
 
 def options_for(fault):
@@ -34,7 +40,7 @@ def options_for(fault):
 
 @pytest.mark.parametrize("fault", TOLD)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [0, 2, 21])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=SLOW), 2, pytest.param(21, marks=SLOW)])
 def test_in_a_step(kind, fault, at):
     """In the first batch at once, in its middle, in a later one."""
     error, words = TOLD[fault]
@@ -61,7 +67,7 @@ def test_in_a_step(kind, fault, at):
 
 
 @pytest.mark.parametrize("fault", TOLD)
-@pytest.mark.parametrize("where", ["factory", "reset", "init", "policy"])
+@pytest.mark.parametrize("where", ["factory", *(pytest.param(w, marks=SLOW) for w in ("reset", "init", "policy"))])
 def test_while_building(fault, where):
     error, words = TOLD[fault]
 
@@ -135,7 +141,7 @@ class Stateful(CountingEnv):
         return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("fault", mostly_slow("raise", "kill"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_call(kind, fault):
     """The worker fails while it answers."""
@@ -157,7 +163,7 @@ def test_in_a_call(kind, fault):
         del c, caught
 
 
-@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("fault", mostly_slow("raise", "deaf"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_close(kind, fault):
     """An env that fails when it is closed cannot hold up the others, nor the parent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -37,8 +38,17 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-@pytest.mark.parametrize("start", ["forkserver", "spawn"])
-@pytest.mark.parametrize("way", WAYS)
+QUICK_WAYS = {("a script", "forkserver"), ("interactive", "spawn")}
+QUICK_ENDS = {("next", signal.SIGTERM), ("fork", signal.SIGKILL)}
+
+
+def pairs(firsts, seconds, quick):
+    """All pairs; most of them only in the long run."""
+    for pair in itertools.product(firsts, seconds):
+        yield pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("way", "start"), pairs(WAYS, ["forkserver", "spawn"], QUICK_WAYS))
 def test_no_main_guard(way, start, tmp_path):
     """Scripts run as they are, once, and end by themselves, also when nobody shuts the collector down."""
     path = tmp_path / "script.py"
@@ -91,8 +101,7 @@ c2.next()
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("stay", STAY)
+@pytest.mark.parametrize(("stay", "number"), pairs(STAY, [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], QUICK_ENDS))
 def test_the_parent_is_killed(stay, number, tmp_path):
     """Whatever it was doing: its children are gone within two seconds."""
     start = "spawn" if stay == "idle" else "forkserver"

@@ -207,7 +207,7 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
         child = Child(target, fds=[file.fd], name="writer")
         while not child.line.hear():
             time.sleep(0.01)
-        time.sleep(0.05)
+        read(file, shape, 1)  # something is there, and it goes on writing
         child.signal(9)
         assert child.gone(2)
         read(file, shape, 1)

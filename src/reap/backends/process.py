@@ -32,6 +32,7 @@ import numpy as np
 from reap.backends.base import Rollout
 from reap.backends.process_worker import (
     CLAIMED,
+    HELLO,
     NOWHERE,
     RANDOM,
     STOP,
@@ -57,6 +58,7 @@ from reap.weights.shared import SharedWeights
 _DEADLINE = 5.0  # seconds within which `close` has ended every worker
 _OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_BOOT = 60.0  # seconds more than `timeout` until a worker's first word: importing torch is not the user's code
 _ALL = 2**62
 _FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -199,7 +201,7 @@ class ProcessBackend:
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
             self._flush(remote)
-        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST)):
+        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST, grace=_BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)
         self._answers(self.workers, _FIRST)  # "ready"
@@ -277,6 +279,8 @@ class ProcessBackend:
         for data in remote.child.line.hear():
             message = pickle.loads(data)
             remote.busy_since = time.monotonic()
+            if message == HELLO:
+                continue
             if isinstance(message, Raised):
                 self._failure = self._failure or self._remote_error(remote, message)
                 return
@@ -337,11 +341,12 @@ class ProcessBackend:
                 ).at(worker=remote.name, **self._place(remote))
                 return
 
-    def _answers(self, remotes: Sequence[_Remote], call: int) -> list[Any]:
+    def _answers(self, remotes: Sequence[_Remote], call: int, grace: float = 0.0) -> list[Any]:
         """What each says to this call."""
         for remote in remotes:
             remote.inbox.clear()
             remote.ask(call)
+            remote.busy_since += grace
         while not all(remote.inbox for remote in remotes):
             self._listen()
         return [remote.inbox.popleft() for remote in remotes]

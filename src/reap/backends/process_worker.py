@@ -33,6 +33,7 @@ from reap.weights import local
 from reap.weights.shared import Packing, SharedWeights
 
 STOP, RANDOM, CLAIMED = 0, 1, 2  # words of the control block; from CLAIMED on one per worker, then its step
+HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
 NOWHERE = -1  # the step of a worker that is in no rollout
 
 
@@ -123,6 +124,7 @@ def _bytes(error: BaseException | None) -> bytes:
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     """The life of a worker."""
+    send(connection, HELLO)
     torch.set_num_threads(job.threads)
     seed_process(job.entropy)
     free, common, own, weights, control, parcel = fds
