@@ -37,7 +37,7 @@ def check(kind, batch, expected):
 def test_a_fork_of_the_parent_takes_nothing_along(kind):
     """What the fork drops is still in use here; what it closes stays open; its end ends nothing."""
     c, expected = collect(kind, [healthy(0), healthy(1)]), worlds()
-    for _ in range(5):
+    for _ in range(2):
         kept = [c.next(), c.next()]
         was = [batch.clone() for batch in kept]
         pid = os.fork()
@@ -131,16 +131,16 @@ from reap.collectors import MultiAsyncCollector
 from reap.testing import CountingEnv, EchoPolicy
 class Loud(CountingEnv):
     def step(self, action):
-        print("o" * 20000); sys.stderr.write("e" * 20000); os.write(1, b"x" * 20000)
+        print("o" * 5000); sys.stderr.write("e" * 5000); os.write(1, b"x" * 5000)
         return super().step(action)
-with MultiAsyncCollector([lambda: Loud((3,), 0)] * 2, EchoPolicy(), frames_per_batch=20) as c:
+with MultiAsyncCollector([lambda: Loud((3,), 0)] * 2, EchoPolicy(), frames_per_batch=10) as c:
     for _ in range(5): c.next()
 print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0
     assert done.stdout.rstrip().endswith("fine")
-    assert len(done.stdout) > 1e6
+    assert len(done.stdout) > 2e5
 
 
 def test_collectors_side_by_side():

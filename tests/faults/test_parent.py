@@ -44,8 +44,8 @@ QUICK_ENDS = {("next", signal.SIGTERM), ("fork", signal.SIGKILL)}
 
 def pairs(firsts, seconds, quick):
     """All pairs; most of them only in the long run."""
-    for pair in itertools.product(firsts, seconds):
-        yield pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow)
+    every = itertools.product(firsts, seconds)
+    return [pytest.param(*pair, marks=() if pair in quick else pytest.mark.slow) for pair in every]
 
 
 @pytest.mark.parametrize(("way", "start"), pairs(WAYS, ["forkserver", "spawn"], QUICK_WAYS))

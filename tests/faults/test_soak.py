@@ -121,7 +121,7 @@ def soak(count, seed):
 
 @pytest.mark.timeout(90)
 def test_some_faults():
-    soak(12, seed=int(time.time()) // 86400)
+    soak(8, seed=int(time.time()) // 86400)
 
 
 @pytest.mark.slow
