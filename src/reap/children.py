@@ -3,14 +3,16 @@
     this process ══ request ══► seedbed (torch imported, nothing run) ── fork ──► child
          ▲ ▲                        │                                               │
          │ └──── status pipe ◄──────┘ pid, then exit code or signal                 │
-         └────── connection ◄═══════════════════════════════════════════════════════┘
+         └────── line ◄═════════════════════════════════════════════════════════════┘
 
 Every way this can end, and what follows:
 - the child returns or raises: the seedbed reaps it, its exit code comes through the status pipe;
 - the child is killed, runs out of memory, segfaults: the same, the code is a negative signal number, and what
   faulthandler could say lies in the child's `stack`;
 - this process closes the child: `close` → SIGTERM, which unwinds the child's stack → SIGKILL, by one deadline;
-- this process ends, however it ends: the request socket closes, the seedbed terminates its children, then kills them;
+- this process ends, however it ends: the request socket closes, or, where a fork of this process keeps it open, the
+  kernel tells the seedbed (PR_SET_PDEATHSIG); it terminates its children, then kills them;
+- what a child has started itself and left behind is killed with it: a child is a process group;
 - the seedbed is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code.
 
 Nothing of the parent is imported again in a child: targets travel by cloudpickle, so scripts need no main guard, and
@@ -49,6 +51,8 @@ _WORD = struct.Struct("q")
 _FORK = b"fork"
 _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 _MOST_FDS = 64
+_PIECE = 1 << 20  # bytes read at once
+_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.core.worker", "reap.envs")
 
 
@@ -61,8 +65,70 @@ def dumps(thing: Any, what: str) -> bytes:
 
 
 def send(connection: Connection, thing: Any) -> None:
-    """Send anything, read by `connection.recv()`. Not `connection.send`: that would share tensors, not send them."""
+    """Send anything, read by `Line.hear`. Not `connection.send`: that would share tensors, not send them."""
     connection.send_bytes(cloudpickle.dumps(thing))
+
+
+class Line:
+    """The parent's end of a child's connection. Never waits: not for a reader that sleeps, not for half a message."""
+
+    def __init__(self, own: socket.socket) -> None:
+        own.setblocking(False)
+        self._socket = own
+        self._heard, self._unsent = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def say(self, data: bytes) -> None:
+        """Send a message as far as it goes; `flush` sends the rest."""
+        long = len(data) > 0x7FFFFFFF
+        self._unsent += _LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data)) if long else _LENGTH.pack(len(data))
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what is left, as far as it goes; whether all has been sent, or nobody is there to read it."""
+        try:
+            while self._unsent:
+                with memoryview(self._unsent)[:_PIECE] as piece:
+                    sent = self._socket.send(piece)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            return False
+        except OSError:  # one that is gone says so through its sentinel
+            self._unsent.clear()
+        return True
+
+    def hear(self) -> list[bytes]:
+        """The messages that have come, whole ones only."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while piece := self._socket.recv(_PIECE):
+                self._heard += piece
+        found = []
+        while (ends := self._first()) is not None:
+            start, end = ends
+            found.append(bytes(memoryview(self._heard)[start:end]))
+            del self._heard[:end]
+        return found
+
+    def _first(self) -> tuple[int, int] | None:
+        """Where the first message begins and ends, if it is there."""
+        start = _LENGTH.size
+        if len(self._heard) < start:
+            return None
+        (size,) = _LENGTH.unpack_from(self._heard)
+        if size < 0:
+            start += _LONG_LENGTH.size
+            if len(self._heard) < start:
+                return None
+            (size,) = _LONG_LENGTH.unpack_from(self._heard, _LENGTH.size)
+        return (start, start + size) if len(self._heard) >= start + size else None
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
 
 
 def anonymous_file(name: str) -> int:
@@ -98,7 +164,10 @@ class Raised:
 
     def unpack(self) -> ReapError:
         """The error to raise here: what it was, caused by what caused it, with the remote traceback at the end."""
-        raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
+        try:
+            raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
+        except Exception:  # of a kind that only the child can import
+            raised, cause = WorkerRaised(self.text.strip().rsplit("\n", 1)[-1]), None
         error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
         if cause is not None:
             cause.__cause__ = RemoteTraceback(self.text)
@@ -129,7 +198,7 @@ class _Seedbed:
         path = [p for p in sys.path if isinstance(p, str)]
         code = (
             f"import sys; sys.path[:] = {path!r}; "
-            f"from reap.children import _seedbed; _seedbed({theirs.fileno()}, {tuple(preload)!r})"
+            f"from reap.children import _seedbed; _seedbed({theirs.fileno()}, {os.getpid()}, {tuple(preload)!r})"
         )
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
@@ -139,12 +208,11 @@ class _Seedbed:
         self._socket = ours
         self.owner = os.getpid()
 
-    @property
-    def fd(self) -> int:
-        return self._socket.fileno()
-
     def fork(self, fds: Sequence[int]) -> None:
         socket.send_fds(self._socket, [_FORK], list(fds))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     @property
     def alive(self) -> bool:
@@ -180,31 +248,15 @@ def _end() -> None:
         _common.close()
 
 
-def seedbed_pid() -> int | None:
-    """The helper process that is kept for the next children, if there is one."""
-    return None if _common is None or not _common.alive else _common.process.pid
-
-
-def seedbed_fd() -> int | None:
-    """The descriptor that leads to it."""
-    return None if _common is None or not _common.alive else _common.fd
-
-
-class _Line(Connection):
-    """A connection that only `close` closes.
-
-    In garbage with cycles the usual finalizer may run before ours: it closes the descriptor without a note, and whoever
-    has that number by then would lose it to our `close`.
-    """
-
-    def __del__(self) -> None:
-        pass
+def kept_seedbed() -> tuple[int, int] | None:
+    """Pid of the helper process that is kept for the next children, and our descriptor to it; if there is one."""
+    return None if _common is None or not _common.alive else (_common.process.pid, _common.fileno())
 
 
 class Child:
     """A process that runs `target(connection, fds)`.
 
-    `connection` talks to it, `sentinel` becomes readable when it is gone.
+    `line` talks to it, `sentinel` becomes readable when it is gone (and once before: its pid comes that way).
     """
 
     def __init__(
@@ -219,21 +271,31 @@ class Child:
             raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
         self.name = name
         self.exitcode: int | None = None
+        self._pid: int | None = None
+        self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
         self._own = _Seedbed(()) if start == "spawn" else None
+        seedbed = self._own or _common_seedbed()
         ours, theirs = socket.socketpair()
-        status, tell = os.pipe()
+        self.line = Line(ours)
+        self.sentinel, tell = os.pipe()
         self._stack = anonymous_file("reap-stack")
         try:
-            (self._own or _common_seedbed()).fork([theirs.fileno(), tell, self._stack, *fds])
+            seedbed.fork([theirs.fileno(), tell, self._stack, *fds])
+        except OSError:  # it has just been killed: `tell` closes without a word, and so this child is gone
+            pass
         finally:
             theirs.close()
             os.close(tell)
-        self.connection = _Line(ours.detach())
-        self.sentinel = status
-        self.pid = self._word() or 0
-        with contextlib.suppress(OSError):  # one that is gone already says so through its sentinel
-            self.connection.send_bytes(pickle.dumps((sys.path, os.getcwd(), name)))
-            self.connection.send_bytes(target)
+        self.line.say(pickle.dumps((sys.path, os.getcwd(), name)))
+        self.line.say(target)
+
+    @property
+    def pid(self) -> int:
+        """Its number; 0 if it never lived. Waits until the seedbed has forked it."""
+        with self._word_lock:
+            if self._pid is None:
+                self._pid = self._word() or 0
+            return self._pid
 
     def _word(self) -> int | None:
         data = os.read(self.sentinel, _WORD.size)
@@ -241,13 +303,18 @@ class Child:
 
     def gone(self, timeout: float = 0.0) -> bool:
         """Whether it has ended, waiting up to `timeout` seconds for it."""
-        if self.sentinel < 0 or self.exitcode is not None:
+        with self._word_lock:
+            if self.sentinel < 0 or self.exitcode is not None:
+                return True
+            if self._pid is None:
+                if not wait([self.sentinel], timeout):
+                    return False
+                self._pid = self._word() or 0
+            if not wait([self.sentinel], timeout):
+                return False
+            code = self._word()
+            self.exitcode = -signal.SIGKILL if code is None else code  # no code: the seedbed went, and took it along
             return True
-        if not wait([self.sentinel], timeout):
-            return False
-        code = self._word()
-        self.exitcode = -signal.SIGKILL if code is None else code  # no code: the seedbed went, and took it along
-        return True
 
     def how_it_ended(self) -> str:
         """The exit code or signal in words, with what is likely behind it."""
@@ -279,13 +346,13 @@ class Child:
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it is there."""
-        if self.pid and not self.gone():
+        if not self.gone() and self.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def release(self) -> None:
         """Give back descriptors; the child must be gone."""
-        self.connection.close()
+        self.line.close()
         for fd in (self.sentinel, self._stack):
             if fd >= 0:
                 os.close(fd)
@@ -315,7 +382,7 @@ class Goodbye(BaseException):
     """Raised in a child by SIGTERM, so that it unwinds and cleans up."""
 
 
-def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
+def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
     """The life of a seedbed: fork when asked, report ends, end when the asking side is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     requests = socket.socket(fileno=request_fd)
@@ -327,14 +394,15 @@ def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
     waker.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno())
-    parent = os.getppid()
+    # A parent that forked: somebody else holds our socket open after its death. So the kernel wakes us; where it
+    # cannot, we look. (It also does when only the thread that started us has ended: hence we ask who our parent is.)
+    pause = None if _prctl(_PDEATHSIG, signal.SIGCHLD) else 0.5
     status: dict[int, int] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         selector.register(wake, selectors.EVENT_READ)
-        while True:
-            # The pause is for a parent that forked: somebody else then holds our socket open after its death.
-            ready = {key.fileobj for key, _ in selector.select(1.0)}
+        while os.getppid() == parent:
+            ready = {key.fileobj for key, _ in selector.select(pause)}
             if wake in ready:
                 wake.recv(4096)
                 _reap(status)
@@ -342,6 +410,8 @@ def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
                 data, fds, _, _ = socket.recv_fds(requests, len(_FORK), _MOST_FDS)
                 if not data:
                     break
+                for fd in fds:
+                    os.set_inheritable(fd, False)  # programs that an env starts have no business with them
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
@@ -352,12 +422,11 @@ def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
                     for fd in (*status.values(), fds[1]):
                         os.close(fd)
                     _child(fds[0], fds[2], fds[3:])
-                os.write(fds[1], _WORD.pack(pid))
+                with contextlib.suppress(OSError):  # the parent may be gone meanwhile
+                    os.write(fds[1], _WORD.pack(pid))
                 status[pid] = fds[1]
                 for fd in (fds[0], *fds[2:]):
                     os.close(fd)
-            if os.getppid() != parent:
-                break
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in status:
             with contextlib.suppress(ProcessLookupError):
@@ -371,22 +440,26 @@ def _seedbed(request_fd: int, preload: Sequence[str]) -> NoReturn:
 
 def _reap(status: dict[int, int]) -> None:
     while status:
-        pid, code = os.waitpid(-1, os.WNOHANG)
-        if not pid:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
             return
-        fd = status.pop(pid, None)
-        if fd is not None:
+        with contextlib.suppress(OSError):  # before it is reaped: until then nobody else can have its number
+            os.killpg(ended.si_pid, signal.SIGKILL)
+        fd = status.pop(ended.si_pid, None)
+        if fd is not None:  # before it is reaped: whoever sees that it is gone finds its code
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             with contextlib.suppress(OSError):
-                os.write(fd, _WORD.pack(os.waitstatus_to_exitcode(code)))
+                os.write(fd, _WORD.pack(code))
             os.close(fd)
+        os.waitpid(ended.si_pid, 0)
 
 
 def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
     """The life of a child, from fork to exit."""
     code = 1
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: die with the seedbed
+        _prctl(_PDEATHSIG, signal.SIGKILL)  # die with the seedbed
+        os.setpgid(0, 0)  # whatever is started from here on can be ended with us
         faulthandler.enable(stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
         signal.signal(signal.SIGTERM, _goodbye)
@@ -420,5 +493,15 @@ def _goodbye(*_: object) -> None:
 
 def _rename(name: str) -> None:
     """What `ps` shows (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(15, name.encode()[:15], 0, 0, 0)  # PR_SET_NAME
+    _prctl(15, name.encode()[:15])  # PR_SET_NAME
+
+
+_PDEATHSIG = 1
+
+
+def _prctl(what: int, value: int | bytes) -> bool:
+    """Whether the kernel did it; only Linux knows it."""
+    if sys.platform != "linux":
+        return False
+    done: int = ctypes.CDLL(None).prctl(what, value if isinstance(value, bytes) else int(value), 0, 0, 0)
+    return done == 0

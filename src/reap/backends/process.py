@@ -8,7 +8,8 @@
      ▲              └── free pipe: a slot number ──► worker 1 ─┘                                       │
      └─────────────────── the last tensor on the slot dies: its number goes into the pipe ◄────────────┘
 
-The parent waits on connections *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
+The parent waits on lines *and* sentinels: a death is seen when it happens. Nothing here runs in a thread. Ctrl-C is let
+in only while waiting, when nothing is in hand: to go on after it is to go on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,8 @@ import numpy as np
 from reap.backends.base import Rollout
 from reap.backends.process_worker import (
     CLAIMED,
+    HELLO,
+    NOWHERE,
     RANDOM,
     STOP,
     About,
@@ -37,12 +41,14 @@ from reap.backends.process_worker import (
     Full,
     Job,
     Memory,
+    control_words,
     run_worker,
 )
-from reap.children import Child, Raised, StartMethod, dumps, end, send
+from reap.children import Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState
+from reap.interrupts import Interrupts
 from reap.seeding import chain
 from reap.spec import Key
 from reap.weight_update import Road
@@ -52,17 +58,22 @@ from reap.weights.shared import SharedWeights
 _DEADLINE = 5.0  # seconds within which `close` has ended every worker
 _OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_BOOT = 60.0  # seconds more than `timeout` until a worker's first word: importing torch is not the user's code
 _ALL = 2**62
+_FIRST = 0  # the number of what workers say unasked, when they start
 
 
 class _Free:
-    """The parent's end of a worker's free pipe. Used by finalizers, in any thread: one atomic write, no lock."""
+    """The parent's end of a worker's free pipe. Used by finalizers, in any thread: one atomic write, no lock.
+
+    In a fork of the parent finalizers give nothing back: the slot they speak of is still in use here.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self._owner = fd, os.getpid()
 
     def give(self, slot: int) -> None:
-        if self._fd >= 0:
+        if self._fd >= 0 and self._owner == os.getpid():
             with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
                 os.write(self._fd, bytes([slot]))
 
@@ -81,9 +92,28 @@ class _Remote:
         self.inbox: deque[Any] = deque()
         self.slots: SharedSlots  # its own, if asynchronous
         self.lent: set[int] = set()
-        self.busy_since: float | None = None  # when it was last given something to do, or heard of while at it
-        self.given = 0  # slots it may fill
+        self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
+        self.working: set[int] = set()  # slots it may fill; single operations only, finalizers come in between
+        self.asked: int | None = None  # the call it has not answered yet
         self.stats: dict[str, Any] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to come from it."""
+        return bool(self.working) or self.asked is not None
+
+    def give(self, slot: int) -> None:
+        """A slot to fill."""
+        if not self.busy:
+            self.busy_since = time.monotonic()
+        self.working.add(slot)
+        self.free.give(slot)
+
+    def ask(self, call: int) -> None:
+        """Something is to be answered."""
+        if not self.busy:
+            self.busy_since = time.monotonic()
+        self.asked = call
 
     @property
     def name(self) -> str:
@@ -119,7 +149,11 @@ class ProcessBackend:
         self._filling: Slot | None = None
         self._arrived: deque[tuple[_Remote, Full]] = deque()
         self._begun = False
-        self._publishing = threading.Lock()  # a synchronous batch has one version: no publish while it is filled
+        self._calls = 0
+        self._failure: ReapError | None = None  # of the first worker that failed
+        self._interrupts = Interrupts()
+        self._talking = threading.RLock()  # one thread at a time listens
+        self._publishing = threading.Lock()  # inside `_talking`, if both are held
         self._shared: SharedWeights | None = None
         self._owner = os.getpid()
 
@@ -127,6 +161,10 @@ class ProcessBackend:
 
     def start(self) -> None:
         """Start all workers at once, learn from them what a slot looks like, and give them the memory."""
+        with self._interrupts.held():
+            self._start()
+
+    def _start(self) -> None:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
         jobs = [
@@ -135,7 +173,9 @@ class ProcessBackend:
         ]
         targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
-        self._control = control.map(8 * (CLAIMED + count)).view(np.int64)
+        self._control = control.map(8 * control_words(count)).view(np.int64)
+        self._steps = self._control[CLAIMED + count :]
+        self._steps[:] = NOWHERE
         self._control[RANDOM] = 0 if self._sync else self._random_frames
         self._parcels = [self._file("parcel") for _ in jobs]
         common, slots = self._file("slots"), [self._file("slots") for _ in jobs]
@@ -152,12 +192,13 @@ class ProcessBackend:
                 os.close(theirs)
             remote = _Remote(job.index, child, _Free(ours))
             self.workers.append(remote)
-            self._selector.register(child.connection, selectors.EVENT_READ, remote)
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
-        for remote, about in zip(self.workers, self._answers(self.workers)):
+            self._selector.register(child.line, selectors.EVENT_READ, remote)
+            self._flush(remote)
+        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST, grace=_BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)
-        self._answers(self.workers)  # "ready"
+        self._answers(self.workers, _FIRST)  # "ready"
 
     def _file(self, name: str) -> SharedFile:
         self._files.append(SharedFile(f"reap-{name}"))
@@ -186,7 +227,7 @@ class ProcessBackend:
             else:
                 remote.slots = SharedSlots(file, own, _OWN_SLOTS)
                 memory = Memory(own, _OWN_SLOTS, 0, common=False, packing=packing)
-            send(remote.child.connection, memory)
+            self._say(remote, dumps(memory, "memory"))
             first += own.lanes
         if packing is not None:
             self._shared = SharedWeights(weights, packing)
@@ -195,96 +236,121 @@ class ProcessBackend:
         """Goodbye to each worker, then terminate, then kill; all within one deadline."""
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
-        workers, self.workers = self.workers, []
-        for remote in workers:
-            remote.free.close()
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(remote.child.connection)
-                self._selector.unregister(remote.child.sentinel)
-            remote.child.connection.close()
-            remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
-        end([remote.child for remote in workers], patience=0.6 * _DEADLINE, deadline=_DEADLINE)
-        if hasattr(self, "_selector"):
-            self._selector.close()
-        for file in self._files:
-            file.close()
+        with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
+            workers, self.workers = self.workers, []
+            for remote in workers:
+                remote.free.close()
+                remote.child.line.close()
+                remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
+            end([remote.child for remote in workers], patience=0.6 * _DEADLINE, deadline=_DEADLINE)
+            if hasattr(self, "_selector"):
+                self._selector.close()
+            for file in self._files:
+                file.close()
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Wait until some worker says something, or is gone; file it."""
-        ready = self._selector.select(self._patience())
-        if not ready:
-            self._check_silence()
-        for remote in {key.data.index: key.data for key, _ in ready}.values():
-            self._hear(remote)
+    def _listen(self, *, first: bool = False) -> None:
+        """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure."""
+        if self._failure is None:
+            with self._interrupts.let_in():
+                ready = self._selector.select(self._patience())
+            for remote in {key.data.index: key.data for key, _ in ready}.values():
+                self._flush(remote)
+                self._hear(remote)
+            self._check_silence()  # after hearing: whoever has spoken is not silent, however long nobody listened
+        if self._failure is not None and not (first and self._arrived):
+            raise self._failure
+
+    def _say(self, remote: _Remote, data: bytes) -> None:
+        remote.child.line.say(data)
+        self._flush(remote)
+
+    def _flush(self, remote: _Remote) -> None:
+        """Send on what did not go at once; what is left is sent when its line can take it."""
+        line = remote.child.line
+        wanted = selectors.EVENT_READ if line.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
+        if self._selector.get_key(line).events != wanted:
+            self._selector.modify(line, wanted, remote)
 
     def _hear(self, remote: _Remote) -> None:
-        connection = remote.child.connection
-        try:
-            while connection.poll():
-                message = pickle.loads(connection.recv_bytes())
-                remote.busy_since = time.monotonic()
-                if isinstance(message, Raised):
-                    raise message.unpack().at(worker=remote.name)
-                if isinstance(message, Full):
-                    remote.given -= 1
-                    remote.stats = message.stats
-                    self._arrived.append((remote, message))
-                else:
-                    remote.inbox.append(message)
-        except (EOFError, ConnectionError):
-            pass
-        if remote.child.gone():
-            raise self._death(remote)
+        gone = remote.child.gone()  # asked first: what it said before is all there then
+        for data in remote.child.line.hear():
+            message = pickle.loads(data)
+            remote.busy_since = time.monotonic()
+            if message == HELLO:
+                continue
+            if isinstance(message, Raised):
+                self._failure = self._failure or message.unpack().at(worker=remote.name)
+                return
+            if isinstance(message, Full):
+                remote.working.discard(message.slot)
+                remote.stats = message.stats
+                self._arrived.append((remote, message))
+                continue
+            call = message.call if isinstance(message, Answer) else _FIRST
+            if call == remote.asked:  # else the caller was interrupted, and has gone
+                remote.asked = None
+                remote.inbox.append(message)
+        if gone:
+            self._failure = self._failure or self._death(remote)
 
     def _death(self, remote: _Remote) -> WorkerDied:
         stack = remote.child.stack()
         text = f"{remote.child.how_it_ended()}" + (f"; its last stack:\n{stack}" if stack else "")
-        return WorkerDied(text).at(worker=remote.name)
+        return WorkerDied(text).at(worker=remote.name, **self._place(remote))
+
+    def _place(self, remote: _Remote) -> dict[str, int]:
+        """Step and lane, as far as they can be known from outside."""
+        step = int(self._steps[remote.index])
+        if step == NOWHERE:
+            return {}
+        return {"step": step, "lane": 0} if remote.about.layout.lanes == 1 else {"step": step}
 
     def _patience(self) -> float | None:
         """How long until somebody may be called silent."""
         if self._timeout is None:
             return None
-        waits = [r.busy_since + self._timeout for r in self.workers if r.given > 0 and r.busy_since is not None]
+        waits = [remote.busy_since + self._timeout for remote in self.workers if remote.busy]
         return max(0.0, min(waits, default=time.monotonic() + self._timeout) - time.monotonic())
 
     def _check_silence(self) -> None:
+        if self._timeout is None or self._failure is not None:
+            return
         for remote in self.workers:
-            if remote.given > 0 and remote.busy_since is not None and self._timeout is not None:
-                silent = time.monotonic() - remote.busy_since
-                if silent >= self._timeout:
-                    stack = remote.child.ask_stack() or "(it does not answer signals)"
-                    raise WorkerSilent(
-                        f"sent nothing for {silent:.1f} s (timeout={self._timeout}); its stack:\n{stack}"
-                    ).at(worker=remote.name)
+            silent = time.monotonic() - remote.busy_since
+            if remote.busy and silent >= self._timeout:
+                stack = remote.child.ask_stack()
+                if not stack:
+                    stack = "(it does not answer signals)"
+                    remote.child.signal(signal.SIGKILL)  # nor will it a goodbye
+                self._failure = WorkerSilent(
+                    f"sent nothing for {silent:.1f} s (timeout={self._timeout}); its stack:\n{stack}"
+                ).at(worker=remote.name, **self._place(remote))
+                return
 
-    def _answers(self, remotes: Sequence[_Remote]) -> list[Any]:
-        """The next message of each."""
+    def _answers(self, remotes: Sequence[_Remote], call: int, grace: float = 0.0) -> list[Any]:
+        """What each says to this call."""
         for remote in remotes:
-            remote.given += 1
-            remote.busy_since = time.monotonic()
+            remote.inbox.clear()
+            remote.ask(call)
+            remote.busy_since += grace
         while not all(remote.inbox for remote in remotes):
             self._listen()
-        for remote in remotes:
-            remote.given -= 1
         return [remote.inbox.popleft() for remote in remotes]
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts."""
-        remotes = [self.workers[w] for w in arguments]
-        for remote in remotes:
-            try:
-                send(remote.child.connection, (name, tuple(arguments[remote.index])))
-            except ConnectionError:
-                self._hear(remote)
-                raise self._gone(remote) from None
-        return [answer.value for answer in self._answers(remotes) if isinstance(answer, Answer)]
-
-    def _gone(self, remote: _Remote) -> WorkerDied:
-        remote.child.gone(1.0)
-        return self._death(remote)
+        with self._talking, self._interrupts.held():
+            self._calls += 1
+            remotes = [self.workers[w] for w in arguments]
+            for remote in remotes:
+                self._say(remote, dumps((self._calls, name, tuple(arguments[remote.index])), name))
+            answers = [answer.value for answer in self._answers(remotes, self._calls)]
+        for remote, answer in zip(remotes, answers):
+            if isinstance(answer, Raised):
+                raise answer.unpack().at(worker=remote.name)
+        return answers
 
     def _everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         return {remote.index: arguments for remote in self.workers}
@@ -293,23 +359,21 @@ class ProcessBackend:
 
     def take(self, *, random: bool = False) -> Rollout:
         """The next rollout: of all workers (sync), or of whoever is first."""
-        return self._take_all(random) if self._sync else self._take_first()
+        with self._talking, self._interrupts.held():
+            return self._take_all(random) if self._sync else self._take_first()
 
-    def _give(self, remote: _Remote, slot: int) -> None:
-        if not remote.given:
-            remote.busy_since = time.monotonic()
-        remote.given += 1
-        remote.free.give(slot)
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """Inside, Ctrl-C is let in only while waiting for workers: what is taken can be put where it belongs."""
+        return self._interrupts.held()
 
     def _take_all(self, random: bool) -> Rollout:
-        with self._publishing:
-            if self._pending is None:  # else a Ctrl-C interrupted the last take: the workers are at it
-                self._filling = self._pool.acquire() if self._together else None
-                self._pending = self._filling.index % _COMMON_SLOTS if self._filling is not None else 0
-                self._control[STOP], self._control[RANDOM] = 0, _ALL if random else 0
-                for remote in self.workers:
-                    self._give(remote, self._pending)
-            self._wait_for_all()
+        if self._pending is None:  # else a Ctrl-C interrupted the last take: the workers are at it
+            self._filling = self._pool.acquire() if self._together else None
+            self._pending = self._filling.index % _COMMON_SLOTS if self._filling is not None else 0
+            self._control[STOP], self._control[RANDOM] = 0, _ALL if random else 0
+            for remote in self.workers:
+                remote.give(self._pending)
+        self._wait_for_all()
         full = {remote.index: message for remote, message in self._arrived}
         slot = self._filled()
         parts = [full[remote.index] for remote in self.workers]
@@ -355,9 +419,9 @@ class ProcessBackend:
             self._begun = True
             for remote in self.workers:
                 for slot in range(_OWN_SLOTS):
-                    self._give(remote, slot)
+                    remote.give(slot)
         while not self._arrived:
-            self._listen()
+            self._listen(first=True)
         remote, full = self._arrived.popleft()
         return Rollout(
             {**self._lend(remote, full.slot), **full.loose},
@@ -373,14 +437,13 @@ class ProcessBackend:
         slot = remote.slots.slot(index)
         if len(remote.lent) >= _OWN_SLOTS - 2:
             arrays = slot.copied()
-            self._give(remote, index)
+            remote.give(index)
             return arrays
         remote.lent.add(index)
 
         def give_back() -> None:
             remote.lent.discard(index)
-            remote.given += 1
-            remote.free.give(index)
+            remote.give(index)
 
         return slot.lend(give_back)
 
@@ -404,10 +467,14 @@ class ProcessBackend:
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for remote in self.workers:
-            self._hear(remote)  # an update for the dead would wait for ever in other libraries
-        with self._publishing:
+            if remote.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
+                raise self._death(remote)
+        block = self._shared is not None and not per_worker and worker_ids is None
+        # A synchronous batch has one version: nobody publishes while it is filled.
+        turn = contextlib.nullcontext() if block and not self._sync else self._talking
+        with turn, self._publishing, self._interrupts.held():
             version = self.version + 1
-            if self._shared is not None and not per_worker and worker_ids is None:
+            if block and self._shared is not None:
                 about = self.workers[0].about
                 shapes = {name: _Shape(shape) for name, shape, _, _ in self._shared.packing.entries}
                 self._shared.publish(fitting(given, shapes, about.needed), version)
@@ -449,11 +516,15 @@ class ProcessBackend:
         for remote in self.workers:
             calls[remote.index] = (seed, static)
             _, seed = chain(seed, remote.about.layout.lanes, static=static)
-        self._finish_pending()
-        self.call("set_seed", calls)
-        while self._arrived:  # filled before the seed: connections keep order, so nothing later is among them
-            remote, full = self._arrived.popleft()
-            self._give(remote, full.slot)
+        with self._talking, self._interrupts.held():
+            self._finish_pending()
+            self.call("set_seed", calls)
+            for _ in range(len(self._arrived)):
+                remote, full = self._arrived.popleft()
+                if full.seeded == self._calls:
+                    self._arrived.append((remote, full))
+                else:  # filled before
+                    remote.give(full.slot)
         return seed
 
     def _finish_pending(self) -> None:

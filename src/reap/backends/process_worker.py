@@ -26,13 +26,20 @@ from reap.core.ledger import TrajectoryIds
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
-from reap.errors import ReapError, WorkerRaised
+from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import seed_process
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing, SharedWeights
 
-STOP, RANDOM, CLAIMED = 0, 1, 2  # words of the control block; from CLAIMED on one per worker
+STOP, RANDOM, CLAIMED = 0, 1, 2  # words of the control block; from CLAIMED on one per worker, then its step
+HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
+NOWHERE = -1  # the step of a worker that is in no rollout
+
+
+def control_words(workers: int) -> int:
+    """How many there are."""
+    return CLAIMED + 2 * workers
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,20 @@ class Full:
     stats: dict[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
+    seeded: int = 0  # the call that seeded it
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call returned."""
+    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
 
+    call: int
     value: Any
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     """The life of a worker."""
+    send(connection, HELLO)
     torch.set_num_threads(job.threads)
     seed_process(job.entropy)
     free, common, own, weights, control, parcel = fds
@@ -104,7 +114,8 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     except (EOFError, ConnectionError):
         pass
     except Exception as error:
-        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"building it raised {error!r}")
+        doing = "building it" if host is None else host.doing
+        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"{doing} raised {error!r}")
         if wrapped is not error:
             wrapped.__cause__ = error
         send(connection, Raised.of(wrapped))
@@ -118,7 +129,11 @@ class _Host:
 
     def __init__(self, job: Job, connection: Connection, *, control: SharedFile, parcel: int) -> None:
         self._connection, self._job, self._parcel, self._control_file = connection, job, parcel, control
-        self._control = control.map(8 * (CLAIMED + job.workers)).view(np.int64)
+        self._control = control.map(8 * control_words(job.workers)).view(np.int64)
+        self._claimed = self._control[CLAIMED : CLAIMED + job.workers]
+        self._at = self._control[CLAIMED + job.workers + job.index :][:1]
+        self.doing = "starting"
+        self._seeded = 0
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -126,6 +141,7 @@ class _Host:
             words = self._control
             plan = replace(plan, stop=lambda: bool(words[STOP]))
         self.worker = Worker(plan, ids=TrajectoryIds(job.index, job.workers))
+        self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
         model = self.worker.model
@@ -157,8 +173,14 @@ class _Host:
         while True:
             ready = {fd for fd, _ in poll.poll()}
             if calls in ready:
-                name, arguments = self._connection.recv()
-                send(self._connection, Answer(getattr(self, f"do_{name}")(*arguments)))
+                call, name, arguments = self._connection.recv()
+                self.doing = name
+                self._seeded = call if name == "set_seed" else self._seeded
+                try:
+                    value = getattr(self, f"do_{name}")(*arguments)
+                except UsageError as error:
+                    value = Raised.of(error)
+                send(self._connection, Answer(call, value))
             else:
                 data = os.read(free, 1)
                 if not data:
@@ -167,10 +189,13 @@ class _Host:
 
     def _fill(self, slot: Slot) -> None:
         worker = self.worker
+        self.doing = "collecting"
         self._refresh()
         frames = worker.fill(slot, random=self._random())
         loose = slot.hand_over()
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), slot.finals, loose)
+        stats = worker.stats.summary()
+        full = Full(slot.index, frames, worker.loop.version, stats, slot.finals, loose, self._seeded)
+        self._at[0] = NOWHERE
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _refresh(self) -> None:
@@ -181,13 +206,13 @@ class _Host:
     def _random(self) -> bool:
         """Whether this rollout is one of the first, random ones; its frames are claimed, whoever else is about to."""
         words = self._control
-        if words[CLAIMED:].sum() >= words[RANDOM]:
+        if self._claimed.sum() >= words[RANDOM]:
             return False
         with self._control_file.locked():
-            mine = bool(words[CLAIMED:].sum() < words[RANDOM])
+            mine = bool(self._claimed.sum() < words[RANDOM])
             if mine:
                 layout = self.worker.layout
-                words[CLAIMED + self._job.index] += layout.steps * layout.lanes
+                self._claimed[self._job.index] += layout.steps * layout.lanes
         return mine
 
     # ---- calls ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from reap.collectors.options import Options
 from reap.core.exploration import exploration_type
 from reap.core.ragged import assembler
 from reap.core.slot import MASK
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import UsageError, WorkerError, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
@@ -43,7 +42,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
-        self._busy = threading.Lock()
+        self._busy = False
+        self._taken: TensorDictBase | None = None  # a batch that is to be split, post-processed and shown to the hook
+        self._ready: TensorDictBase | None = None  # one that is to be delivered
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
@@ -107,8 +108,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split or post-processed."""
-        self._open()
-        return self._arrange(*self._take(random=self._frames < self.options.random_frames))
+        with self._watching():
+            return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
@@ -116,36 +117,55 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         return math.ceil(self.options.total / self.requested_frames_per_batch)
 
     def _collect(self) -> TensorDictBase | None:
-        options = self.options
-        if not self._busy.acquire(blocking=False):
+        if self._busy:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
+        self._busy = True
         try:
-            if self.pre_collect_hook is not None:
-                self.pre_collect_hook()
-            out: TensorDictBase | None = self._next_batch()
-            if out is None:
-                return None
-            self._batches += 1
-            if options.split_trajs:
-                out = split_trajectories(out, prefix="collector")
-            if self.postproc is not None:
-                out = self.postproc(out)
-                if out is None:
-                    raise UsageError("postproc returned None; it must return the batch")
-            if self.post_collect_hook is not None:
-                self.post_collect_hook(out)
-            return out
+            if self._ready is None:  # else Ctrl-C came when it was about to be delivered
+                self._ready = self._finish()
         except Exception as error:
             with contextlib.suppress(Exception):  # what close may raise must not hide what happened
                 self._close(f"it failed: {error!r}")
             raise
         finally:
-            self._busy.release()
+            self._busy = False
+        out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
+        return out
+
+    def _finish(self) -> TensorDictBase | None:
+        """A batch as it is delivered. Each stage is put down before the next: Ctrl-C in a hook loses none."""
+        options = self.options
+        if self._taken is None:
+            if self.pre_collect_hook is not None:
+                self.pre_collect_hook()
+            self._fetch()
+        out = self._taken
+        if out is None:
+            return None
+        if options.split_trajs:
+            out = split_trajectories(out, prefix="collector")
+        if self.postproc is not None:
+            out = self.postproc(out)
+            if out is None:
+                raise UsageError("postproc returned None; it must return the batch")
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(out)
+        self._batches += 1
+        self._taken = None
+        return out
+
+    def _fetch(self) -> None:
+        self._taken = self._next_batch()
+
+    def _forget(self) -> None:
+        """What is held belongs to the time before."""
+        self._taken = self._ready = None
+        self._whole = None if self._whole is None else WholeTrajectories()
 
     def _more(self) -> bool:
-        """Whether a further batch may come: frames are left to collect, or whole episodes to deliver."""
+        """Whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
         left = self._whole is not None and len(self._whole) >= (self.options.trajs_per_batch or 0)
-        return left or self._frames < self.options.total
+        return left or self._frames < self.options.total or self._taken is not None or self._ready is not None
 
     def _next_batch(self) -> TensorDictBase | None:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, None if they never come."""
@@ -240,7 +260,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             chosen = weights_dict["policy"]
         if model_id not in (None, "policy"):
             raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
-        self._version = self._publish(chosen, worker_ids)
+        with self._watching():
+            self._version = self._publish(chosen, worker_ids)
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
@@ -264,15 +285,16 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
-        self._open()
-        following = self._backend.set_seed(seed, static=static_seed)
-        self._whole = None if self._whole is None else WholeTrajectories()  # what was held belongs to the time before
+        with self._watching():
+            following = self._backend.set_seed(seed, static=static_seed)
+        self._forget()
         return following
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: policy, env, counters."""
-        self._open()
-        state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches - 1}
+        with self._watching():
+            backend = self._backend.state_dict()
+        state = {**backend, "frames": self._frames, "iter": self._batches - 1}
         if isinstance(self.policy, nn.Module):
             state["policy_state_dict"] = self.policy.state_dict()
         return state
@@ -285,8 +307,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
         if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
             self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
-        self._backend.load_state_dict(dict(state_dict))
-        self._whole = None if self._whole is None else WholeTrajectories()
+        with self._watching():
+            self._backend.load_state_dict(dict(state_dict))
+        self._forget()
         self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
         self._version = int(state_dict.get("policy_version", self._version))
 
@@ -323,6 +346,17 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _open(self) -> None:
         if self._why_closed is not None:
             raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A worker that fails inside, whatever it was asked, closes the collector."""
+        self._open()
+        try:
+            yield
+        except WorkerError as error:
+            with contextlib.suppress(Exception):
+                self._close(f"it failed: {error!r}")
+            raise
 
     def __enter__(self) -> Self:
         return self

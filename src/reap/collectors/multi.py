@@ -143,6 +143,10 @@ class MultiCollector(BaseCollector):
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
+    def _fetch(self) -> None:
+        with self._process.uninterrupted():
+            super()._fetch()
+
     def _next_batch(self) -> TensorDictBase | None:
         if self.options.update_at_each_batch:
             self.update_policy_weights_()
@@ -159,8 +163,8 @@ class MultiCollector(BaseCollector):
 
     def get_cached_weights(self, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
-        self._open()
-        return self._process.weights_of(worker)
+        with self._watching():
+            return self._process.weights_of(worker)
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
@@ -168,7 +172,8 @@ class MultiCollector(BaseCollector):
         chosen = (
             range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
         )
-        self._process.call("reset", dict.fromkeys(chosen, (None,)))
+        with self._watching():
+            self._process.call("reset", dict.fromkeys(chosen, (None,)))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""

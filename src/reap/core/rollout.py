@@ -44,6 +44,7 @@ class RolloutLoop:
         self.env, self.policy, self.current, self.ledger = env, policy, current, ledger
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.version = 0
+        self.at = np.zeros(1, np.int64)  # the step it is at; elsewhere if somebody else is to see it
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
@@ -80,7 +81,7 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
 
-        act, step, reset, stop = policy.act, self.env.step, self.env.reset, self.stop
+        act, step, reset, stop, at = policy.act, self.env.step, self.env.reset, self.stop, self.at
         forget = policy.forget if policy.remembers else None
         tidy = self.env.tidy if self.env.tidies else None
         lanes: Sequence[int] = self.lanes
@@ -95,6 +96,7 @@ class RolloutLoop:
             with torch.no_grad(), exploring(self.exploration):
                 for t, row in enumerate(slot.cut(self._keys, self.current)):
                     acted = False
+                    at[0] = t
                     act(row)
                     acted = True
                     ended = step(lanes, row)

@@ -11,8 +11,8 @@ from reap.envs.dm import DMEnv
 from reap.envs.envpool import EnvPoolEnv
 from reap.envs.gymnasium import GymEnv
 from reap.envs.jax import JaxEnv
+from reap.envs.parallel import ParallelEnv
 from reap.envs.pettingzoo import PettingZooEnv
-from reap.envs.process_lanes import ParallelEnv
 from reap.envs.puffer import PufferLibEnv
 from reap.envs.serial import SerialEnv
 from reap.envs.torch_native import TorchEnv

@@ -1,4 +1,4 @@
-"""ParallelEnv: lanes in child processes, the policy here. One message per process and step.
+"""Lanes in child processes, the policy here. One message per process and step.
 
     policy ──► row t (a slot both sides see) ──┬─ bell: slot, t ──► child 0: the usual env class, on its lanes of row t
                                                └─ bell: slot, t ──► child 1
@@ -14,33 +14,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
+import pickle
 import select
-import struct
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
-from reap.children import Child, Raised, StartMethod, dumps, end, send
+from reap.children import Child, Raised, StartMethod, dumps, end
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import FLAGS, MASK, Layout, Row, RowKeys, Slot
-from reap.envs.accept import as_env
-from reap.envs.base import EnvBase
-from reap.envs.serial import joined, one_each
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
+from reap.envs.lane_host import BELL, CALL, DONE, SOME, STEP, serve_lanes
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerSilent
 from reap.spec import READY, EnvSpec, Key, Leaf
 
-_BELL = struct.Struct("iii")  # what, slot, step
-_STEP, _SOME, _CALL = 0, 1, 2
-_DONE, _FAILED = b"\1", b"\2"
 _DEADLINE = 5.0
+_BOOT = 60.0  # seconds more than `timeout` until a child's first word: importing torch is not the user's code
 
 
 class _Remote:
@@ -48,6 +43,7 @@ class _Remote:
 
     def __init__(self, child: Child, bell: int, reply: int) -> None:
         self.child, self.bell, self.reply = child, bell, reply
+        self.inbox: deque[Any] = deque()
         self.spec: EnvSpec
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come
@@ -79,7 +75,7 @@ class ProcessLanes(Env):
             for n, own in enumerate(makers):
                 self._children.append(self._start(n, own, start_method, threads))
             for remote in self._children:
-                remote.spec = self._answer(remote)
+                remote.spec = self._answer(remote, grace=_BOOT)
             self._join()
             for remote in self._children:
                 self._call(remote, "begin", remote.first, self.spec.lanes)
@@ -90,7 +86,7 @@ class ProcessLanes(Env):
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> _Remote:
         theirs, bell = os.pipe()
         reply, answer = os.pipe()
-        target = dumps(functools.partial(_serve, makers=makers, threads=threads), "create_env_fn")
+        target = dumps(functools.partial(serve_lanes, makers=makers, threads=threads), "create_env_fn")
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
@@ -140,18 +136,17 @@ class ProcessLanes(Env):
 
     def _ring(self, remote: _Remote, what: int, place: int = 0, step: int = 0) -> None:
         try:
-            os.write(remote.bell, _BELL.pack(what, place, step))
+            os.write(remote.bell, BELL.pack(what, place, step))
         except BrokenPipeError:
             raise self._gone(remote) from None
 
     def _gone(self, remote: _Remote) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
-        with contextlib.suppress(EOFError, OSError):
-            while remote.child.connection.poll():
-                message = remote.child.connection.recv()
-                if isinstance(message, Raised):
-                    return self._named(message.unpack(), remote)
         remote.child.gone(1.0)
+        self._hear(remote)
+        for message in remote.inbox:
+            if isinstance(message, Raised):
+                return self._named(message.unpack(), remote)
         stack = remote.child.stack()
         told = remote.child.how_it_ended() + (f"; its last stack:\n{stack}" if stack else "")
         return WorkerDied(told).at(worker=self._name(remote))
@@ -166,34 +161,43 @@ class ProcessLanes(Env):
         return error.at(worker=self._name(remote))
 
     def _wait(self, remote: _Remote, fd: int) -> None:
-        if self._timeout is None or select.select([fd, remote.child.sentinel], [], [], self._timeout)[0]:
-            return
-        stack = remote.child.ask_stack() or "(it does not answer signals)"
-        raise WorkerSilent(f"sent nothing for {self._timeout} s; its stack:\n{stack}").at(worker=self._name(remote))
+        if self._timeout is not None and not select.select([fd, remote.child.sentinel], [], [], self._timeout)[0]:
+            raise self._silent(remote)
+
+    def _silent(self, remote: _Remote) -> WorkerSilent:
+        stack = remote.child.ask_stack()
+        if not stack:
+            remote.child.signal(signal.SIGKILL)  # it does not answer signals, nor will it a goodbye
+        told = f"sent nothing for {self._timeout} s; its stack:\n{stack or '(it does not answer signals)'}"
+        return WorkerSilent(told).at(worker=self._name(remote))
 
     def _finish(self, remote: _Remote) -> None:
         """The byte a child owes for a step."""
         self._wait(remote, remote.reply)
         data = os.read(remote.reply, 1)
         remote.owes = False
-        if data != _DONE:
+        if data != DONE:
             raise self._gone(remote)
 
-    def _answer(self, remote: _Remote) -> Any:
+    def _hear(self, remote: _Remote) -> None:
+        remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]
+
+    def _answer(self, remote: _Remote, grace: float = 0.0) -> Any:
         """The next message, which is also what an error comes as."""
-        connection, sentinel = remote.child.connection, remote.child.sentinel
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
-        while not connection.poll(0):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = select.select([connection.fileno(), sentinel], [], [], left)[0]
-            if not ready:
-                self._wait(remote, connection.fileno())
-            if sentinel in ready and not connection.poll(0):
+        line, sentinel = remote.child.line, remote.child.sentinel
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout + grace
+        while True:
+            gone = remote.child.gone()  # asked first: what it said before is all there then
+            self._hear(remote)
+            if remote.inbox:
+                break
+            if gone:
                 raise self._gone(remote)
-        try:
-            message = connection.recv()
-        except (EOFError, ConnectionError):
-            raise self._gone(remote) from None
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            waiting = [] if line.flush() else [line.fileno()]
+            if not any(select.select([line.fileno(), sentinel], waiting, [], left)):
+                raise self._silent(remote)
+        message = remote.inbox.popleft()
         if isinstance(message, Raised):
             raise self._named(message.unpack(), remote)
         return message
@@ -201,9 +205,12 @@ class ProcessLanes(Env):
     def _call(self, remote: _Remote, name: str, *arguments: Any) -> None:
         if remote.owes:  # a step that was broken off (Ctrl-C)
             self._finish(remote)
-        self._ring(remote, _CALL)
-        send(remote.child.connection, (name, arguments))
+        self._ask(remote, name, arguments)
         self._answer(remote)
+
+    def _ask(self, remote: _Remote, name: str, arguments: Any) -> None:
+        self._ring(remote, CALL)
+        remote.child.line.say(dumps((name, arguments), name))
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -261,9 +268,8 @@ class ProcessLanes(Env):
             if own:
                 if remote.owes:
                     self._finish(remote)
-                self._ring(remote, _CALL)
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
-                send(remote.child.connection, ("reset", ([lane - remote.first for lane in own], theirs)))
+                self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))
                 asked.append(remote)
         for remote in asked:
             self._answer(remote)
@@ -287,7 +293,7 @@ class ProcessLanes(Env):
                 self._finish(remote)
             if all_of_them or self._some[remote.first : remote.last].any():
                 remote.owes = True
-                self._ring(remote, _STEP if all_of_them else _SOME, place, step)
+                self._ring(remote, STEP if all_of_them else SOME, place, step)
 
     def recv(self) -> list[int]:
         for remote in self._children:
@@ -327,7 +333,7 @@ class ProcessLanes(Env):
         for remote in children:
             os.close(remote.bell)
             os.close(remote.reply)
-            remote.child.connection.close()
+            remote.child.line.close()
         end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
         for file in (self._slots, self._firsts, self._control):
             file.close()
@@ -402,7 +408,7 @@ class ReadyProcessLanes(ProcessLanes):
                 mine[own] = given[at]
             remote.owes = True
             self._away.append(remote)
-            self._ring(remote, _STEP, *shared.place)
+            self._ring(remote, STEP, *shared.place)
 
     def _exchange(self) -> Row:
         if self._by_hand is None:
@@ -460,128 +466,3 @@ def _columns(spec: EnvSpec, action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
     columns.update({("next", *key): leaf for key, leaf in spec.observation.items()})
     columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
     return columns
-
-
-# ---- the other side -----------------------------------------------------------------------------------------------
-
-
-def _serve(connection: Connection, fds: Sequence[int], makers: Any, threads: int) -> None:
-    """The life of a child: build the lanes, then step them whenever the bell rings."""
-    torch.set_num_threads(threads)
-    bell, reply, *files = fds
-    env = None
-    try:
-        lanes = [as_env(make, kwargs) for make, kwargs in makers]
-        env = joined(lanes) if len(lanes) > 1 else lanes[0]
-        if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
-            raise UsageError(f"ParallelEnv cannot run {type(env).__name__} elsewhere; give it to a collector as it is")
-        send(connection, env.spec)
-        host = _Host(env, connection, *(SharedFile(fd=fd) for fd in files))
-        host.serve(bell, reply)
-    except (EOFError, ConnectionError):
-        pass
-    except Exception as error:
-        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"the env raised {error!r}")
-        if wrapped is not error:
-            wrapped.__cause__ = error
-        with contextlib.suppress(OSError):
-            send(connection, Raised.of(wrapped))
-            os.write(reply, _FAILED)
-    finally:
-        if env is not None:
-            env.close()
-
-
-class _Host:
-    """Lanes of a child, and the memory it shares with the parent."""
-
-    def __init__(
-        self, env: Env, connection: Connection, slots: SharedFile, firsts: SharedFile, some: SharedFile
-    ) -> None:
-        self._env, self._connection, self._files = env, connection, (slots, firsts, some)
-        self._keys = RowKeys(env.spec)
-        self._rows: dict[int, list[Row]] = {}
-
-    def serve(self, bell: int, reply: int) -> None:
-        env, lanes = self._env, range(self._env.spec.lanes)
-        while len(data := os.read(bell, _BELL.size)) == _BELL.size:
-            what, place, step = _BELL.unpack(data)
-            if what == _CALL:
-                name, arguments = self._connection.recv()
-                getattr(self, f"do_{name}")(*arguments)
-                send(self._connection, None)
-                continue
-            chosen: Sequence[int] = lanes if what == _STEP else np.flatnonzero(self._some).tolist()
-            ended = env.step(chosen, self._rows[place][step])
-            if ended:
-                env.reset(ended, self._first)  # at once: it will be wanted, and the others may still be stepping
-            os.write(reply, _DONE)
-
-    def do_begin(self, first: int, lanes: int) -> None:
-        self._from, self._to = first, first + self._env.spec.lanes
-        layout = Layout(self._env.spec.observation, 1, lanes, batched=True)
-        arrays = layout.arrays(self._files[1].map(max(layout.nbytes, 1))).values()
-        self._first = [array[0, self._from : self._to] for array in arrays]
-        self._some = self._files[2].map(lanes).view(np.bool_)[self._from : self._to]
-
-    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        arrays = layout.arrays(self._files[0].map(end)[start : start + layout.nbytes])
-        own = Layout(layout.columns, layout.steps, self._env.spec.lanes, batched=True)
-        slot = Slot(own, place, {key: array[:, self._from : self._to] for key, array in arrays.items()})
-        self._rows[place] = list(slot.cut(self._keys, self._first))
-
-    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        self._env.reset(lanes, self._first, seeds)
-
-
-# ---- the face -----------------------------------------------------------------------------------------------------
-
-
-class ParallelEnv(EnvBase):
-    """Envs in processes of their own, as lanes of one.
-
-    >>> env = ParallelEnv(4, lambda: GymEnv("CartPole-v1"))
-    >>> collector = Collector(env, policy, frames_per_batch=400)      # batches [4, 100]
-
-    Args:
-        num_envs: how many lanes.
-        create_env_fn: a factory, a Gymnasium id, or a list with one per lane.
-        num_workers: how many processes share the lanes; one per lane if not given.
-        ready: step the lanes of so many processes at a time, whichever are ready; None: all in step. A slow lane then
-            holds nobody up until the batch is to be whole. For collectors only.
-        create_env_kwargs: keywords for the factories, one mapping or a list.
-        timeout: seconds a process may take for one step before it is reported as stuck; None: for ever.
-        start_method: "forkserver" or "spawn".
-        num_sub_threads: torch threads of each process.
-    """
-
-    def __init__(
-        self,
-        num_envs: int | None = None,
-        create_env_fn: Any = None,
-        *,
-        num_workers: int | None = None,
-        ready: int | None = None,
-        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        timeout: float | None = None,
-        start_method: StartMethod = "forkserver",
-        num_sub_threads: int = 1,
-        device: Any = None,
-    ) -> None:
-        lanes = num_workers if num_envs is None else num_envs  # as keywords, TorchRL calls the lanes workers
-        if create_env_fn is None:
-            raise WrongArgument("ParallelEnv needs create_env_fn: a factory, or one per lane")
-        made = one_each("num_envs", lanes, create_env_fn, create_env_kwargs)
-        count = len(made) if num_workers is None else num_workers
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(made):
-            raise UsageError(f"num_workers must lie between 1 and the {len(made)} lanes, got {count!r}")
-        bounds = np.linspace(0, len(made), count + 1).astype(int)
-        shares = [made[a:b] for a, b in itertools.pairwise(bounds)]
-        options: dict[str, Any] = {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
-        if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
-            raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
-        env = ProcessLanes(shares, **options) if ready is None else ReadyProcessLanes(shares, ready, **options)
-        super().__init__(env, device=device)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from reap.children import seedbed_fd, seedbed_pid
+from reap.children import kept_seedbed
 
 
 @contextlib.contextmanager
@@ -33,27 +33,46 @@ def _everything() -> dict[str, set[str]]:
         "threads": {f"{t.name} ({t.ident})" for t in threading.enumerate()},
         "processes": {f"{p.name} (pid {p.pid})" for p in multiprocessing.active_children()} | _children(),
         "descriptors": _descriptors(),
-        "shared memory": {p.name for p in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set(),
+        "shared memory": _shared_memory(),
     }
 
 
 def _children() -> set[str]:
-    """Direct children by pid, however they were started (Linux); not the helper that is kept to start more."""
+    """All that descends from this process, by pid (Linux); not the helper that is kept to start more."""
+    pid, _ = kept_seedbed() or (None, None)
+    return {f"pid {one}" for one in _descendants(os.getpid()) if one != pid}
+
+
+def _descendants(ancestor: int) -> set[int]:
     found = set()
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found |= {f"pid {pid}" for pid in task.read_text().split() if int(pid) != seedbed_pid()}
+            for pid in map(int, task.read_text().split()):
+                found |= {pid} | _descendants(pid)
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Files in /dev/shm, but for those that somebody who is no kin of ours has mapped."""
+    folder = Path("/dev/shm")
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if found:
+        kin = _descendants(os.getpid()) | {os.getpid()}
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                if int(maps.parent.name) not in kin:
+                    text = maps.read_text()
+                    found -= {name for name in found if f"{folder}/{name}" in text}
     return found
 
 
 def _descriptors() -> set[str]:
     found = set()
+    _, kept = kept_seedbed() or (None, None)
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{fd}")
-                if (
-                    not target.endswith("/fd") and int(fd) != seedbed_fd()
-                ):  # not the listing's own, nor the kept helper's
+                if not target.endswith("/fd") and int(fd) != kept:  # the listing's own; the helper's
                     found.add(f"{fd} → {target}")
     return found

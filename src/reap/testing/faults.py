@@ -1,0 +1,103 @@
+"""Faults: what can happen to a worker, on purpose. For tests of your own set-up: does it notice, does it clean up?
+
+raise     an exception                     stop   SIGSTOP: there, but frozen
+exit      os._exit(3)                      hang   waits for ever; signals still reach it
+kill      SIGKILL, as the kernel's         deaf   waits for ever, as native code would: no signal but SIGKILL helps
+          out-of-memory killer sends it    oom    an allocation beyond the process's limit: MemoryError
+segfault  reads address 0
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+from typing import Any, Literal, get_args
+
+import gymnasium as gym
+import numpy as np
+
+from reap.errors import UsageError
+
+Fault = Literal["raise", "exit", "kill", "segfault", "hang", "deaf", "stop", "oom"]
+_ROOM = 1 << 26  # what `oom` leaves to the process, in bytes; it asks for sixteen times as much
+
+
+class FaultyEnv(gym.Wrapper[Any, Any, Any, Any]):
+    """A Gymnasium env that fails at its `at`-th step (or reset, or close), counted from 0 over all episodes.
+
+    >>> collector = MultiSyncCollector([lambda: FaultyEnv(gym.make("CartPole-v1"), at=7, fault="kill")], …)
+
+    Args:
+        env: what it does until then.
+        at: the call that fails.
+        fault: how; see the module.
+        where: which method counts: "step", "reset" or "close".
+    """
+
+    def __init__(
+        self,
+        env: gym.Env[Any, Any],
+        *,
+        at: int,
+        fault: Fault,
+        where: Literal["step", "reset", "close"] = "step",
+    ) -> None:
+        super().__init__(env)
+        if fault not in get_args(Fault):
+            raise UsageError(f"fault must be one of {', '.join(get_args(Fault))}, got {fault!r}")
+        self._left, self._fault, self._where = at, fault, where
+
+    def _count(self, method: str) -> None:
+        if method == self._where:
+            self._left -= 1
+            if self._left < 0:
+                inject(self._fault)
+
+    def step(self, action: Any) -> Any:
+        """Step, or fail."""
+        self._count("step")
+        return self.env.step(action)
+
+    def reset(self, **options: Any) -> Any:
+        """Reset, or fail."""
+        self._count("reset")
+        return self.env.reset(**options)
+
+    def close(self) -> None:
+        """Close, or fail."""
+        self._count("close")
+        self.env.close()
+
+
+def inject(fault: Fault) -> None:
+    """Let it happen here and now, to this process."""
+    if fault == "raise":
+        raise RuntimeError("an injected fault")
+    if fault == "exit":
+        os._exit(3)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "segfault":
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        ctypes.string_at(0)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "oom":
+        _run_out_of_memory()
+    if fault == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    threading.Event().wait()
+
+
+def _run_out_of_memory() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ROOM, hard))
+    try:
+        np.ones(16 * _ROOM, np.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,254 @@
+"""Every way a worker can fail, at every moment of its life: noticed soon, told in full, everything closed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
+from reap.testing import CountingEnv, CountingWorld, assert_same, inject, no_leaks
+from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
+
+pytestmark = pytest.mark.timeout(60)
+
+TOLD = {
+    "raise": (WorkerRaised, "an injected fault"),
+    "exit": (WorkerDied, "exited with code 3"),
+    "kill": (WorkerDied, "killed by SIGKILL"),
+    "segfault": (WorkerDied, r"killed by SIGSEGV[\s\S]*faults.py.*in inject"),
+    "hang": (WorkerSilent, r"sent nothing for[\s\S]*faults.py.*in inject"),
+    "deaf": (WorkerSilent, "does not answer signals"),
+    "stop": (WorkerSilent, "does not answer signals"),
+    "oom": (WorkerRaised, "MemoryError|Unable to allocate"),
+}
+PATIENCE = 0.5
+SLOW = pytest.mark.slow
+
+
+def mostly_slow(*quick):
+    """All faults; but for some, only in the long run."""
+    return [pytest.param(fault, marks=() if fault in quick else SLOW) for fault in TOLD]
+
+
+def options_for(fault):
+    return {"timeout": PATIENCE} if TOLD[fault][0] is WorkerSilent else {}
+
+
+@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", [pytest.param(0, marks=SLOW), 2, pytest.param(21, marks=SLOW)])
+def test_in_a_step(kind, fault, at):
+    """In the first batch at once, in its middle, in a later one."""
+    error, words = TOLD[fault]
+    with no_leaks():
+        c = collect(kind, [healthy(), faulty(fault, at)], **options_for(fault))
+        workers = pids(c)
+        began = last = time.monotonic()
+        with pytest.raises(error, match=words) as caught:
+            while time.monotonic() - began < 10:
+                last = time.monotonic()
+                c.next()
+        took = time.monotonic() - last
+        assert took < SOON + BOUND, f"next() took {took:.1f} s ({time.monotonic() - began:.1f} s in all)"
+        assert caught.value.worker == f"1 (pid {workers[1]})"
+        assert caught.value.step == at % (4 if kind is KINDS[0] else 8)
+        if error is WorkerRaised:
+            assert caught.value.lane == 0
+            assert "faults.py" in str(caught.value.__cause__.__cause__), "the child's traceback is missing"
+        assert all_gone(workers, 0.5)
+        with pytest.raises(WrongState, match="closed: it failed"):
+            c.next()
+        c.shutdown()
+        del c, caught
+
+
+@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("where", ["factory", *(pytest.param(w, marks=SLOW) for w in ("reset", "init", "policy"))])
+def test_while_building(fault, where):
+    error, words = TOLD[fault]
+
+    def breaking():
+        inject(fault)
+
+    makers = [healthy(), faulty(fault, where="reset") if where == "reset" else healthy()]
+    if where == "factory":
+        makers[1] = breaking
+    more = {"init_fn": breaking} if where == "init" else {}
+    if where == "policy":
+        more = {"policy_factory": breaking}
+    with no_leaks(), within(SOON + BOUND + PATIENCE):
+        with pytest.raises(error, match=words) as caught:
+            KINDS[0](makers, frames_per_batch=8, **more, **{**options_for(fault)})
+        assert re.match(r"\d \(pid \d+\)", caught.value.worker)
+        del caught
+
+
+def test_what_cannot_be_built():
+    import sys
+    import types
+
+    gone = types.ModuleType("only_here")
+    exec("class Env:\n    pass", gone.__dict__)
+    sys.modules["only_here"] = gone
+    env, lock = gone.Env, __import__("threading").Lock()
+    try:
+        with no_leaks():
+            for kind in KINDS:
+                with pytest.raises(UsageError, match="create_env_fn cannot be sent to another process"):
+                    collect(kind, [lambda: (lock, CountingEnv())])
+                with pytest.raises(WorkerError, match="only_here"):
+                    collect(kind, [lambda: env()])
+                with pytest.raises(WorkerError, match="nowhere_at_all"):
+                    collect(kind, [lambda: __import__("nowhere_at_all")])
+                with pytest.raises(UsageError, match="must be an env, a Gymnasium id or a factory"):
+                    collect(kind, [lambda: 5])
+    finally:
+        del sys.modules["only_here"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", ["next", "set_seed", "state_dict", "update_policy_weights_", "reset", "iterate"])
+def test_between_batches(kind, use):
+    """Killed while idle: the next call of any kind says so, and everything is closed."""
+    with no_leaks():
+        c = collect(kind, [healthy(), healthy(1)])
+        c.next()
+        workers = pids(c)
+        os.kill(workers[1], signal.SIGKILL)
+        assert c._process.workers[1].child.gone(1)
+        arguments = (1,) if use == "set_seed" else ()
+        with within(SOON), pytest.raises(WorkerDied, match="SIGKILL") as caught:
+            for _ in range(9):
+                list(zip(range(9), c)) if use == "iterate" else getattr(c, use)(*arguments)
+        assert caught.value.worker == f"1 (pid {workers[1]})"
+        assert c.closed
+        assert all_gone(workers, 0.5)
+        del c, caught
+
+
+class Stateful(CountingEnv):
+    """Fails in what `set_seed` and `state_dict` call in the worker."""
+
+    fault = "kill"
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            inject(self.fault)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("fault", mostly_slow("raise", "kill"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_call(kind, fault):
+    """The worker fails while it answers."""
+
+    class Env(Stateful):
+        pass
+
+    Env.fault = fault
+    error, words = TOLD[fault]
+    with no_leaks():
+        c = collect(kind, [healthy(), lambda: Env((3,), 1)], **options_for(fault))
+        c.next()
+        workers = pids(c)
+        with within(SOON + BOUND), pytest.raises(error, match=words) as caught:
+            c.set_seed(3)
+        assert caught.value.worker == f"1 (pid {workers[1]})"
+        assert c.closed
+        assert all_gone(workers, 0.5)
+        del c, caught
+
+
+@pytest.mark.parametrize("fault", mostly_slow("raise", "deaf"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_close(kind, fault):
+    """An env that fails when it is closed cannot hold up the others, nor the parent."""
+    with no_leaks(), within(BOUND + SOON):
+        c = collect(kind, [healthy(), faulty(fault, where="close")])
+        c.next()
+        workers = pids(c)
+        with within(BOUND):
+            c.shutdown()
+        assert all_gone(workers, 0)
+        c.shutdown()
+        del c
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_in_shutdown(kind):
+    with no_leaks():
+        c = collect(kind, [healthy(), healthy(1), faulty("deaf", where="close")])
+        c.next()
+        workers = pids(c)
+        if os.fork() == 0:
+            time.sleep(0.3)
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL) if alive_there(pid) else None
+            os._exit(0)
+        with within(2.0):
+            c.shutdown()
+        os.wait()
+        assert all_gone(workers, 0)
+        del c
+
+
+def alive_there(pid):
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_is_silent_while_others_talk(kind):
+    """A busy neighbour does not hide who has stopped."""
+    c = collect(kind, [healthy(), faulty("hang", 13)], timeout=PATIENCE)
+    began = time.monotonic()
+    with pytest.raises(WorkerSilent, match=r"faults.py.*in inject"):
+        while time.monotonic() - began < 10:
+            c.next()
+            time.sleep(0.01)
+
+
+def test_a_slow_consumer_is_not_a_silent_worker():
+    """Whoever has nothing to do may be silent; the clock starts when there is work."""
+
+    def slow():
+        class Slow(CountingEnv):
+            def step(self, action):
+                time.sleep(0.02)
+                return super().step(action)
+
+        return Slow((9,), 0)
+
+    with collect(KINDS[1], [slow], timeout=0.4) as c:
+        for _ in range(3):
+            held = [c.next() for _ in range(5)]
+            time.sleep(0.8)  # longer than `timeout`: all slots are full by now
+            while c._process._arrived:
+                held.append(c.next())
+            held.clear()
+            c.next()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_outlive_the_workers(kind):
+    c = collect(kind, [healthy(), healthy(1)])
+    worlds = [CountingWorld([(3, 1, 5)], first_lane=w, worker=w, workers=2) for w in (0, 1)]
+    kept = [c.next() for _ in range(4)]
+    os.kill(pids(c)[0], signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        while True:
+            c.next()
+    del c
+    for batch in kept:
+        if kind is KINDS[0]:
+            for w in (0, 1):
+                assert_same(batch[w], worlds[w].batch(4))
+        else:
+            assert_same(batch, worlds[batch.origin.worker].batch(8))

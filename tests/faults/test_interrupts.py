@@ -1,0 +1,165 @@
+"""Ctrl-C at any moment: whoever goes on iterating has lost no frame, and gets none twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from reap.interrupts import Interrupts
+from reap.testing import CountingWorld, assert_same, no_leaks
+from tests.faults.worlds import BOUND, KINDS, all_gone, collect, healthy, pids, within
+
+pytestmark = pytest.mark.timeout(120)
+LENGTHS = [(3, 1, 5)]
+
+
+class Pest(threading.Thread):
+    """Sends SIGINT to the main thread, again and again, while it is told to."""
+
+    def __init__(self, seed):
+        super().__init__(daemon=True)
+        self.random, self.on, self.over = random.Random(seed), threading.Event(), False
+        self.sent = 0
+
+    def run(self):
+        while not self.over:
+            self.on.wait()
+            time.sleep(self.random.random() * 0.003)
+            if self.on.is_set() and not self.over:
+                self.sent += 1
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def stop(self):
+        self.on.clear()
+        self.over = True
+        self.on.set()
+        self.join()
+
+
+def interrupted(kind, batches, seed, **options):
+    """So many batches under constant interruption, each compared with the world it must come from."""
+    c = collect(kind, [healthy(0), healthy(1)], **options)
+    worlds = [CountingWorld(LENGTHS, first_lane=w, worker=w, workers=2) for w in (0, 1)]
+    caught, got, pest = 0, [], Pest(seed)
+    pest.start()
+    iterator = iter(c)
+    while len(got) < batches:
+        try:
+            pest.on.set()
+            while len(got) < batches:
+                batch = next(iterator) if seed % 2 else c.next()
+                got.append(batch)
+        except KeyboardInterrupt:
+            pest.on.clear()
+            caught += 1
+            iterator = iter(c)
+    pest.on.clear()
+    try:
+        pest.stop()
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        pest.stop()
+    for batch in got:
+        if kind is KINDS[0]:
+            for w in (0, 1):
+                assert_same(batch[w], worlds[w].batch(4))
+        else:
+            assert_same(batch, worlds[batch.origin.worker].batch(8))
+    c.shutdown()
+    return caught
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_frame_is_lost(kind, seed):
+    with no_leaks():
+        assert interrupted(kind, 400, seed) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_no_frame_is_lost_for_long(kind, seed):
+    assert interrupted(kind, 5000, seed, postproc=lambda td: td) > 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", ["state_dict", "set_seed", "reset"])
+def test_an_interrupted_call_does_not_answer_the_next(kind, use):
+    def slow():
+        from reap.testing import CountingEnv
+
+        class Slow(CountingEnv):
+            def reset(self, **options):
+                time.sleep(0.2)
+                return super().reset(**options)
+
+        return Slow((50,), 0)
+
+    with collect(kind, [slow], timeout=2) as c:
+        c.next()
+        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(5):
+                getattr(c, use)(*(1,) if use == "set_seed" else ())
+            time.sleep(1)
+        for _ in range(3):
+            assert set(c.state_dict()) >= {"worker0", "frames"}
+            assert isinstance(c.set_seed(4), int)
+            assert c.next()["observation"].reshape(-1, 3)[0].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delay", [0.02, 0.1, 0.3])
+def test_while_building_and_closing(kind, delay):
+    def slow():
+        time.sleep(0.3)
+        return healthy()()
+
+    with no_leaks():
+        try:
+            threading.Timer(delay, signal.raise_signal, [signal.SIGINT]).start()
+            collect(kind, [slow, slow])
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        c = collect(kind, [healthy(), healthy(1)])
+        workers = pids(c)
+        timer = threading.Timer(delay / 10, signal.raise_signal, [signal.SIGINT])
+        timer.start()
+        with within(BOUND):
+            try:
+                c.next()
+                c.shutdown()
+                timer.join()
+                time.sleep(0.1)
+            except KeyboardInterrupt:
+                c.shutdown()
+        assert all_gone(workers, 0)
+        timer.join()
+        del c
+
+
+def test_the_callers_handler_is_used_and_kept():
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        mine = signal.getsignal(signal.SIGINT)
+        interrupts = Interrupts()
+        with interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            assert not seen
+            with interrupts.held(), interrupts.let_in():
+                assert len(seen) == 1
+                signal.raise_signal(signal.SIGINT)
+                assert len(seen) == 2
+            signal.raise_signal(signal.SIGINT)
+            assert len(seen) == 2
+        assert len(seen) == 3
+        assert signal.getsignal(signal.SIGINT) is mine
+    finally:
+        signal.signal(signal.SIGINT, before)

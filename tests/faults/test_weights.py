@@ -1,0 +1,215 @@
+"""Weights are never torn: no reader ever sees half of one version and half of another, and the stamp is the truth."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from reap.children import Child, end
+from reap.core.shared import SharedFile
+from reap.testing import CountingEnv
+from reap.weights.shared import Packing, SharedWeights
+from tests.faults.worlds import KINDS, collect
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Telltale(nn.Module):
+    """All its tensors hold the version; its action is the least value among them, `most` the greatest."""
+
+    def __init__(self, tensors, size):
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(tensors)])
+        self.register_buffer("stamp", torch.zeros(3, dtype=torch.int64))
+
+    def become(self, version):
+        with torch.no_grad():
+            for part in self.parts:
+                part.fill_(version)
+            self.stamp.fill_(version)
+
+    def forward(self, observation):
+        every = [*(p.reshape(-1) for p in self.parts), self.stamp.float()]
+        least, most = min(p.min() for p in every), max(p.max() for p in every)
+        shape = *observation.shape[:-1], 1
+        return torch.stack([least, most]).expand(*shape[:-1], 2)
+
+
+class TwoActions(CountingEnv):
+    import gymnasium as gym
+    import numpy as np
+
+    action_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+def passes(kind, tensors, size, forward_passes, frames=100):
+    """Publish as fast as it goes, from this thread between batches and from another all the time."""
+    policy = Telltale(tensors, size)
+    c = collect(kind, [lambda: TwoActions((50,), 0)] * 2, policy, frames_per_batch=frames, track_policy_version=True)
+    over, lock, written = threading.Event(), threading.Lock(), [0]
+
+    def publish():
+        with lock:
+            written[0] += 1
+            policy.become(written[0])
+            c.update_policy_weights_()
+            assert c.policy_version == written[0]
+
+    def hammer():
+        while not over.is_set():
+            publish()
+
+    thread = threading.Thread(target=hammer)
+    thread.start()
+    seen, done = set(), 0
+    try:
+        while done < forward_passes:
+            batch = c.next()
+            done += batch.numel()
+            least, most = batch["action"][..., 0], batch["action"][..., 1]
+            assert torch.equal(least, most), "torn"
+            assert torch.equal(least.long(), batch["policy_version"]), "the stamp is not what acted"
+            seen |= set(batch["policy_version"].unique().tolist())
+            if kind is KINDS[0]:
+                assert len(batch["policy_version"].unique()) == 1
+    finally:
+        over.set()
+        thread.join()
+        c.shutdown()
+    assert len(seen) > 3, "nothing was published meanwhile"
+    return len(seen), written[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tensors", "size"), [(40, 7), (6, 300_000)])
+def test_never_torn(kind, tensors, size):
+    passes(kind, tensors, size, 4_000 if size < 100 else 400, frames=100 if size < 100 else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_million_forward_passes(kind):
+    """Together more than a million, the large policy included."""
+    passes(kind, 12, 5, 500_000, frames=40)
+    passes(kind, 6, 300_000, 4_000, frames=4)
+
+
+# ---- the block itself, without a collector ------------------------------------------------------------------------
+
+SIZES = {"small": (5, 11), "several MB": (8, 400_000)}
+
+
+def tensors_of(shape):
+    count, size = shape
+    return [torch.zeros(size) for _ in range(count)]
+
+
+def packing_of(shape):
+    return Packing.of({str(n): tensor for n, tensor in enumerate(tensors_of(shape))})
+
+
+def write_for_ever(connection, fds, shape):
+    """A writer without a pause between two versions."""
+    file = SharedFile(fd=fds[0])
+    weights, version = SharedWeights(file, packing_of(shape)), 0
+    connection.send_bytes(b"ready")
+    values = tensors_of(shape)
+    while not connection.poll():
+        version += 1
+        for value in values:
+            value.fill_(version % 1000)
+        weights.publish({str(n): value for n, value in enumerate(values)}, version)
+
+
+@contextlib.contextmanager
+def writer(shape):
+    file = SharedFile()
+    child = Child(cloudpickle.dumps(functools.partial(write_for_ever, shape=shape)), fds=[file.fd], name="writer")
+    try:
+        while not child.line.hear():
+            assert not child.gone()
+            time.sleep(0.01)
+        yield file
+    finally:
+        child.line.close()
+        child.signal(15)
+        end([child], patience=1, deadline=2)
+        file.close()
+
+
+def read(file, shape, reads, patience=None):
+    """So many reads; returns how many were overtaken on the way, so that the fallback's turn can be counted."""
+    weights, mine, last, overtaken, fresh = SharedWeights(file, packing_of(shape)), tensors_of(shape), 0, 0, 0
+    plain = weights._read
+
+    def counted(tensors):
+        nonlocal overtaken
+        version = plain(tensors)
+        overtaken += version is None
+        return version
+
+    weights._read = counted
+    while fresh < reads:
+        version = weights.refresh(mine)
+        if version is None:
+            continue
+        fresh += 1
+        assert version > last, "time runs backwards"
+        last = version
+        for tensor in mine:
+            least, most = tensor.aminmax()
+            assert least == most == version % 1000, f"torn: {least} to {most} in version {version}"
+    return overtaken
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_writer_that_never_rests(size):
+    with writer(SIZES[size]) as file:
+        read(file, SIZES[size], 2000 if size == "small" else 40)
+
+
+def test_a_reader_that_is_always_overtaken(monkeypatch):
+    """One that dawdles in every read: without the lock it would never finish."""
+    shape = SIZES["small"]
+    copy = torch._foreach_copy_
+
+    def slowly(into, source):
+        for a, b in zip(into, source):
+            copy([a], [b])
+            time.sleep(0.002)
+
+    with writer(shape) as file:
+        monkeypatch.setattr(torch, "_foreach_copy_", slowly)
+        assert read(file, shape, 30) >= 30, "never overtaken: this test tests nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_writer_that_never_rests_for_long(size):
+    with writer(SIZES[size]) as file:
+        read(file, SIZES[size], 300_000 if size == "small" else 5_000)
+
+
+def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
+    shape = SIZES["several MB"]
+    for _ in range(5):
+        file = SharedFile()
+        target = cloudpickle.dumps(functools.partial(write_for_ever, shape=shape))
+        child = Child(target, fds=[file.fd], name="writer")
+        while not child.line.hear():
+            time.sleep(0.01)
+        read(file, shape, 1)  # something is there, and it goes on writing
+        child.signal(9)
+        assert child.gone(2)
+        read(file, shape, 1)
+        child.release()
+        file.close()

@@ -1,0 +1,60 @@
+"""What the fault tests share: envs with faults, the two kinds of collector, and a look at who is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
+
+KINDS = [MultiSyncCollector, MultiAsyncCollector]
+SOON = 2.0  # seconds within which a death must be known
+BOUND = 5.0  # seconds within which everything is closed
+
+
+def healthy(lane=0):
+    return lambda: CountingEnv((3, 1, 5), lane)
+
+
+def faulty(fault, at=0, where="step"):
+    return lambda: FaultyEnv(CountingEnv((3, 1, 5), 1), at=at, fault=fault, where=where)
+
+
+def collect(kind, makers, policy=None, **options):
+    return kind(makers, policy or EchoPolicy(), **{"frames_per_batch": 8, "total_frames": -1, **options})
+
+
+def pids(collector):
+    return [remote.child.pid for remote in collector._process.workers]
+
+
+def alive(pid):
+    """Whether there is such a process, zombies not counted."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def all_gone(numbers, within):
+    """Whether these processes end in time."""
+    deadline = time.monotonic() + within
+    while any(alive(pid) for pid in numbers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(alive(pid) for pid in numbers)
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Fails if the block takes longer."""
+    began = time.monotonic()
+    yield
+    took = time.monotonic() - began
+    assert took < seconds, f"took {took:.2f} s, allowed are {seconds} s"
