@@ -194,7 +194,7 @@ def test_a_reader_that_is_always_overtaken(monkeypatch):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_writer_that_never_rests_for_long(size):
     with writer(SIZES[size]) as file:
-        read(file, SIZES[size], 300_000 if size == "small" else 5_000)
+        read(file, SIZES[size], 100_000 if size == "small" else 2_000)
 
 
 def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
