@@ -66,7 +66,7 @@ def test_in_a_step(kind, fault, at):
         del c, caught
 
 
-@pytest.mark.parametrize("fault", TOLD)
+@pytest.mark.parametrize("fault", mostly_slow("raise", "kill", "hang"))
 @pytest.mark.parametrize("where", ["factory", *(pytest.param(w, marks=SLOW) for w in ("reset", "init", "policy"))])
 def test_while_building(fault, where):
     error, words = TOLD[fault]

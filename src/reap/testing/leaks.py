@@ -54,16 +54,22 @@ def _descendants(ancestor: int) -> set[int]:
 
 def _shared_memory() -> set[str]:
     """Files in /dev/shm, but for those that somebody who is no kin of ours has mapped."""
-    folder = Path("/dev/shm")
-    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir("/dev/shm"):
+            with contextlib.suppress(OSError):
+                found[entry.stat().st_ino] = entry.name
     if found:
         kin = _descendants(os.getpid()) | {os.getpid()}
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 if int(maps.parent.name) not in kin:
-                    text = maps.read_text()
-                    found -= {name for name in found if f"{folder}/{name}" in text}
-    return found
+                    for line in maps.read_text().splitlines():
+                        if (
+                            "/dev/shm/" in line
+                        ):  # by inode: semaphores are mapped under one name and listed under another
+                            found.pop(int(line.split()[4]), None)
+    return set(found.values())
 
 
 def _descriptors() -> set[str]:
