@@ -98,7 +98,7 @@ def rest() -> None:
     """Wait until no worker of anybody works."""
     pids = descendants()
     before = cpu_seconds(pids)
-    for _ in range(200):
+    for _ in range(4000):  # a peer may need a minute for a batch; something is wrong with one that never rests
         time.sleep(REST)
         now = cpu_seconds(pids)
         if now - before < 0.05 * REST:
@@ -109,7 +109,7 @@ def rest() -> None:
 def race(runs: dict[str, Contender], rounds: int, batches: int) -> dict[str, list[float]]:
     """Seconds per frame of every contender, round by round, each round in another order."""
     for one in runs.values():
-        for _ in range(3):  # every slot has been used once
+        for _ in range(one.turn or 3):  # every slot has been used once
             one.run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
@@ -122,10 +122,11 @@ def race(runs: dict[str, Contender], rounds: int, batches: int) -> dict[str, lis
                 rest()
                 for _ in range(one.ahead):
                     one.run()
+                turn = one.turn or batches
                 began = time.perf_counter()
-                for _ in range(batches):
+                for _ in range(turn):
                     one.run()
-                seconds[name].append((time.perf_counter() - began) / (batches * one.frames))
+                seconds[name].append((time.perf_counter() - began) / (turn * one.frames))
     finally:
         gc.enable()
     return seconds
@@ -141,7 +142,7 @@ class Pair:
     case: Case
     kind: str  # "sync", "async": the policy in the workers; "central": here
     target: float
-    batches: int = 2  # of one turn
+    batches: int = 2  # of one turn; where workers run ahead, as many of each
     torchrl: float | None = None
     vector_envs: bool = False
 
@@ -196,7 +197,7 @@ def measure(pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs:
                 print(f"    {name}: {peer}", flush=True)
                 continue
             try:
-                seconds = race({"reap": fast["reap"], name: peer}, min(rounds, 3), 1)
+                seconds = race({"reap": fast["reap"], name: peer}, min(rounds, 3), batches)
             finally:
                 peer.close()
             results.append(compared(pair.name, name, pair.torchrl if name == "TorchRL" else None, seconds))
@@ -331,7 +332,10 @@ def start_up(*, rounds: int) -> list[dict[str, Any]]:
             "target": 1.5,
             "at_most": True,
             "ratio": statistics.median(b / a for a, b in zip(told[1, kind], told[8, kind])),
-            "milliseconds": {"one": 1e3 * statistics.median(told[1, kind]), "reap": 1e3 * statistics.median(told[8, kind])},
+            "milliseconds": {
+                "one": 1e3 * statistics.median(told[1, kind]),
+                "reap": 1e3 * statistics.median(told[8, kind]),
+            },
         }
         for kind in ("cold", "warm")
     ]
@@ -411,11 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                     print(f"{pair.name}: not installed ({missing})")
                     continue
                 torchrl = not (args.no_torchrl or args.no_peers)
-                tell(
-                    measure(
-                        pair, rounds=rounds, quick=args.quick, torchrl=torchrl, vector_envs=not args.no_peers
-                    )
-                )
+                tell(measure(pair, rounds=rounds, quick=args.quick, torchrl=torchrl, vector_envs=not args.no_peers))
             if wanted("weights"):
                 tell(weights(rounds=rounds, quick=args.quick))
             if wanted("idle"):

@@ -31,12 +31,16 @@ CANNOT = {
 
 @dataclass(frozen=True)
 class Contender:
-    """One that makes batches of `frames`; `ahead` of them may lie ready before anybody asks."""
+    """One that makes batches of `frames`; `ahead` of them may lie ready before anybody asks.
+
+    A slow one takes `turn` batches at a time, fewer than others.
+    """
 
     run: Callable[[], Any]
     close: Callable[[], None]
     frames: int
     ahead: int = 0
+    turn: int | None = None
 
 
 def torchrl(case: Case, workers: int, *, sync: bool) -> Contender:
@@ -61,7 +65,7 @@ def torchrl(case: Case, workers: int, *, sync: bool) -> Contender:
         collector = kind(made, policy, frames_per_batch=frames, total_frames=-1, **more)
         run = iter(collector).__next__
         run()
-    return Contender(run, collector.shutdown, frames, 0 if sync else workers)
+    return Contender(run, collector.shutdown, frames, 0 if sync else workers, 1 if sync else workers)
 
 
 class _Store:
@@ -124,7 +128,7 @@ def stable_baselines3(case: Case, workers: int) -> Contender:
                 truncated[i] = infos[i]["TimeLimit.truncated"]
         return seen, last, reward, done & ~truncated, truncated
 
-    return Contender(_loop(case, n, env.reset(), step), env.close, n * case.steps)
+    return Contender(_loop(case, n, env.reset(), step), env.close, n * case.steps, turn=1)
 
 
 def gymnasium(case: Case, workers: int) -> Contender:
@@ -140,7 +144,7 @@ def gymnasium(case: Case, workers: int) -> Contender:
                 last[i] = info["final_obs"][i]
         return seen, last, reward, terminated, truncated
 
-    return Contender(_loop(case, n, env.reset(seed=0)[0], step), env.close, n * case.steps)
+    return Contender(_loop(case, n, env.reset(seed=0)[0], step), env.close, n * case.steps, turn=1)
 
 
 def tianshou(case: Case, workers: int) -> Contender:
@@ -159,7 +163,7 @@ def tianshou(case: Case, workers: int) -> Contender:
             seen[ended] = env.reset(ended)[0]
         return seen, last, reward, terminated, truncated
 
-    return Contender(_loop(case, n, env.reset()[0], step), env.close, n * case.steps)
+    return Contender(_loop(case, n, env.reset()[0], step), env.close, n * case.steps, turn=1)
 
 
 VECTOR_ENVS: dict[str, Callable[[Case, int], Contender]] = {
