@@ -16,21 +16,22 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gymnasium as gym
 import torch
 
 from benchmarks import by_hand, peers
 from benchmarks.peers import CANNOT, VECTOR_ENVS, Contender
 from benchmarks.single import RESULTS
 from benchmarks.workloads import Case, LargePolicy
+from reap.children import seedbed_pid
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 
@@ -185,7 +186,7 @@ def others(pair: Pair, case: Case, *, torchrl: bool, vector_envs: bool) -> Itera
 
 def measure(pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs: bool) -> list[dict[str, Any]]:
     case = replace(pair.case, steps=max(4, pair.case.steps // 16)) if quick else pair.case
-    batches = 1 if quick else pair.batches
+    batches = min(pair.batches, 2) if quick else pair.batches
     results: list[dict[str, Any]] = []
     fast = {"hand": hand(case, pair.kind)}
     try:
@@ -296,35 +297,25 @@ def hammered(
 
 # ---- start-up and rest ----------------------------------------------------------------------------------------------
 
-START_UP = """
-import sys, time
-import torch; torch.set_num_threads(1)
-from benchmarks.multi import CARTPOLE
-from reap.collectors import MultiSyncCollector
-policy, count = CARTPOLE.policy(probabilistic=False), int(sys.argv[1])
-for _ in range(3):
-    began = time.perf_counter()
-    collector = MultiSyncCollector(["CartPole-v1"] * count, policy, frames_per_batch=8 * count)
-    next(iter(collector))
-    print(time.perf_counter() - began)
-    collector.shutdown()
-"""
-
 
 def start_up(*, rounds: int) -> list[dict[str, Any]]:
-    """From the call of the constructor to the first batch: in a fresh process, and with the seedbed there already."""
+    """From the call of the constructor to the first batch: without the seedbed that forks workers, and with it."""
     told: dict[tuple[int, str], list[float]] = {}
-    path = os.pathsep.join(p for p in sys.path if p)
+    policy = CARTPOLE.policy(probabilistic=False)
     for _ in range(rounds):
         for count in (1, 8):
-            out = subprocess.run(
-                [sys.executable, "-c", START_UP, str(count)],
-                **{"capture_output": True, "text": True, "check": True},  # type: ignore[call-overload]
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), path])},
-            )
-            cold, *warm = map(float, out.stdout.split())
-            told.setdefault((count, "cold"), []).append(cold)
-            told.setdefault((count, "warm"), []).append(statistics.median(warm))
+            pid = seedbed_pid()
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                while seedbed_pid() is not None:
+                    time.sleep(REST)
+            for kind in ("cold", "warm"):
+                began = time.perf_counter()
+                collector = MultiSyncCollector(["CartPole-v1"] * count, policy, frames_per_batch=8 * count)
+                next(iter(collector))
+                told.setdefault((count, kind), []).append(time.perf_counter() - began)
+                collector.shutdown()
+    middle = {key: 1e3 * statistics.median(seconds) for key, seconds in told.items()}
     return [
         {
             "case": f"start-up of 8 workers, {kind}",
@@ -332,10 +323,7 @@ def start_up(*, rounds: int) -> list[dict[str, Any]]:
             "target": 1.5,
             "at_most": True,
             "ratio": statistics.median(b / a for a, b in zip(told[1, kind], told[8, kind])),
-            "milliseconds": {
-                "one": 1e3 * statistics.median(told[1, kind]),
-                "reap": 1e3 * statistics.median(told[8, kind]),
-            },
+            "milliseconds": {"one": middle[1, kind], "reap": middle[8, kind]},
         }
         for kind in ("cold", "warm")
     ]
@@ -411,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                     continue
                 try:
                     pair.case.make().close()
-                except (ImportError, RuntimeError) as missing:
+                except (ImportError, gym.error.Error) as missing:
                     print(f"{pair.name}: not installed ({missing})")
                     continue
                 torchrl = not (args.no_torchrl or args.no_peers)

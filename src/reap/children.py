@@ -49,7 +49,7 @@ _WORD = struct.Struct("q")
 _FORK = b"fork"
 _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 _MOST_FDS = 64
-_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.core.worker", "reap.envs")
+_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
 
 
 def dumps(thing: Any, what: str) -> bytes:
