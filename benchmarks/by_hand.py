@@ -11,10 +11,13 @@ until it asks for the next batch. Processes are forked, so memory without a name
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import multiprocessing as mp
 import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -121,7 +124,12 @@ class Processes:
     """Forked processes that end with this one, or with `close`."""
 
     def __init__(self, count: int, target: Callable[[int], None]) -> None:
-        self._all = [_FORK.Process(target=target, args=(w,), daemon=True) for w in range(count)]
+        def live(w: int) -> None:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: nobody would say go any more
+            target(w)
+
+        self._all = [_FORK.Process(target=live, args=(w,), daemon=True) for w in range(count)]
         gc.freeze()  # or a collection in a child writes to, and so copies, all pages it shares with this process
         for one in self._all:
             one.start()
