@@ -48,3 +48,28 @@ def draw_doors(results: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_multi(results: list[dict[str, Any]], path: Path) -> None:
+    """The same for several processes: above, what should be high; below, what should be low."""
+    high = [r for r in results if not r.get("at_most")]
+    low = [r for r in results if r.get("at_most")]
+    figure, both = plt.subplots(
+        2, 1, figsize=(9, 0.45 * len(results) + 2.4), height_ratios=[max(1, len(high)), max(1, len(low))]
+    )
+    for axes, shown, words in zip(both, (high, low), ("contender = 1, logarithmic", "at most the mark")):
+        for y, r in enumerate(shown):
+            met = r["target"] is None or (r["ratio"] <= r["target"] if shown is low else r["ratio"] >= r["target"])
+            axes.barh(y, r["ratio"], 0.6, color="#2f7d4f" if met else "#c46a3a")
+            if r["target"] is not None:
+                axes.plot([r["target"]] * 2, [y - 0.4, y + 0.4], color="black", lw=2)
+            axes.text(r["ratio"], y, f" {r['ratio']:.2f}", va="center", fontsize=8)
+        axes.set_yticks(range(len(shown)), [f"{r['case']}\nover {r['over']}" for r in shown], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel(words)
+    if high:
+        both[0].set_xscale("log")
+        both[0].set_xlim(0.4, max([2.0, *(2 * r["ratio"] for r in high)]))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -122,6 +122,15 @@ class Flat(nn.Module):
         return x.flatten(-3).float() / 255 if x.dtype is torch.uint8 else x.float()
 
 
+def atari(name: str) -> gym.Env[Any, Any]:
+    """Four grey frames of 84×84, every fourth one seen."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+    seen = gym.wrappers.AtariPreprocessing(gym.make(name, frameskip=1), noop_max=30, frame_skip=4)
+    return gym.wrappers.FrameStackObservation(seen, 4)
+
+
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
     layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
     return nn.Sequential(*layers)
@@ -139,6 +148,32 @@ class DiscretePolicy(nn.Module):
 class PixelPolicy(DiscretePolicy):
     def forward(self, pixels: Tensor) -> Tensor:
         return super().forward(pixels)
+
+
+class NaturePolicy(nn.Module):
+    """The convolutional network of the Nature paper on four frames of 84×84."""
+
+    def __init__(self, choices: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, choices)),
+        )
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return Categorical(logits=self.net(observation.float() / 255)).sample()
+
+
+class LargePolicy(DiscretePolicy):
+    """Ten million parameters, most of them in a table of which a decision looks up one row: as quick as a small one."""
+
+    def __init__(self, rows: int = 156_250) -> None:
+        super().__init__(mlp(4, 2))
+        self.table = nn.Embedding(rows, 64)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        row = self.table(torch.zeros(observation.shape[:-1], dtype=torch.int64))
+        return Categorical(logits=self.net(observation) + row[..., :2]).sample()
 
 
 class GaussianPolicy(nn.Module):
@@ -204,6 +239,8 @@ class Case:
         return self.lanes * self.steps
 
     def make(self) -> gym.Env[Any, Any]:
+        if self.env.startswith("ALE/"):
+            return atari(self.env)
         return Pixels() if self.env == "pixels" else gym.make(self.env)
 
     def policy(self, *, probabilistic: bool) -> Any:
@@ -220,6 +257,8 @@ class Case:
         else:
             assert isinstance(space.action_space, gym.spaces.Discrete)
             choices = int(space.action_space.n)
+            if self.env.startswith("ALE/"):
+                return NaturePolicy(choices)
             body = mlp(inputs, choices)
             net = nn.Sequential(Flat(), *body) if self.key == "pixels" else body
             if not probabilistic:

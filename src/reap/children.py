@@ -53,7 +53,7 @@ _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 _MOST_FDS = 64
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
-_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.core.worker", "reap.envs")
+_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
 
 
 def dumps(thing: Any, what: str) -> bytes:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 
 def test_every_door_is_measured(tmp_path, monkeypatch, capsys):
@@ -20,3 +21,54 @@ def test_every_door_is_measured(tmp_path, monkeypatch, capsys):
     assert small <= 1.15  # bytes do not depend on the machine
     told = capsys.readouterr().out
     assert all(door.name in told for door in DOORS)
+
+
+@pytest.mark.parametrize("kind", ["Sync", "Async", "Central"])
+def test_the_loops_by_hand_deliver_what_happened(kind):
+    """Every lane's frames follow each other, within batches and from one to the next, and episodes end as they did."""
+    from benchmarks import by_hand
+    from benchmarks.workloads import Case
+
+    lanes, steps = 3, 40
+    loop = getattr(by_hand, kind)(Case("CartPole-v1", "CartPole-v1", lanes, steps), 2)
+    try:
+        batches = [{name: column.clone() for name, column in loop().items()} for _ in range(6)]
+    finally:
+        loop.close()
+    own = [batches]
+    if kind == "Async":  # one worker's, and the other's: trajectories are numbered apart
+
+        def second(batch):
+            return bool(((batch["ids"] >> 40) == 2).any()) or batch["ids"][0].tolist() == [3, 4, 5]
+
+        own = [[b for b in batches if second(b) is which] for which in (False, True)]
+    for part in filter(None, own):
+        whole = {name: torch.cat([b[name] for b in part]) for name in part[0]}
+        assert whole["obs"].shape == (len(part) * steps, lanes if kind == "Async" else 2 * lanes, 4)
+        done, ids = whole["done"], whole["ids"]
+        assert done.any()
+        assert done.equal(whole["terminated"] | whole["truncated"])
+        last = whole["next_obs"]
+        assert whole["terminated"].equal((last[..., 0].abs() > 2.4) | (last[..., 2].abs() > 0.20943951))
+        goes_on = ~done[:-1]
+        assert whole["obs"][1:][goes_on].equal(last[:-1][goes_on])
+        assert (whole["obs"][1:][~goes_on].abs() <= 0.05).all()  # where an episode of CartPole begins
+        assert (ids[1:] == ids[:-1]).equal(goes_on)
+        assert (whole["reward"] == 1).all()
+        assert set(whole["action"].unique().tolist()) == {0, 1}
+
+
+def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
+    for library in ("matplotlib", "mujoco"):
+        pytest.importorskip(library)
+    from benchmarks.multi import PAIRS, main
+
+    monkeypatch.chdir(tmp_path)
+    results = main(["--quick", "--no-peers"])
+    told = capsys.readouterr().out
+    names = [r["case"] for r in results]
+    assert all(pair.name in names or f"{pair.name}: not installed" in told for pair in PAIRS)
+    assert {"start-up of 8 workers, cold", "start-up of 8 workers, warm", "idle workers, sync"} <= set(names)
+    assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
+    assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
+    assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
