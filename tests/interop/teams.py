@@ -3,8 +3,8 @@
     world(w)  ──►  torchrl MultiSync / MultiAsync  ──►  batches ┐
               └─►  reap MultiSync / MultiAsync     ──►  batches ┴─ identical, but for the numbers of trajectories
 
-TorchRL's workers draw these numbers from one counter, in the order in which they happen to be scheduled; so both sides are
-renumbered by first appearance before they are compared, which keeps all that matters: who shares a number with whom.
+TorchRL's workers draw these numbers from one counter, in the order in which they happen to be scheduled; so both sides
+are renumbered by first appearance before they are compared: what is left is who shares a number with whom.
 
 TorchRL's workers are forked here: they start in a second, where spawned ones take up to ten.
 """
