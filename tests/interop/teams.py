@@ -12,6 +12,7 @@ TorchRL's workers are forked here: they start in a second, where spawned ones ta
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +22,9 @@ import pairs
 import torch
 from pairs import LIBRARIES, actor, assert_identical, env_makers, make
 
-cloudpickle.register_pickle_by_value(pairs)  # reap's workers need not import torchrl
+for _module in (pairs, sys.modules[__name__]):
+    cloudpickle.register_pickle_by_value(_module)  # reap's workers need not import them, and torchrl with them
 IDS = ("collector", "traj_ids")
-DELIBERATE = "deliberate"
 
 
 def team(library: str, workers: int = 2, lanes: int | None = None, kind: str = "counting", **wrap: Any) -> list[Any]:
@@ -93,10 +94,14 @@ def take(collector: Any, count: int | None = None) -> list[Any]:
     return out
 
 
-def renumbered(batches: list[Any]) -> list[Any]:
-    """With trajectories numbered in the order in which they appear; -1, and 0 where the mask is False, stay."""
+def renumbered(batches: list[Any], *, anew: bool = False) -> list[Any]:
+    """With trajectories numbered in the order in which they appear; -1, and 0 where the mask is False, stay.
+
+    `anew` begins with 0 in each batch.
+    """
     names: dict[int, int] = {}
     for batch in batches:
+        names = {} if anew else names
         ids = batch.get(IDS, None)
         if ids is None:
             continue
@@ -108,9 +113,9 @@ def renumbered(batches: list[Any]) -> list[Any]:
     return batches
 
 
-def assert_same_runs(made: dict[str, Any], count: int | None = None) -> list[Any]:
+def assert_same_runs(made: dict[str, Any], *, anew: bool = False) -> list[Any]:
     """All batches of both, compared in everything but the numbers of trajectories; returns reap's."""
-    want, got = (renumbered(take(made[name], count)) for name in ("torchrl", "reap"))
+    want, got = (renumbered(take(made[name]), anew=anew) for name in ("torchrl", "reap"))
     assert len(got) == len(want), f"{len(got)} batches, TorchRL {len(want)}"
     assert got, "no batch came"
     for i, (ours, theirs) in enumerate(zip(got, want)):

@@ -428,8 +428,8 @@ class ProcessBackend:
         for remote, answer in zip(self.workers, found):
             if isinstance(answer, Raised):
                 error = answer.unpack().at(worker=remote.name)
-                if isinstance(error.__cause__, AttributeError):
-                    raise error.__cause__ from error
+                if calls is None and isinstance(error.__cause__, AttributeError):
+                    raise error.__cause__ from error  # a wrong name, as it would be here
                 raise error
         return found
 

@@ -213,17 +213,16 @@ class MultiCollector(BaseCollector):
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         remotes = self._process.workers
-        found: dict[str, Any] = {}
+        alive = sum(not remote.child.gone() for remote in remotes)
+        found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
-            found = {
+            found |= {
                 "frames": self._frames,
                 "batches": self._batches,
                 "total_frames": self.options.total,
                 "completed": self._frames >= self.options.total,
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
-                "workers": len(remotes),
-                "workers_alive": sum(not remote.child.gone() for remote in remotes),
                 "dropped_frames": self._dropped,
                 **_together([remote.stats for remote in remotes if remote.stats]),
             }
