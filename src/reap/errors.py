@@ -4,7 +4,7 @@
     ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
     │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
-    │   └── SpecMismatch                     two sides disagree on a shape or dtype; both are printed
+    │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
     ├── WorkerError (RuntimeError)       collecting failed
     │   ├── WorkerRaised                     env or policy raised; the original exception is the cause
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
@@ -55,8 +55,8 @@ class WrongState(UsageError, RuntimeError):
     """A right call at the wrong time."""
 
 
-class SpecMismatch(UsageError):
-    """Two sides disagree on a shape, a dtype or a set of keys."""
+class SpecMismatch(UsageError, RuntimeError):
+    """Two sides disagree on a shape, a number, a dtype or a set of keys."""
 
 
 class WorkerError(ReapError, RuntimeError):

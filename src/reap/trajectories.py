@@ -225,13 +225,15 @@ class WholeTrajectories:
         self._held: dict[int, TensorDictBase] = {}
         self._ready: TensorDictBase | None = None
         self._lengths = torch.zeros(0, dtype=torch.int64)
+        self._plain = False  # without a dimension of lanes
 
     def __len__(self) -> int:
         return len(self._lengths)
 
     def feed(self, batch: TensorDictBase, source: int = 0) -> None:
         """Take the next batch `[N, T]` or `[T]`. Lanes go on where the last batch of the same source left them."""
-        lanes = batch if batch.ndim == 2 else batch.unsqueeze(0)
+        self._plain = batch.ndim == 1
+        lanes = batch.unsqueeze(0) if self._plain else batch
         flat = lanes.reshape(-1)
         count, steps = lanes.batch_size
         ids = lanes.get(("collector", "traj_ids"), None)
@@ -273,7 +275,9 @@ class WholeTrajectories:
         steps = int(lengths.sum())
         rows, self._ready = self._ready[:steps], self._ready[steps:]
         if layout == "cat":
-            return rows.clone()
+            out: TensorDictBase = rows.clone()
+            out.names = ["time"] if self._plain else [None]
+            return out
         mask_key: Key = ("collector", "mask")
         if rows.get(mask_key, None) is not None:
             rows = rows.exclude(mask_key)

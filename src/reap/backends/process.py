@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.backends.base import Rollout
 from reap.backends.process_worker import (
@@ -96,6 +97,7 @@ class _Remote:
         self.working: set[int] = set()  # slots it may fill; single operations only, finalizers come in between
         self.asked: int | None = None  # the call it has not answered yet
         self.stats: dict[str, Any] = {}
+        self.frames = self.rollouts = 0  # made so far
 
     @property
     def busy(self) -> bool:
@@ -286,6 +288,7 @@ class ProcessBackend:
             if isinstance(message, Full):
                 remote.working.discard(message.slot)
                 remote.stats = message.stats
+                remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
                 continue
             call = message.call if isinstance(message, Answer) else _FIRST
@@ -494,6 +497,16 @@ class ProcessBackend:
             calls[w] = (len(data), version)
         self.call("load_weights", calls)
 
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+        """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
+        packed = [None if calls is None else dumps(calls[remote.index], "arguments") for remote in self.workers]
+        try:
+            return self.call("find", {remote.index: (path, one) for remote, one in zip(self.workers, packed)})
+        except ReapError as error:
+            if calls is None and isinstance(error.__cause__, AttributeError):
+                raise error.__cause__ from error  # a wrong name, as it would be here
+            raise
+
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
         return self.call("weights", {worker: ()})[0]
@@ -538,8 +551,11 @@ class ProcessBackend:
     def state_dict(self) -> dict[str, Any]:
         states = self.call("state", self._everyone())
         return {
-            "traj_pool": {"traj_id": max(state.pop("traj_id") for state in states)},
-            **{f"worker{w}": state for w, state in enumerate(states)},
+            "traj_pool": {"traj_id": torch.tensor(max(state.pop("traj_id") for state in states))},
+            **{
+                f"worker{r.index}": {**s, "frames": r.frames, "iter": r.rollouts - 1}
+                for r, s in zip(self.workers, states)
+            },
             "policy_version": self.version,
         }
 
@@ -548,6 +564,8 @@ class ProcessBackend:
         self.version = int(state.get("policy_version", self.version))
         usual = state.get("worker0", {})
         own = {w: state.get(f"worker{w}", {**usual, "env_state_dict": {}}) for w in range(len(self.workers))}
+        for w, remote in enumerate(self.workers):
+            remote.frames, remote.rollouts = int(own[w].get("frames", 0)), int(own[w].get("iter", -1)) + 1
         self.call("load_state", {w: (own[w], first, self.version) for w in own})
 
 

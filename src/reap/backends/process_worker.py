@@ -14,6 +14,7 @@ import select
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -21,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reap.children import Raised, send
+from reap.children import Raised, dumps, send
 from reap.core.ledger import TrajectoryIds
+from reap.core.paths import follow
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
@@ -242,6 +244,22 @@ class _Host:
         self._refresh()  # older ones, seen now so that they are not taken for newer later
         local.load(self.worker.model, weights)
         self.worker.loop.version = version
+
+    def do_find(self, path: str, packed: bytes | None) -> Any:
+        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        worker = self.worker
+        try:
+            found = follow(SimpleNamespace(policy=worker.model, env=worker.env, worker_idx=self._job.index), path)
+            if packed is not None:
+                args, kwargs = cloudpickle.loads(packed)
+                found = found(*args, **kwargs)
+            dumps(found, path)  # here, where what cannot travel can still be told
+            return found
+        except Exception as error:
+            wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"{path} raised {error!r}")
+            if wrapped is not error:
+                wrapped.__cause__ = error
+            return Raised.of(wrapped)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDict, TensorDictBase
+import torch
+from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
@@ -20,12 +21,22 @@ from typing_extensions import Self
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
 from reap.core.exploration import exploration_type
+from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.core.slot import MASK
 from reap.errors import UsageError, WorkerError, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
+_SHOWN = (
+    "max_frames_per_traj",
+    "reset_at_each_iter",
+    "reset_when_done",
+    "set_truncated",
+    "traj_format",
+    "trajs_per_batch",
+    "worker_idx",
+)
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -53,6 +64,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
+        for name in _SHOWN:
+            setattr(self, name, getattr(options, name))
         self._whole = None if options.trajs_per_batch is None else WholeTrajectories()
         self._storing = options.devices[1]
         if self._storing is not None and hasattr(self.postproc, "to"):
@@ -111,6 +124,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """From now on, call this with each batch before it is delivered; None: nothing."""
+        self.post_collect_hook = hook
+
     def __len__(self) -> int:
         if self.options.total == float("inf"):
             raise WrongArgument("an endless collector has no length (total_frames is -1)")
@@ -143,7 +160,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if out is None:
             return None
         if options.split_trajs:
-            out = split_trajectories(out, prefix="collector")
+            out = self._split(out)
         if self.postproc is not None:
             out = self.postproc(out)
             if out is None:
@@ -179,9 +196,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
             if whole is None:
-                return batch if self.options.split_trajs else self._arrange(batch, rollout)
-            before = len(whole)
-            whole.feed(batch, rollout.worker)
+                return self._arrange(batch, rollout)
+            before, begin = len(whole), 0
+            for part in rollout.parts or (rollout,):
+                whole.feed(batch[..., begin : begin + part.layout.steps], part.worker)
+                begin += part.layout.steps
             fruitless = 0 if len(whole) > before else fruitless + 1
             if fruitless >= _PATIENCE and self.options.reset_at_each_iter:
                 steps = rollout.layout.steps
@@ -193,7 +212,11 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
         rollout = self._backend.take(random=random)
         if rollout.parts:
-            return TensorDict({}), rollout
+            return torch.cat([self._assembled(part) for part in rollout.parts], -1), rollout
+        return self._assembled(rollout), rollout
+
+    def _assembled(self, rollout: Rollout) -> TensorDictBase:
+        """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
             _mark_truncated(rollout.arrays)
         if self._same is None:
@@ -209,11 +232,15 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 self._same = batch, delivered
         elif storing is not None and storing.type != "cpu":
             delivered.update_(batch)
-        return delivered, rollout
+        return delivered
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         """The batch `[lanes, T]` in the shape this collector delivers."""
         return batch
+
+    def _split(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch as `[trajectories, time]`."""
+        return split_trajectories(batch, prefix="collector")
 
     # ---- weights, seeds, state ------------------------------------------------------------------------------------
 
@@ -283,6 +310,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """`policy_version`, as a call."""
         return self._version
 
+    def increment_version(self) -> None:
+        """Say that the policy was changed: its weights are handed on, as a new version."""
+        self.update_policy_weights_()
+
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
         with self._watching():
@@ -318,6 +349,38 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The policy that acts."""
         raise NotImplementedError
 
+    def get_model(self, model_id: str) -> Any:
+        """The model at this path, as weights are named by: "policy"."""
+        return follow(self, model_id)
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call what is at this path: `cascade_execute("policy.eval")`."""
+        return follow(self, attr_path)(*args, **kwargs)
+
+    def get_distant_attr(self, attr: str) -> Any:
+        """What is at this path of a worker, whose "policy" and "env" are the ones that act: `"policy.in_keys"`."""
+        raise NotImplementedError
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        """Call what is at this path in every worker, with arguments of its own; what they return, in order."""
+        raise NotImplementedError
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of the policy that acts; of several, the first."""
+        return self._of_first(f"policy.{attr}")
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of the lanes being stepped; of several workers, the first one's."""
+        return self._of_first(f"env.{attr}")
+
+    def _of_first(self, path: str) -> Any:
+        return self.get_distant_attr(path)
+
     def stats(self) -> dict[str, Any]:
         """Counts and rates so far."""
         raise NotImplementedError
@@ -331,6 +394,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         except Exception:
             if raise_on_error:
                 raise
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """`shutdown`, by the name it has for collectors that run in the background."""
+        self.shutdown(timeout, close_env, raise_on_error)
 
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:

@@ -22,9 +22,9 @@ from reap.children import dumps
 from reap.collectors.base import BaseCollector
 from reap.collectors.options import Options, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
-from reap.core.assemble import assemble
+from reap.core.paths import each_call
 from reap.core.slot import TRAJ_IDS, Layout
-from reap.errors import UsageError, WrongArgument
+from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
@@ -70,26 +70,32 @@ class MultiCollector(BaseCollector):
             if old in options:
                 warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
                 each[new] = _each(old, options.pop(old), count)
-        frames = _frames(options.pop("frames_per_batch", None), count, sync=bool(self._sync))
-        settings = read_options(name, {**options, "frames_per_batch": sum(frames) if self._sync else max(frames)})
+        asked = options.get("frames_per_batch")
+        if asked is None:
+            raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
+        frames = _frames(asked, count, sync=bool(self._sync))
+        if isinstance(asked, (list, tuple)):
+            asked = sum(frames) if self._sync else max(frames)
+        settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
-            raise UsageError(f"{one} is for a worker in this process; {name} has others")
-        if not self._sync and (
-            settings.cat_results not in (None, "stack") or settings.preemptive_threshold is not None
-        ):
-            raise UsageError(f"cat_results and preemptive_threshold join workers; {name} delivers them one by one")
+            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
+        if not self._sync and settings.cat_results not in (None, "stack"):
+            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
         workers = [dataclasses.replace(settings, **{key: each[key][w] for key in each}) for w in range(count)]
         self._prepare(workers[0])
         self._policy = policy
         self._sizes = frames
+        self.num_workers = count
+        self.create_env_fn = makers
+        self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
         plans = self._plans(workers, makers, policy, frames)
         self._process = ProcessBackend(
             plans,
             sync=bool(self._sync),
             source=policy if isinstance(policy, torch.nn.Module) else None,
             timeout=settings.timeout,
-            threshold=settings.preemptive_threshold,
+            threshold=settings.preemptive_threshold if self._sync else None,
             threads=settings.num_sub_threads,
             init=settings.init_fn,
             start_method=settings.start_method,
@@ -113,9 +119,13 @@ class MultiCollector(BaseCollector):
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
         packed = {id(make): Parcel(dumps(make, "create_env_fn")) for make in makers}
-        if policy is not None and any(o.policy_factory is not None for o in workers):
-            raise WrongArgument("give policy or policy_factory, not both")
-        ours = None if policy is None else Parcel(dumps(policy, "policy"))
+        ours = None
+        if policy is not None and all(o.policy_factory is None for o in workers):
+            ours = Parcel(dumps(policy, "policy"))
+        elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
+            ours = Parcel(dumps({k: v.detach().cpu() for k, v in policy.state_dict().items()}, "policy"))
+        elif policy is not None:
+            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: Parcel(dumps(factory, "policy_factory")) for key, factory in factories.items()}
         plans = []
@@ -132,7 +142,7 @@ class MultiCollector(BaseCollector):
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
-        self.frames_per_batch_worker = [layout.steps * layout.lanes for layout in layouts]
+        self._sizes = sizes
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
         self._warn_rounding(asked, self.requested_frames_per_batch, what, depth=4)
         if self._sync:
@@ -140,6 +150,14 @@ class MultiCollector(BaseCollector):
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:
         """Whether the workers' rollouts can be joined."""
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """How many frames a worker (the first, if none is named) makes for a batch."""
+        return self._sizes[worker_idx or 0]
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Not here: batches come from other processes."""
+        raise NotImplementedError(f"{type(self).__name__} sees batches when they come; look at one")
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
@@ -161,10 +179,31 @@ class MultiCollector(BaseCollector):
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         return self._process.publish(weights, ids)
 
-    def get_cached_weights(self, worker: int = 0) -> Any:
+    def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
         with self._watching():
             return self._process.weights_of(worker)
+
+    def get_distant_attr(self, attr: str) -> list[Any]:
+        self._open()
+        return self._process.find(attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        self._open()
+        return self._process.find(method_name, each_call(self.num_workers, list_of_args, list_of_kwargs))
+
+    def _of_first(self, path: str) -> Any:
+        return self.get_distant_attr(path)[0]
+
+    def _close(self, why: str, *, close_env: bool = True) -> None:
+        if not close_env:
+            raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
+        super()._close(why)
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
@@ -180,23 +219,28 @@ class MultiCollector(BaseCollector):
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         remotes = self._process.workers
-        found: dict[str, Any] = {}
+        alive = sum(not remote.child.gone() for remote in remotes)
+        found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
-            found = {
+            found |= {
                 "frames": self._frames,
                 "batches": self._batches,
                 "total_frames": self.options.total,
                 "completed": self._frames >= self.options.total,
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
-                "workers": len(remotes),
-                "workers_alive": sum(not remote.child.gone() for remote in remotes),
                 "dropped_frames": self._dropped,
                 **_together([remote.stats for remote in remotes if remote.stats]),
             }
         if workers != "aggregate":
-            for remote in remotes:
-                found.update({f"worker_{remote.index}/{key}": value for key, value in remote.stats.items()})
+            for remote, size in zip(remotes, self._sizes):
+                counts = {
+                    "frames": remote.frames,
+                    "batches": remote.rollouts,
+                    "requested_frames_per_batch": size,
+                    **remote.stats,
+                }
+                found.update({f"worker_{remote.index}/{key}": value for key, value in counts.items()})
         return found
 
     def __repr__(self) -> str:
@@ -215,17 +259,16 @@ class MultiSyncCollector(MultiCollector):
     _sync = True
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        cat, count = self.options.cat_results, len(self._sizes)
-        batched = self._process.workers[0].about.layout.batched
         if rollout.parts:
-            return torch.cat([assemble(part.arrays, part.layout) for part in rollout.parts], -1)
+            return batch
+        count, batched = self.num_workers, self._process.workers[0].about.layout.batched
         lanes, steps = batch.batch_size
         out: TensorDictBase
-        if cat in (None, "stack"):
+        if self._joins == "stack":
             out = batch.reshape(count, lanes // count, steps) if batched else batch
         elif not batched:
             out = batch.reshape(lanes * steps)
-        elif cat == 0:
+        elif self._joins == "lanes":
             out = batch
         else:
             out = torch.cat(list(batch.reshape(count, lanes // count, steps).unbind(0)), -1)
@@ -235,13 +278,27 @@ class MultiSyncCollector(MultiCollector):
             out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
         return out
 
+    def _split(self, batch: TensorDictBase) -> TensorDictBase:
+        out = super()._split(batch)
+        if self.cat_results != 0:
+            out.names = [None, "time"]
+        return out
+
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        different = len({(layout.steps, layout.lanes) for layout in layouts}) > 1
-        if different and self.options.cat_results in (None, "stack"):
+        cat, batched = self.cat_results, layouts[0].batched
+        dimensions = 2 if batched else 1
+        if isinstance(cat, int) and not -dimensions <= cat < dimensions:
+            raise SpecMismatch(
+                f"cat_results={cat}: workers' rollouts {list(layouts[0].batch_size)} have no such dimension"
+            )
+        self._joins = "stack" if not isinstance(cat, int) else "time" if cat % dimensions == dimensions - 1 else "lanes"
+        lengths, widths = ({getattr(layout, what) for layout in layouts} for what in ("steps", "lanes"))
+        if (len(lengths) > 1 and self._joins != "time") or (len(widths) > 1 and self._joins != "lanes"):
             shapes = [list(layout.batch_size) for layout in layouts]
-            raise UsageError(f"workers' rollouts {shapes} cannot be stacked; give cat_results=-1")
-        if self.options.compact_obs and self.options.cat_results == -1 and layouts[0].batched:
-            raise UsageError("compact_obs needs lanes that stay whole; cat_results=-1 joins them in time")
+            how = "be stacked; give cat_results=-1" if self._joins == "stack" else f"be joined along {self._joins}"
+            raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
+        if self.options.compact_obs and self._joins == "time" and (batched or len(lengths) > 1):
+            raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -306,7 +363,7 @@ class AsyncCollector(MultiAsyncCollector):
         self._why_closed = "it was never built"
         if isinstance(create_env_fn, (list, tuple)):
             if len(create_env_fn) != 1:
-                raise UsageError(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
+                raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
         if options.pop("num_workers", None) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
@@ -342,7 +399,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:
-        raise UsageError(f"{name} holds {len(value)} values for {count} workers")
+        raise SpecMismatch(f"{name} holds {len(value)} values for {count} workers")
     return list(value)
 
 
@@ -350,9 +407,9 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     """Frames each worker makes per batch."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
-            raise UsageError(f"frames_per_batch holds {len(value)} values for {count} workers")
+            raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [int(v) for v in value]
-    if value is None or isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
         Options(frames_per_batch=value)  # says what is wrong with it
     return [-(-int(value) // count) if sync else int(value)] * count
 

@@ -25,6 +25,7 @@ _LATER = {
     "replay_buffer",
     "extend_buffer",
     "trajs_per_write",
+    "collector_class",
     "cudagraph_policy",
     "weight_updater",
     "weight_recv_schemes",
@@ -47,7 +48,7 @@ WORKERS_ONLY = frozenset(
 )
 _USUAL = {"extend_buffer": True}  # spelling out what would happen anyway
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
-_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "worker_idx")
+_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Options:
         interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
-        cat_results: how workers' rollouts are joined: "stack" (the default), 0 (along lanes) or -1 (along time).
+        cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
+            -1 (time).
         update_at_each_batch: send the policy's weights to the workers before each batch.
         preemptive_threshold: a batch waits for this share of the workers; the others stop, what they lack is masked.
         max_lag: drop rollouts made by weights more than so many updates old; `stats()` counts what was dropped.
@@ -92,6 +94,7 @@ class Options:
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
+        worker_idx: a number of your own for this collector, kept as its `worker_idx`.
     """
 
     frames_per_batch: int
@@ -131,6 +134,7 @@ class Options:
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+    worker_idx: int | None = None
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
@@ -179,8 +183,9 @@ class Options:
     def _check_workers(self) -> None:
         self._whole("max_lag", least=0, none=True)
         self._whole("num_sub_threads", least=1)
-        if self.cat_results not in (None, "stack", 0, -1) or isinstance(self.cat_results, bool):
-            raise UsageError(f"cat_results must be 'stack', 0 or -1, got {self.cat_results!r}")
+        cat = self.cat_results
+        if cat not in (None, "stack") and (isinstance(cat, bool) or not isinstance(cat, int)):
+            raise UsageError(f"cat_results must be 'stack' or a dimension like 0 or -1, got {cat!r}")
         share = self.preemptive_threshold
         if share is not None and (
             isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1

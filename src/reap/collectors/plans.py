@@ -15,7 +15,7 @@ from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
 from reap.envs.limit import StepLimit
-from reap.weights.local import placed
+from reap.weights.local import load, placed
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EnvMaker:
 
 @dataclass(frozen=True)
 class PolicyMaker:
-    """Builds a worker's policy: the given one, or what the factory makes."""
+    """Builds a worker's policy: the given one, or what the factory makes (with given weights, if there are any)."""
 
     policy: Any
     factory: Any
@@ -56,7 +56,10 @@ class PolicyMaker:
         """The policy, where it is to act."""
         if self.factory is not None:
             factory = self.factory.open() if isinstance(self.factory, Parcel) else self.factory
-            return placed(factory(), self.device)
+            made = placed(factory(), self.device)
+            if self.policy is not None:
+                load(made, self.policy.open())
+            return made
         return placed(self.policy.open() if isinstance(self.policy, Parcel) else self.policy, self.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.env import Env
+from reap.core.paths import each_call, follow
 from reap.core.policy import RandomPolicy
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
@@ -93,6 +94,18 @@ class Collector(BaseCollector):
         """The lanes being stepped."""
         return self._inline.worker.env
 
+    def get_distant_attr(self, attr: str) -> Any:
+        return follow(self, attr)
+
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Any]:
+        ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
+        return [follow(self, method_name)(*args, **kwargs)]
+
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
         self._open()
@@ -153,7 +166,8 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
     if sync is not None and not isinstance(sync, bool):
         raise WrongArgument(f"sync must be True or False, got {sync!r}")
     if backend == "direct":
-        given = [key for key in ("sync", "backend_options", "num_collectors") if options.get(key)]
+        given = [key for key in ("backend_options", "num_collectors") if options.get(key)]
+        given += ["sync"] * (sync is not None)
         if given and not (given == ["num_collectors"] and count == 1):
             raise UsageError(f"{given[0]} is for workers in processes; give backend='process' or num_collectors")
     if not isinstance(more, Mapping):
