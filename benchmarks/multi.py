@@ -31,7 +31,7 @@ from benchmarks import by_hand, peers
 from benchmarks.peers import CANNOT, VECTOR_ENVS, Contender
 from benchmarks.single import RESULTS
 from benchmarks.workloads import Case, LargePolicy
-from reap.children import seedbed_pid
+from reap.children import kept_seedbed
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 
@@ -304,10 +304,10 @@ def start_up(*, rounds: int) -> list[dict[str, Any]]:
     policy = CARTPOLE.policy(probabilistic=False)
     for _ in range(rounds):
         for count in (1, 8):
-            pid = seedbed_pid()
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)
-                while seedbed_pid() is not None:
+            kept = kept_seedbed()
+            if kept is not None:
+                os.kill(kept[0], signal.SIGKILL)
+                while kept_seedbed() is not None:
                     time.sleep(REST)
             for kind in ("cold", "warm"):
                 began = time.perf_counter()

@@ -389,6 +389,8 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
     for name in preload:
         with contextlib.suppress(ImportError):
             __import__(name)
+    if preload:
+        _warm_up()
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)
@@ -436,6 +438,18 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
             _reap(status)
             time.sleep(0.01)
     os._exit(0)
+
+
+def _warm_up() -> None:
+    """What every child would do first: torch sets up its kernels once here, on one thread, so that forking stays safe."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    layer = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        torch.tanh(layer(torch.zeros(2, 4))).sum().item()
+    torch.set_num_threads(threads)
 
 
 def _reap(status: dict[int, int]) -> None:
