@@ -441,7 +441,7 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
 
 
 def _warm_up() -> None:
-    """What every child would do first: torch sets up its kernels once here, on one thread, so that forking stays safe."""
+    """What every child would do first: torch sets itself up here, once, on one thread, so that forking stays safe."""
     import torch
 
     threads = torch.get_num_threads()
