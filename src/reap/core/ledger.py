@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
 Array = np.ndarray[Any, Any]
+
+
+# Columns that are the same in every row, or written after gaps are closed.
+_NOT_MOVED = {MASK, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS)}
 
 
 class TrajectoryIds:
@@ -68,7 +72,10 @@ class Ledger:
             if reward.ndim == 3 and reward.shape[2] == 1
             else reward.reshape(steps, len(self.ids), -1).mean(-1)
         )
-        self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
+        if mask is not None and self._rows == "skipping":
+            self.stats.rollout(number, when, where, frames=frames, made=mask.sum(0))
+        else:
+            self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if mask is not None:
@@ -103,16 +110,20 @@ class Ledger:
                 mask[t + 1 :, lane] = False
         if mask.all():
             return when
-        columns = {key: column for key, column in slot.arrays.items() if key != MASK}
+        columns = [column for key, column in slot.arrays.items() if key not in _NOT_MOVED]
         if self._rows == "skipping":
-            when = np.cumsum(mask, axis=0)[when, where] - 1
-            order = np.argsort(~mask, axis=0, kind="stable")
-            source = (order * mask.shape[1] + np.arange(mask.shape[1])).reshape(-1)  # whole rows, not single numbers
-            for column in columns.values():
-                rows = column.reshape(mask.size, *column.shape[2:])  # a copy where workers share a slot
+            count = np.cumsum(mask, axis=0, dtype=np.int32)
+            when = count[when, where] - 1
+            lanes = mask.shape[1]
+            frames = np.flatnonzero(mask)
+            source = np.arange(mask.size)
+            source[(count.reshape(-1)[frames] - 1) * lanes + frames % lanes] = frames
+            for column in columns:  # whole rows, not single numbers; a copy where workers share a slot
+                rows = column.reshape(mask.size, *column.shape[2:])
                 column[...] = rows.take(source, axis=0).reshape(column.shape)
-            mask[...] = np.arange(len(mask))[:, None] < mask.sum(axis=0)
-        junk = ~mask
-        for column in columns.values():
-            column[junk] = 0
+            mask[...] = np.arange(len(mask))[:, None] < count[-1]
+        first = int(mask.all(axis=1).argmin())  # the first step that is not whole; nothing before it is cleared
+        junk = ~mask[first:]
+        for column in columns:
+            column[first:][junk] = 0
         return when

@@ -48,35 +48,44 @@ class Stats:
         *,
         frames: int,
         mask: Any = None,
+        made: Any = None,
     ) -> None:
-        """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time. `mask`: what is a frame."""
+        """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time.
+
+        `mask` says what is a frame; or `made`, how many each lane made, where they are its first ones.
+        """
         self.rollouts += 1
         self.frames += frames
         total = np.cumsum(reward, axis=0, dtype=np.float64)
         if not np.isfinite(total[-1]).all():
             self.nan_rewards += int(np.isnan(reward).sum())
             total = np.cumsum(np.where(np.isfinite(reward), reward, 0.0), axis=0)  # one NaN must not spoil every return
-        count = np.arange(1, len(total) + 1)[:, None] if mask is None else np.cumsum(mask, axis=0)
+        count: np.ndarray[Any, Any] = (
+            np.arange(1, len(total) + 1)[:, None] if mask is None else np.cumsum(mask, axis=0, dtype=np.int32)
+        )
         count = np.broadcast_to(count, total.shape)
+        in_all = count[-1] if made is None else made
         if len(when):
-            order = np.lexsort((when, where))
+            order = np.argsort(where * len(total) + when)  # by lane, then by time
             t, lane = when[order], where[order]
             first = np.r_[True, lane[1:] != lane[:-1]]
             before = np.where(first, -self._return[lane], np.r_[0.0, total[t, lane][:-1]])
             began = np.where(first, -self._length[lane], np.r_[0, count[t, lane][:-1]])
             returns, lengths = total[t, lane] - before, count[t, lane] - began
-            back = np.argsort(order)  # recent means recent in time, not by lane
-            self.returns.extend(returns[back].tolist())
-            self.lengths.extend(lengths[back].tolist())
+            back = np.empty_like(order)
+            back[order] = np.arange(len(order))
+            recent = back[-_RECENT:]  # in time, not by lane
+            self.returns.extend(returns[recent].tolist())
+            self.lengths.extend(lengths[recent].tolist())
             self.episodes += len(when)
             last = np.r_[lane[1:] != lane[:-1], True]
-            open_return, open_length = total[-1] + self._return, self._length + count[-1]
+            open_return, open_length = total[-1] + self._return, self._length + in_all
             open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
-            open_length[lane[last]] = count[-1, lane[last]] - count[t[last], lane[last]]
+            open_length[lane[last]] = in_all[lane[last]] - count[t[last], lane[last]]
             self._return, self._length = open_return, open_length
         else:
             self._return += total[-1]
-            self._length += count[-1]
+            self._length += in_all
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

@@ -141,11 +141,14 @@ class GroupLanes(Env):
                         array[lane] = 0
                 self._write(seen, world, row.next, lane)
                 # One write per column, not one per agent, and none for what did not happen: agents may be many.
-                reward[lane] = 0
+                everyone = len(names) == count
+                if not everyone:
+                    reward[lane] = 0
                 _put_numbers(reward[lane], at, [earned.get(name, 0.0) for name in names])
                 terminated[lane] = truncated[lane] = mask[lane] = False
-                done[lane] = True  # an agent that is not there has ended
-                done[lane, at] = False
+                done[lane] = not everyone  # an agent that is not there has ended
+                if not everyone:
+                    done[lane, at] = False
                 if any(over.values()) or any(cut.values()):
                     terminated[lane, at, 0] = [over.get(name, False) for name in names]
                     truncated[lane, at, 0] = [cut.get(name, False) for name in names]
@@ -174,6 +177,11 @@ class GroupLanes(Env):
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
         shape, dtype = self._observations.plain
+        if shape is not None and len(shape) == 1 and list(seen) == world.names:  # all are there, in order: one write
+            values = list(seen.values())
+            if all(v.__class__ is np.ndarray and v.dtype is dtype and v.shape == shape for v in values):
+                np.concatenate(values, out=only.reshape(-1))
+                return
         for name, observation in seen.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[index[name]] = observation
