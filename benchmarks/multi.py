@@ -49,11 +49,11 @@ def hand(case: Case, kind: str) -> Contender:
     return Contender(made, made.close, WORKERS * case.frames)
 
 
-def reap(case: Case, kind: str) -> Contender:
+def reap(case: Case, kind: str, *, probabilistic: bool = False) -> Contender:
     def lane() -> GymEnv:
         return GymEnv(case.make(), categorical_action_encoding=True)
 
-    lanes, policy = case.lanes, case.policy(probabilistic=False)
+    lanes, policy = case.lanes, case.policy(probabilistic=probabilistic)
     collector: Any
     if kind == "central":
         frames = WORKERS * case.frames
@@ -201,11 +201,26 @@ def measure(pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs:
                 seconds = race({"reap": fast["reap"], name: peer}, min(rounds, 3), batches)
             finally:
                 peer.close()
-            results.append(compared(pair.name, name, pair.torchrl if name == "TorchRL" else None, seconds))
+            results.append(compared(pair.name, name, None, seconds))
+        if torchrl and pair.torchrl is not None:
+            results.append(with_tensordicts(pair, case, rounds=min(rounds, 3), batches=batches))
     finally:
         for one in fast.values():
             one.close()
     return results
+
+
+def with_tensordicts(pair: Pair, case: Case, *, rounds: int, batches: int) -> dict[str, Any]:
+    """The same with TensorDictModules and log-probabilities, as TorchRL's users write policies."""
+    sync = pair.kind == "sync"
+    both = {"reap": reap(case, pair.kind, probabilistic=True)}
+    try:
+        both["TorchRL"] = peers.torchrl(case, WORKERS, sync=sync, probabilistic=True)
+        seconds = race(both, rounds, batches)
+    finally:
+        for one in both.values():
+            one.close()
+    return compared(f"{pair.name}, probabilistic", "TorchRL", pair.torchrl, seconds)
 
 
 def compared(case: str, over: str, target: float | None, seconds: dict[str, list[float]]) -> dict[str, Any]:

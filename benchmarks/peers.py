@@ -43,7 +43,7 @@ class Contender:
     turn: int | None = None
 
 
-def torchrl(case: Case, workers: int, *, sync: bool) -> Contender:
+def torchrl(case: Case, workers: int, *, sync: bool, probabilistic: bool = False) -> Contender:
     from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
     from torchrl.envs import GymWrapper, SerialEnv
 
@@ -55,7 +55,9 @@ def torchrl(case: Case, workers: int, *, sync: bool) -> Contender:
         probe = lane()
         key = next(k for k in probe.observation_spec.keys(True, True) if isinstance(k, str))
         probe.close()
-    policy = TensorDictModule(case.policy(probabilistic=False), in_keys=[key], out_keys=["action"])
+    policy = case.policy(probabilistic=probabilistic)
+    if not probabilistic:
+        policy = TensorDictModule(policy, in_keys=[key], out_keys=["action"])
     frames = case.frames * workers if sync else case.frames
     kind = MultiSyncCollector if sync else MultiAsyncCollector
     made = [lambda: SerialEnv(lanes, lane)] * workers
