@@ -13,6 +13,7 @@ spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -177,11 +178,12 @@ class GroupLanes(Env):
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
         shape, dtype = self._observations.plain
-        if shape is not None and len(shape) == 1 and list(seen) == world.names:  # all are there, in order: one write
-            values = list(seen.values())
-            if all(v.__class__ is np.ndarray and v.dtype is dtype and v.shape == shape for v in values):
-                np.concatenate(values, out=only.reshape(-1))
-                return
+        if shape is not None and list(seen) == world.names:  # all are there, in order: one write
+            with contextlib.suppress(ValueError):  # not all of one shape: below it is told which
+                block = np.array(list(seen.values()))
+                if block.dtype == dtype and block.shape == only.shape:
+                    only[...] = block
+                    return
         for name, observation in seen.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[index[name]] = observation
