@@ -98,6 +98,7 @@ class GroupLanes(Env):
         )
         self._leaves = len(self._observations.leaves)
         self._group = group
+        self._left: list[tuple[int, list[int]]] = []  # who has left in this step, lane by lane
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
     def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
@@ -131,6 +132,7 @@ class GroupLanes(Env):
         ended = []
         done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
         (reward,) = row.rewards
+        self._left.clear()
         count = len(self._worlds[0].names)
         for lane in lanes:
             world = self._worlds[lane]
@@ -156,8 +158,10 @@ class GroupLanes(Env):
                     done[lane, at] = terminated[lane, at] | truncated[lane, at]
                 _, alive, here = world.present
                 mask[lane, here] = True
-                if alive is not acting and (back := {*alive}.difference(acting)):
-                    done[lane, list(back)] = False
+                if alive is not acting:
+                    if back := {*alive}.difference(acting):
+                        done[lane, list(back)] = False
+                    self._left.append((lane, [*{*acting}.difference(alive)]))
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -169,10 +173,9 @@ class GroupLanes(Env):
         return ended
 
     def tidy(self, row: Row) -> None:
-        absent = ~row.after[self._leaves + 3]
-        if absent.any():
+        for lane, agents in self._left:
             for array in row.after[: self._leaves]:
-                array[absent] = 0  # who left has seen its last observation; it is no longer its present one
+                array[lane, agents] = 0  # who left has seen its last observation; it is no longer its present one
 
     def _write(self, seen: Mapping[str, Any], world: _World, arrays: Rows, lane: int) -> None:
         views = [array[lane] for array in arrays[: self._leaves]]
