@@ -496,3 +496,13 @@ def test_weights_that_are_not_only_tensors():
         )
     with pytest.raises(WrongArgument, match="must map 'policy' to a scheme"):
         MultiSyncCollector([CountingEnv], policy, frames_per_batch=4, weight_sync_schemes="shared")
+
+
+def test_slots_of_workers_are_lent_and_come_back():
+    with AsyncCollector(lambda: CountingEnv((9,), 0), EchoPolicy(), frames_per_batch=64) as c:
+        places = {c.next()["observation"].data_ptr() for _ in range(40)}
+        assert len(places) <= 4, "batches that are dropped are not copied"
+        kept = [c.next() for _ in range(6)]
+        assert len(c._process.workers[0].lent) == 2, "while many are kept, the worker still has slots to fill"
+        del kept
+        assert not c._process.workers[0].lent

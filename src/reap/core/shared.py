@@ -57,10 +57,13 @@ class SharedSlots:
     def __init__(self, file: SharedFile, layout: Layout, count: int) -> None:
         self.layout, self.count = layout, count
         self._bytes = file.map(max(layout.nbytes, 1) * count)
+        self._slots: dict[int, Slot] = {}  # kept: a slot remembers whom it is lent to
 
     def slot(self, index: int) -> Slot:
         """The whole slot. Negative numbers count from the end."""
-        return Slot(self.layout, index, self._arrays(index))
+        if index not in self._slots:
+            self._slots[index] = Slot(self.layout, index, self._arrays(index))
+        return self._slots[index]
 
     def window(self, index: int, layout: Layout, first: int) -> Slot:
         """The lanes of a slot from `first` on that `layout` describes."""
