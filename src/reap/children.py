@@ -43,12 +43,13 @@ from typing import Any, Literal, NoReturn
 
 import cloudpickle
 
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
 
 StartMethod = Literal["forkserver", "spawn"]
 
 _WORD = struct.Struct("q")
 _FORK = b"fork"
+BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
 _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 _MOST_FDS = 64
 _PIECE = 1 << 20  # bytes read at once
@@ -157,8 +158,11 @@ class Raised:
     text: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Raised:
-        """The message for what was just caught."""
+    def of(cls, error: Exception, doing: str = "") -> Raised:
+        """The message for what was just caught; foreign errors are told as raised by `doing`."""
+        if not isinstance(error, ReapError):
+            foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
+            error.__cause__ = foreign
         text = "".join(traceback.format_exception(error.__cause__ or error))
         return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
 
@@ -331,6 +335,19 @@ class Child:
         """What faulthandler wrote: after a crash, or after `ask_stack`."""
         size = os.fstat(self._stack).st_size
         return os.pread(self._stack, size, 0).decode(errors="replace").strip() if size else ""
+
+    def death(self) -> WorkerDied:
+        """The error for one that is gone: how it ended, and its last stack if there is one."""
+        stack = self.stack()
+        return WorkerDied(self.how_it_ended() + (f"; its last stack:\n{stack}" if stack else ""))
+
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
+        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        stack = self.ask_stack()
+        if not stack:
+            stack = "(it does not answer signals)"
+            self.signal(signal.SIGKILL)  # nor will it a goodbye
+        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
     def ask_stack(self, patience: float = 1.0) -> str:
         """Where every thread of the child is right now; empty if it does not even answer signals."""

@@ -45,10 +45,10 @@ from reap.backends.process_worker import (
     control_words,
     run_worker,
 )
-from reap.children import Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
 from reap.spec import Key
@@ -59,7 +59,6 @@ from reap.weights.shared import SharedWeights
 _DEADLINE = 5.0  # seconds within which `close` has ended every worker
 _OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
-_BOOT = 60.0  # seconds more than `timeout` until a worker's first word: importing torch is not the user's code
 _ALL = 2**62
 _FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -197,7 +196,7 @@ class ProcessBackend:
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
             self._flush(remote)
-        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST, grace=_BOOT)):
+        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST, grace=BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)
         self._answers(self.workers, _FIRST)  # "ready"
@@ -299,9 +298,7 @@ class ProcessBackend:
             self._failure = self._failure or self._death(remote)
 
     def _death(self, remote: _Remote) -> WorkerDied:
-        stack = remote.child.stack()
-        text = f"{remote.child.how_it_ended()}" + (f"; its last stack:\n{stack}" if stack else "")
-        return WorkerDied(text).at(worker=remote.name, **self._place(remote))
+        return remote.child.death().at(worker=remote.name, **self._place(remote))
 
     def _place(self, remote: _Remote) -> dict[str, int]:
         """Step and lane, as far as they can be known from outside."""
@@ -323,13 +320,8 @@ class ProcessBackend:
         for remote in self.workers:
             silent = time.monotonic() - remote.busy_since
             if remote.busy and silent >= self._timeout:
-                stack = remote.child.ask_stack()
-                if not stack:
-                    stack = "(it does not answer signals)"
-                    remote.child.signal(signal.SIGKILL)  # nor will it a goodbye
-                self._failure = WorkerSilent(
-                    f"sent nothing for {silent:.1f} s (timeout={self._timeout}); its stack:\n{stack}"
-                ).at(worker=remote.name, **self._place(remote))
+                error = remote.child.silence(silent, self._timeout)
+                self._failure = error.at(worker=remote.name, **self._place(remote))
                 return
 
     def _answers(self, remotes: Sequence[_Remote], call: int, grace: float = 0.0) -> list[Any]:

@@ -28,7 +28,7 @@ from reap.core.paths import follow
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError
 from reap.seeding import seed_process
 from reap.spec import Key
 from reap.weights import local
@@ -116,11 +116,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     except (EOFError, ConnectionError):
         pass
     except Exception as error:
-        doing = "building it" if host is None else host.doing
-        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"{doing} raised {error!r}")
-        if wrapped is not error:
-            wrapped.__cause__ = error
-        send(connection, Raised.of(wrapped))
+        send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
         if host is not None:
             host.worker.close()
@@ -256,10 +252,7 @@ class _Host:
             dumps(found, path)  # here, where what cannot travel can still be told
             return found
         except Exception as error:
-            wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"{path} raised {error!r}")
-            if wrapped is not error:
-                wrapped.__cause__ = error
-            return Raised.of(wrapped)
+            return Raised.of(error, path)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()

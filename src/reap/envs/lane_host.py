@@ -23,7 +23,7 @@ from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
 from reap.envs.serial import joined
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError
 from reap.spec import Key, Leaf
 
 BELL = struct.Struct("iii")  # what, slot, step
@@ -47,11 +47,8 @@ def serve_lanes(connection: Connection, fds: Sequence[int], makers: Any, threads
     except (EOFError, ConnectionError):
         pass
     except Exception as error:
-        wrapped = error if isinstance(error, ReapError) else WorkerRaised(f"the env raised {error!r}")
-        if wrapped is not error:
-            wrapped.__cause__ = error
         with contextlib.suppress(OSError):
-            send(connection, Raised.of(wrapped))
+            send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
         if env is not None:

@@ -17,7 +17,6 @@ import functools
 import os
 import pickle
 import select
-import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,16 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.children import Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import FLAGS, MASK, Layout, Row, RowKeys, Slot
 from reap.envs.lane_host import BELL, CALL, DONE, SOME, STEP, serve_lanes
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WorkerSilent
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerSilent
 from reap.spec import READY, EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
-_BOOT = 60.0  # seconds more than `timeout` until a child's first word: importing torch is not the user's code
 
 
 class _Remote:
@@ -75,7 +73,7 @@ class ProcessLanes(Env):
             for n, own in enumerate(makers):
                 self._children.append(self._start(n, own, start_method, threads))
             for remote in self._children:
-                remote.spec = self._answer(remote, grace=_BOOT)
+                remote.spec = self._answer(remote, grace=BOOT)
             self._join()
             for remote in self._children:
                 self._call(remote, "begin", remote.first, self.spec.lanes)
@@ -147,9 +145,7 @@ class ProcessLanes(Env):
         for message in remote.inbox:
             if isinstance(message, Raised):
                 return self._named(message.unpack(), remote)
-        stack = remote.child.stack()
-        told = remote.child.how_it_ended() + (f"; its last stack:\n{stack}" if stack else "")
-        return WorkerDied(told).at(worker=self._name(remote))
+        return remote.child.death().at(worker=self._name(remote))
 
     def _name(self, remote: _Remote) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
@@ -165,11 +161,7 @@ class ProcessLanes(Env):
             raise self._silent(remote)
 
     def _silent(self, remote: _Remote) -> WorkerSilent:
-        stack = remote.child.ask_stack()
-        if not stack:
-            remote.child.signal(signal.SIGKILL)  # it does not answer signals, nor will it a goodbye
-        told = f"sent nothing for {self._timeout} s; its stack:\n{stack or '(it does not answer signals)'}"
-        return WorkerSilent(told).at(worker=self._name(remote))
+        return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
 
     def _finish(self, remote: _Remote) -> None:
         """The byte a child owes for a step."""
