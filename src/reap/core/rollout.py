@@ -24,7 +24,7 @@ from reap.core.ledger import Ledger
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
-from reap.spec import Key, Leaf, show
+from reap.spec import EnvSpec, Key, Leaf, show
 
 
 class RolloutLoop:
@@ -171,28 +171,28 @@ RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version"}
 
 
 def columns_of(
-    env: Env, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
+    spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
-    taken = [key for key in env.spec.observation if key[0] in RESERVED or key in env.spec.action]
+    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action]
     if taken:
         raise SpecMismatch(
             f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
         )
-    ours = (RESERVED | {key[0] for key in env.spec.side if key not in policy.inputs}) - {"next"}
-    taken = [key for key in policy.outputs if key[0] in ours and key not in env.spec.action]
+    ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
+    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action]
     if taken:
         raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
     flag = Leaf((1,), torch.bool)
     columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
-    columns.update(env.spec.observation)
+    columns.update(spec.observation)
     columns.update(policy.outputs)
-    columns.update({("next", *key): leaf for key, leaf in env.spec.observation.items() if not compact or leaf.loose})
-    columns.update({("next", *key): leaf for key, leaf in env.spec.reward.items()})
+    columns.update({("next", *key): leaf for key, leaf in spec.observation.items() if not compact or leaf.loose})
+    columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
     whole = Leaf((), torch.int64)
     if ids:
         columns[TRAJ_IDS] = whole
-    if mask or env.spec.rows != "whole":
+    if mask or spec.rows != "whole":
         columns[MASK] = Leaf((), torch.bool)
     if version:
         columns[VERSION] = columns[("next", *VERSION)] = whole

@@ -89,7 +89,7 @@ class Worker:
             stop=plan.stop,
         )
         columns = columns_of(
-            self.env,
+            spec,
             self.policy,
             ids=plan.track_traj_ids,
             mask=not plan.reset_when_done or plan.stop is not None,

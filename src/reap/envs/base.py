@@ -208,7 +208,7 @@ class EnvBase:
             exploration=interaction_type(),
             stop=env.any_ended if break_when_any_done else None,
         )
-        columns_ = columns_of(env, chosen, ids=False, mask=False, version=False)
+        columns_ = columns_of(spec, chosen, ids=False, mask=False, version=False)
         slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
         steps = loop.fill(slot)
         batch: TensorDictBase = assembler(slot.layout)(slot.arrays, slot.layout)
@@ -237,8 +237,8 @@ class EnvBase:
         leaves = tuple(action.values())
         self.lanes_env.expect(action)  # a collector may have taught it other actions since
         if self._one is None or self._one[0] != leaves:
-            columns = columns_of(self.lanes_env, RandomActions(action), ids=False, mask=False, version=False)
             spec = self.lanes_env.spec
+            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
             self._one = leaves, Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))
         return self._one[1]
 

@@ -27,8 +27,10 @@ import torch
 
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.env import Env, Rows
+from reap.core.policy import RandomActions
+from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
-from reap.core.slot import FLAGS, MASK, Layout, Row, RowKeys, Slot
+from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.lane_host import BELL, CALL, DONE, SOME, STEP, serve_lanes
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerSilent
 from reap.spec import READY, EnvSpec, Key, Leaf
@@ -67,7 +69,7 @@ class ProcessLanes(Env):
         self._children: list[_Remote] = []
         self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
-        self._by_hand: tuple[tuple[Key, ...], Slot, Row] | None = None
+        self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
         try:
             for n, own in enumerate(makers):
@@ -125,6 +127,7 @@ class ProcessLanes(Env):
             single_resets=all(r.spec.single_resets for r in self._children),
             side=first.side,
         )
+        self._all, self._keys = self.spec, RowKeys(self.spec)
         layout = Layout(first.observation, 1, lanes, batched=True)
         self._first = [array[0] for array in layout.arrays(self._firsts.map(max(layout.nbytes, 1))).values()]
         self._some = self._control.map(lanes).view(np.bool_)
@@ -207,6 +210,9 @@ class ProcessLanes(Env):
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
+        return self._shared_slot(layout, index)
+
+    def _shared_slot(self, layout: Layout, index: int) -> Slot:
         start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
         block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
@@ -218,20 +224,18 @@ class ProcessLanes(Env):
             self._call(remote, "slot", slot.place, bare, start, self._end)
         return slot
 
-    def _row_by_hand(self, row: Row) -> Row:
-        """A row both sides see, for a step on one they do not."""
-        assert self._action is not None
-        keys = (*self._action, MASK) if row.mask is not None else tuple(self._action)
-        if self._by_hand is None or self._by_hand[0] != keys:
-            columns = _columns(self.spec, self._action)
-            if row.mask is not None:
-                columns[MASK] = Leaf((), torch.bool)
-            slot = self.make_slot(Layout(columns, 1, self.spec.lanes, batched=True), 0)
-            (shared,) = slot.cut(RowKeys(self.spec), self._first)
-            self._by_hand = keys, slot, shared
-        _, slot, shared = self._by_hand
-        slot.clear_flags()
-        return shared
+    def _exchange(self) -> Slot:
+        """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
+        if self._by_hand is None:
+            assert self._action is not None
+            policy = RandomActions(self._action)
+            columns = columns_of(self._all, policy, ids=False, mask=False, version=False)
+            self._by_hand = self._shared_slot(Layout(columns, 1, self._all.lanes, batched=True), 0)
+        return self._by_hand
+
+    def _shared_row(self) -> Row:
+        (row,) = self._exchange().cut(self._keys, self._first)
+        return row
 
     # ---- the env --------------------------------------------------------------------------------------------------
 
@@ -269,7 +273,8 @@ class ProcessLanes(Env):
     def send(self, lanes: Sequence[int], row: Row) -> None:
         shared = row
         if row.place is None:
-            shared = self._row_by_hand(row)
+            self._exchange().clear_flags()
+            shared = self._shared_row()
             for mine, given in zip(shared.action, row.action):
                 mine[...] = given
         self._sent = lanes, row
@@ -349,7 +354,7 @@ class ReadyProcessLanes(ProcessLanes):
         if len(sizes) != 1:
             self.close()
             raise UsageError(f"ready needs as many lanes in every process, there are {sorted(sizes)}")
-        self._all, self._each, self._ready = self.spec, sizes.pop(), ready
+        self._each, self._ready = sizes.pop(), ready
         self._lane = len(self.spec.observation)
         self.spec = dataclasses.replace(
             self._all,
@@ -390,7 +395,7 @@ class ReadyProcessLanes(ProcessLanes):
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._sent = lanes, row
-        shared = self._shared = self._exchange()
+        shared = self._shared = self._shared_row()
         assert shared.place is not None
         for at, remote in zip(self._windows(), self._in_hand):
             own = slice(remote.first, remote.last)
@@ -401,14 +406,6 @@ class ReadyProcessLanes(ProcessLanes):
             remote.owes = True
             self._away.append(remote)
             self._ring(remote, STEP, *shared.place)
-
-    def _exchange(self) -> Row:
-        if self._by_hand is None:
-            assert self._action is not None
-            slot = super().make_slot(Layout(_columns(self._all, self._action), 1, self._all.lanes, batched=True), 0)
-            (shared,) = slot.cut(RowKeys(self._all), self._first)
-            self._by_hand = (), slot, shared
-        return self._by_hand[2]
 
     def recv(self) -> list[int]:
         _, row = self._sent
@@ -447,14 +444,3 @@ class ReadyProcessLanes(ProcessLanes):
         for at, lanes in self._began:
             for after, first in zip(row.after, self._first):
                 after[at] = first[lanes]
-
-
-def _columns(spec: EnvSpec, action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
-    """What one step needs, and nothing else."""
-    flag = Leaf((1,), torch.bool)
-    columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
-    columns.update(spec.observation)
-    columns.update(action)
-    columns.update({("next", *key): leaf for key, leaf in spec.observation.items()})
-    columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
-    return columns
