@@ -43,8 +43,8 @@ def named_tensors(module: nn.Module) -> dict[str, Any]:
     return named
 
 
-def fitting(weights: Any, own: Mapping[str, Any], needed: Iterable[str]) -> dict[str, Any]:
-    """`weights` by name, if they fit a policy that has `own` (values, or anything with a shape) and needs `needed`."""
+def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Iterable[str]) -> dict[str, Any]:
+    """`weights` by name, if they fit a policy with tensors of these shapes (None: no tensor) that needs `needed`."""
     new = {k: v for k, v in as_named(weights).items() if isinstance(v, Tensor) or k.endswith(_EXTRA)}
     unknown = [name for name in new if name not in own]
     if unknown:
@@ -53,8 +53,8 @@ def fitting(weights: Any, own: Mapping[str, Any], needed: Iterable[str]) -> dict
     if missing:
         raise SpecMismatch(f"weights lack {len(missing)} of the policy's parameters, first {missing[0]!r}")
     for name, value in new.items():
-        shape = getattr(own[name], "shape", None)
-        if isinstance(value, Tensor) and shape is not None and tuple(value.shape) != tuple(shape):
+        shape = own[name]
+        if isinstance(value, Tensor) and shape is not None and tuple(value.shape) != shape:
             raise SpecMismatch(f"{name!r} has shape {list(value.shape)}, the policy's {list(shape)}")
     return new
 
@@ -62,7 +62,8 @@ def fitting(weights: Any, own: Mapping[str, Any], needed: Iterable[str]) -> dict
 def load(module: nn.Module, weights: Any) -> None:
     """Copy `weights` into `module`. Everything is checked before anything is written."""
     own = named_tensors(module)
-    new = fitting(weights, own, [name for name, _ in module.named_parameters(remove_duplicate=False)])
+    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in own.items()}
+    new = fitting(weights, shapes, [name for name, _ in module.named_parameters(remove_duplicate=False)])
     with torch.no_grad():
         for name, value in new.items():
             if name.endswith(_EXTRA):

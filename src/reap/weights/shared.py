@@ -11,6 +11,7 @@ side can starve the other, and a process that dies with the lock in hand leaves 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,11 @@ class Packing:
             entries.append((name, tuple(tensor.shape), tensor.dtype, end))
             end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
         return cls(tuple(entries), end)
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each, by name."""
+        return {name: shape for name, shape, _, _ in self.entries}
 
     def views(self, block: np.ndarray[Any, Any]) -> list[Tensor]:
         """The tensors, on `block`."""
