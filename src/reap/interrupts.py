@@ -1,17 +1,19 @@
 """Interrupts: Ctrl-C is let in where nothing is in hand, and waits everywhere else.
 
-    with interrupts.held():          what is taken here is also put down
+    with interrupts.held():              what is taken here is also put down
         ...
-        with interrupts.let_in():    where time is spent: waiting
-            select()
+        selector.select()                `interrupts` is registered there: one that comes ends the wait
+        interrupts.let_in()
 
-So a KeyboardInterrupt never falls between two lines that belong together, and after it everything goes on where it was.
-The handler is the caller's own again at the end; elsewhere than in the main thread there is nothing to hold.
+A KeyboardInterrupt is raised in these two places and nowhere else: never between two lines that belong together, never
+in a finalizer, where Python would swallow it. After it everything goes on where it was. The handler is the caller's own
+again at the end; elsewhere than in the main thread there is nothing to hold.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,46 +25,63 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._usual: Any = None  # the caller's handler, while ours is in its place
-        self._open = self._came = False
+        self._came = False
+        self._ours = self._theirs = -1
+
+    def open(self) -> Interrupts:
+        """With descriptors, to be registered with a selector: readable while an interrupt waits."""
+        self._ours, self._theirs = os.pipe()
+        os.set_blocking(self._ours, False)
+        if self._came:
+            os.write(self._theirs, b"!")
+        return self
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._ours
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        if self._ours >= 0:
+            os.close(self._ours)
+            os.close(self._theirs)
+            self._ours = self._theirs = -1
 
     def _arrive(self, number: int, frame: Any) -> None:
-        if self._open:
-            self._usual(number, frame)
-        else:
+        if not self._came:
             self._came = True
+            if self._theirs >= 0:
+                os.write(self._theirs, b"!")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Interrupts wait until `let_in`, or until the end."""
         usual = signal.getsignal(signal.SIGINT)
-        if self._usual is not None or not callable(usual) or not _in_main_thread():
+        if self._usual is not None or not callable(usual) or threading.current_thread() is not threading.main_thread():
             yield
             return
         try:
-            self._usual, self._open, self._came = usual, False, False
+            self._usual = usual
             signal.signal(signal.SIGINT, self._arrive)
             yield
         finally:
-            self._open, self._usual = False, None  # first: the next line may be interrupted
             signal.signal(signal.SIGINT, usual)
-            if self._came:
+            self._usual = None
+            if self._take():
                 usual(signal.SIGINT, None)
 
-    @contextlib.contextmanager
-    def let_in(self) -> Iterator[None]:
-        """Interrupts come through here, those that waited first."""
-        if self._usual is None or not _in_main_thread():
-            yield
-            return
-        self._open = True
-        try:
-            if self._came:
-                self._came = False
-                self._usual(signal.SIGINT, None)
-            yield
-        finally:
-            self._open = False
+    def let_in(self) -> None:
+        """Here the one that waits may come, if there is one."""
+        usual = self._usual
+        if usual is not None and self._take():
+            usual(signal.SIGINT, None)
 
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    def _take(self) -> bool:
+        """Whether one waits; not any more."""
+        if not self._came:
+            return False
+        if self._ours >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._ours, 16)
+        self._came = False
+        return True

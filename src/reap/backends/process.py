@@ -181,6 +181,7 @@ class ProcessBackend:
         self._parcels = [self._file("parcel") for _ in jobs]
         common, slots = self._file("slots"), [self._file("slots") for _ in jobs]
         self._selector = selectors.DefaultSelector()
+        self._selector.register(self._interrupts.open(), selectors.EVENT_READ)
         for job, target in zip(jobs, targets):
             theirs, ours = os.pipe()
             fds = [theirs, common.fd, slots[job.index].fd, weights.fd, control.fd, self._parcels[job.index].fd]
@@ -248,15 +249,16 @@ class ProcessBackend:
                 self._selector.close()
             for file in self._files:
                 file.close()
+            self._interrupts.close()
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
     def _listen(self, *, first: bool = False) -> None:
         """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure."""
         if self._failure is None:
-            with self._interrupts.let_in():
-                ready = self._selector.select(self._patience())
-            for remote in {key.data.index: key.data for key, _ in ready}.values():
+            ready = self._selector.select(self._patience())
+            self._interrupts.let_in()
+            for remote in {key.data.index: key.data for key, _ in ready if key.data is not None}.values():
                 self._flush(remote)
                 self._hear(remote)
             self._check_silence()  # after hearing: whoever has spoken is not silent, however long nobody listened
@@ -470,9 +472,8 @@ class ProcessBackend:
         with turn, self._publishing, self._interrupts.held():
             version = self.version + 1
             if block and self._shared is not None:
-                about = self.workers[0].about
-                shapes = {name: _Shape(shape) for name, shape, _, _ in self._shared.packing.entries}
-                self._shared.publish(fitting(given, shapes, about.needed), version)
+                needed = self.workers[0].about.needed
+                self._shared.publish(fitting(given, self._shared.packing.shapes, needed), version)
             else:
                 self._send_weights({w: given[w] if per_worker else given for w in chosen}, version)
             self.version = version
@@ -483,7 +484,7 @@ class ProcessBackend:
         for w, given in weights.items():
             about = self.workers[w].about
             if about.packing is not None:
-                fitting(given, {name: _Shape(shape) for name, shape, _, _ in about.packing.entries}, about.needed)
+                fitting(given, about.packing.shapes, about.needed)
             data = dumps(given, "weights")
             os.pwrite(self._parcels[w].fd, data, 0)
             calls[w] = (len(data), version)
@@ -504,11 +505,6 @@ class ProcessBackend:
         return self.call("weights", {worker: ()})[0]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
-
-    @property
-    def lanes(self) -> list[int]:
-        """Lanes of each worker."""
-        return [remote.about.layout.lanes for remote in self.workers]
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         if lanes is not None:
@@ -559,11 +555,6 @@ class ProcessBackend:
         for w, remote in enumerate(self.workers):
             remote.frames, remote.rollouts = int(own[w].get("frames", 0)), int(own[w].get("iter", -1)) + 1
         self.call("load_state", {w: (own[w], first, self.version) for w in own})
-
-
-class _Shape:
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
 
 
 def _joined(layouts: Sequence[Layout]) -> Layout:
