@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from reap.backends.base import Rollout
+from reap.core.device_worker import DeviceWorker, device_worker
 from reap.core.worker import Plan, Worker
 from reap.errors import WrongState
 from reap.weights import local
@@ -19,10 +20,16 @@ class InlineBackend:
 
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
-        self.worker: Worker
+        self.worker: Worker | DeviceWorker
 
     def start(self) -> None:
-        self.worker = Worker(self._plan, same_slot=self._same_slot)
+        env = self._plan.make_env()
+        try:
+            there = device_worker(self._plan, env)
+        except BaseException:
+            env.close()
+            raise
+        self.worker = there or Worker(self._plan, env=env, same_slot=self._same_slot)
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker

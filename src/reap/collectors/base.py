@@ -442,9 +442,12 @@ class _UnknownModel(UsageError, KeyError):
 
 def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
     """The last frame of every lane ends here, as far as the learner is concerned."""
-    steps, lanes = arrays[("next", "done")].shape[:2]
-    mask = arrays.get(MASK, np.ones((steps, lanes), np.bool_))
+    if MASK not in arrays:
+        for flag in ("truncated", "done"):
+            arrays[("next", flag)][-1] = True
+        return
+    mask = arrays[MASK]
     lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
-    last = steps - 1 - mask[::-1, lane].argmax(0)
+    last = len(mask) - 1 - mask[::-1, lane].argmax(0)
     for flag in ("truncated", "done"):
         arrays[("next", flag)][last, lane] = True

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
@@ -66,6 +67,10 @@ class Env(abc.ABC):
         """Memory for a rollout. An env whose lanes live elsewhere makes it where they can write to it."""
         return Slot(layout, index)
 
+    def on_device(self) -> DeviceEnv | None:
+        """These lanes with rows of tensors on the device they live on; None where rows are the host's."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Free everything. May be called twice."""
@@ -78,6 +83,16 @@ class Env(abc.ABC):
         """The counterpart of `state_dict`."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+
+
+class DeviceEnv(Env):
+    """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
+    and `tidy` begins new episodes where `row.done` says so.
+    """
+
+    tidies = True
+    device: torch.device
+    holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
 
 
 class Wrapped(Env):

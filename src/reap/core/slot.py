@@ -77,11 +77,14 @@ class Layout:
         """Columns as tensors in the delivered order: `[N, T, …]`, or `[T, …]` unbatched."""
         found = {}
         for key, array in arrays.items():
-            tensor = torch.from_numpy(array)
-            if self.columns[key].dtype is torch.bfloat16:
-                tensor = tensor.view(torch.bfloat16)
+            tensor = self.tensor(key, array)
             found[key] = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
         return found
+
+    def tensor(self, key: Key, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        """A column, or a part of it, as a tensor on the same memory."""
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if self.columns[key].dtype is torch.bfloat16 else tensor
 
 
 class State(enum.Enum):
@@ -160,6 +163,10 @@ class Slot:
         for flag in self._flags:
             flag[...] = False
 
+    def put(self, key: Key, values: torch.Tensor) -> None:
+        """Write the first rows of a column."""
+        self.arrays[key][: len(values)] = values.numpy()
+
     def hand_over(self) -> dict[Key, np.ndarray[Any, Any]]:
         """The references of all loose columns, which the slot then holds no more."""
         taken = {key: column.copy() for key, column in self._loose.items()}
@@ -202,10 +209,7 @@ class Slot:
             if columns[key].loose:
                 return [Cells(columns[key], array, batched) for array in arrays[key][a:b]]
             part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
-            tensor = torch.from_numpy(part)
-            if columns[key].dtype is torch.bfloat16:
-                tensor = tensor.view(torch.bfloat16)
-            return tensor.unbind(0)
+            return self.layout.tensor(key, part).unbind(0)
 
         def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
             part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
