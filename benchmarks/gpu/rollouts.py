@@ -6,7 +6,8 @@
 Hand-written native: one graph of `T` steps into preallocated columns (observation, next observation, action, reward,
 done), no ids, no statistics, delivered as it is. reap: what every collector delivers, and a batch of the user's own.
 
-python -m benchmarks.gpu.rollouts [--rounds 15]        writes benchmarks/gpu/rollouts.json and rollouts.png
+python -m benchmarks.gpu.rollouts [--rounds 15]        measures, and writes rollouts.json beside this file
+python -m benchmarks.gpu.rollouts --draw               draws rollouts.png from it; needs no GPU
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Policy(nn.Module):
 
 
 def native_by_hand(lanes: int, policy: nn.Module, steps: int) -> Callable[[], Any]:
-    env = TorchCartPole(lanes, device="cuda", dtype=torch.float32)
+    env = TorchCartPole(lanes, device="cuda", dtype=torch.float32, compile=True)
     everyone = torch.ones(lanes, dtype=torch.bool, device="cuda")
     current = env.reset(everyone).clone()
     seen, following = (torch.zeros(steps, lanes, 4, device="cuda") for _ in range(2))
@@ -74,7 +75,7 @@ def native_by_hand(lanes: int, policy: nn.Module, steps: int) -> Callable[[], An
 
 
 def native_by_reap(lanes: int, policy: nn.Module, steps: int) -> Callable[[], Any]:
-    env = TorchEnv(TorchCartPole(lanes, device="cuda", dtype=torch.float32))
+    env = TorchEnv(TorchCartPole(lanes, device="cuda", dtype=torch.float32, compile=True))
     return Collector(env, policy, frames_per_batch=lanes * steps, cudagraph_policy=True).next
 
 
@@ -178,7 +179,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="")
     parser.add_argument("--out", type=Path, default=HERE / "rollouts.json")
+    parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
+    if args.draw:
+        from benchmarks.chart import draw_gpu
+
+        draw_gpu(json.loads(args.out.read_text()), args.out.with_suffix(".png"))
+        return
     results = []
     for case in CASES:
         if args.only in case[0]:

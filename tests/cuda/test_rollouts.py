@@ -24,13 +24,15 @@ pytestmark = pytest.mark.cuda
 WORLD = [(3, 1), (2,), (1, 4, 2)]
 
 
+@pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize("rebinds", [False, True])
 @pytest.mark.parametrize("graph", [False, True])
-def test_the_predictable_world(graph, rebinds):
+def test_the_predictable_world(graph, rebinds, limit):
     env = TorchEnv(CountingDevice(WORLD, "cuda", rebinds=rebinds))
-    c = Collector(env, EchoPolicy().cuda(), frames_per_batch=12, cudagraph_policy=graph)
+    options = {"cudagraph_policy": graph, "max_frames_per_traj": limit}
+    c = Collector(env, EchoPolicy().cuda(), frames_per_batch=12, **options)
     assert isinstance(c._inline.worker, DeviceWorker)
-    world, kept = CountingWorld(WORLD), []
+    world, kept = CountingWorld(WORLD, limit=limit), []
     for _ in range(8):
         kept.append(c.next())
         assert kept[-1]["observation"].is_cuda
@@ -91,6 +93,7 @@ def test_what_cannot_be_recorded_is_told():
     c.next()
     with pytest.raises(ReapError, match="cudagraph_policy: it cannot be recorded"):
         c.next()
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # the generator is as it was
 
 
 class Sampling(nn.Module):
@@ -162,7 +165,8 @@ def test_a_graphed_policy_and_lanes_on_the_host(lengths):
     with torch.no_grad():
         policy.weight.fill_(2.0)
     c.update_policy_weights_()
-    assert torch.equal(c.next()["action"], world.batch(4)["action"] * 2)
+    batch = c.next()
+    assert torch.equal(batch["action"], EchoPolicy()(batch["observation"]) * 2)
 
 
 def test_a_graphed_policy_samples():

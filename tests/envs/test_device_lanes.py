@@ -26,6 +26,11 @@ def _rows_are_tensors():
     TorchLanes.on_device = before
 
 
+class Never:
+    def collection_stopped(self):
+        return False
+
+
 def on_device(collector):
     return isinstance(collector._inline.worker, DeviceWorker)
 
@@ -33,12 +38,14 @@ def on_device(collector):
 @given(
     lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4),
     steps=st.integers(1, 6),
+    limit=st.none() | st.integers(1, 4),
 )
 @settings(max_examples=30, deadline=None)
-def test_the_predictable_world(lengths, steps):
-    c = Collector(TorchEnv(CountingDevice(lengths)), EchoPolicy(), frames_per_batch=steps * len(lengths))
+def test_the_predictable_world(lengths, steps, limit):
+    env = TorchEnv(CountingDevice(lengths))
+    c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)
     assert on_device(c)
-    world = CountingWorld(lengths)
+    world = CountingWorld(lengths, limit=limit)
     for _ in range(4):
         assert_same(c.next(), world.batch(steps))
 
@@ -116,7 +123,7 @@ def test_log_probabilities_are_those_of_the_host():
         assert torch.equal(got[0][key], got[1][key])
 
 
-@pytest.mark.parametrize("what", [{"compact_obs": True}, {"max_frames_per_traj": 3}], ids=lambda o: next(iter(o)))
+@pytest.mark.parametrize("what", [{"compact_obs": True}, {"interruptor": Never()}], ids=lambda o: next(iter(o)))
 def test_what_needs_the_host_goes_there(what):
     c = Collector(TorchEnv(CountingDevice([(5,)])), EchoPolicy(), frames_per_batch=4, **what)
     assert not on_device(c)

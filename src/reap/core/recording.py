@@ -62,6 +62,7 @@ class Recording:
                 _settle(kept)
         except Exception as cause:
             torch.cuda.synchronize()
+            _free_generators(_generators(self._owners))
             raise UsageError(
                 f"cudagraph_policy: it cannot be recorded, {str(cause).splitlines()[0]}; env and policy must not ask "
                 f"the device anything (.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"
@@ -137,6 +138,12 @@ def _generators(owners: Sequence[Any]) -> list[torch.Generator]:
         for value in vars(owner).values()
         if isinstance(value, torch.Generator) and value.device.type == "cuda"
     ]
+
+
+def _free_generators(own: Sequence[torch.Generator]) -> None:
+    """A recording that was broken off leaves its generators waiting for the rest of it: give them a fresh state."""
+    for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *own):
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextlib.contextmanager

@@ -33,7 +33,13 @@ class TorchClassic(abc.ABC):
     _high: tuple[float, ...]  # first states are uniform between -high and high
 
     def __init__(
-        self, num_envs: int, *, device: Any = None, dtype: torch.dtype = torch.float64, limit: int | None = None
+        self,
+        num_envs: int,
+        *,
+        device: Any = None,
+        dtype: torch.dtype = torch.float64,
+        limit: int | None = None,
+        compile: bool = False,
     ) -> None:
         if isinstance(num_envs, bool) or not isinstance(num_envs, int) or num_envs < 1:
             raise WrongArgument(f"num_envs must be a whole number ≥ 1, got {num_envs!r}")
@@ -45,6 +51,7 @@ class TorchClassic(abc.ABC):
         self.limit = type(self).limit if limit is None else limit
         self.generator = torch.Generator(self.device)
         self.generator.seed()
+        self._advance = torch.compile(self._after, dynamic=False) if compile else self._after
         self._bound = torch.tensor(self._high, dtype=dtype, device=self.device)[:, None]
         self.state = torch.zeros(len(self._high), num_envs, dtype=dtype, device=self.device)
         self.steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
@@ -62,10 +69,15 @@ class TorchClassic(abc.ABC):
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """One step of every lane: observation, reward, terminated, truncated."""
-        following, reward, terminated = self.dynamics(self.state, action)
+        following, observation, reward, terminated = self._advance(self.state, action)
         self.state.copy_(following)
         self.steps += 1
-        return self.observe(following), reward, terminated, self.steps >= self.limit
+        return observation, reward, terminated, self.steps >= self.limit
+
+    @classmethod
+    def _after(cls, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        following, reward, terminated = cls.dynamics(state, action)
+        return following, cls.observe(following), reward, terminated
 
     @staticmethod
     @abc.abstractmethod
@@ -91,6 +103,7 @@ class TorchCartPole(TorchClassic):
         device: where they live.
         dtype: precision of the state; float64 is Gymnasium's, float32 is faster.
         limit: truncate episodes at this length, in place of 500.
+        compile: fuse a step with torch.compile; many times fewer kernels, last bits may differ from Gymnasium's.
     """
 
     _edge = np.array([_PLACE * 2, np.inf, _ANGLE * 2, np.inf], np.float32)
@@ -129,6 +142,7 @@ class TorchPendulum(TorchClassic):
         device: where they live.
         dtype: precision of the state; float64 is Gymnasium's, float32 is faster.
         limit: truncate episodes at this length, in place of 200.
+        compile: fuse a step with torch.compile; many times fewer kernels, last bits may differ from Gymnasium's.
     """
 
     _edge = np.array([1.0, 1.0, 8.0], np.float32)
