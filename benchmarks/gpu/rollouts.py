@@ -68,7 +68,7 @@ def native_by_hand(lanes: int, policy: nn.Module, steps: int) -> Callable[[], An
     with torch.no_grad():
         rollout()
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(env.generator)  # type: ignore[no-untyped-call]
+        graph.register_generator_state(env.generator)
         with torch.cuda.graph(graph):
             rollout()
     return graph.replay

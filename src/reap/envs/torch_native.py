@@ -33,9 +33,17 @@ from reap.spec import EnvSpec, Key, Leaf, show
 class TorchBatch(Protocol):
     """What `TorchEnv` takes; see the module's docstring."""
 
-    num_envs: int
-    single_observation_space: gym.Space[Any]
-    single_action_space: gym.Space[Any]
+    @property
+    def num_envs(self) -> int:
+        """How many lanes."""
+
+    @property
+    def single_observation_space(self) -> gym.Space[Any]:
+        """What one lane sees."""
+
+    @property
+    def single_action_space(self) -> gym.Space[Any]:
+        """What one lane takes."""
 
     def reset(self, mask: Tensor) -> Any:
         """Begin new episodes where `mask` is True; observations of all lanes, those of the others are not read."""
