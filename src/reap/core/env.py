@@ -39,6 +39,9 @@ class Env(abc.ABC):
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     tidies = False  # whether `tidy` has anything to do
 
+    def say_lane_in(self, memory: Any) -> None:  # noqa: B027
+        """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
+
     def tidy(self, row: Row) -> None:  # noqa: B027
         """Called after successors were copied to `row.after`: a last word on what the next step will see."""
 
@@ -108,6 +111,9 @@ class Wrapped(Env):
     @pending_seeds.setter
     def pending_seeds(self, seeds: Sequence[int] | None) -> None:
         self._env.pending_seeds = seeds
+
+    def say_lane_in(self, memory: Any) -> None:
+        self._env.say_lane_in(memory)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
