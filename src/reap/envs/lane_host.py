@@ -22,25 +22,35 @@ from reap.core.env import Env
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
+from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import UsageError
 from reap.spec import Key, Leaf
 
 BELL = struct.Struct("iii")  # what, slot, step
-STEP, SOME, CALL = 0, 1, 2
+STEP, SOME, CALL, BEGIN = 0, 1, 2, 3  # a step of all lanes, of some; a message; new episodes in some
 DONE, FAILED = b"\1", b"\2"
 
 
-def serve_lanes(connection: Connection, fds: Sequence[int], makers: Any, threads: int) -> None:
+def built(makers: Any, limit: int | None = None) -> Env:
+    """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
+    lanes = [as_env(make, kwargs) for make, kwargs in makers]
+    env = joined(lanes) if len(lanes) > 1 else lanes[0]
+    if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
+        env.close()
+        raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
+    return env if limit is None else StepLimit(env, limit)
+
+
+def serve_lanes(
+    connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
+) -> None:
     """The life of a child: build the lanes, then step them whenever the bell rings."""
     torch.set_num_threads(threads)
     bell, reply, *files = fds
     env = None
     try:
-        lanes = [as_env(make, kwargs) for make, kwargs in makers]
-        env = joined(lanes) if len(lanes) > 1 else lanes[0]
-        if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
-            raise UsageError(f"ParallelEnv cannot run {type(env).__name__} elsewhere; give it to a collector as it is")
+        env = built(makers, limit)
         send(connection, env.spec)
         host = _Host(env, connection, *(SharedFile(fd=fd) for fd in files))
         host.serve(bell, reply)
@@ -75,6 +85,10 @@ class _Host:
                 send(self._connection, None)
                 continue
             chosen: Sequence[int] = lanes if what == STEP else np.flatnonzero(self._some).tolist()
+            if what == BEGIN:
+                env.reset(chosen, self._first)
+                os.write(reply, DONE)
+                continue
             ended = env.step(chosen, self._rows[place][step])
             if ended:
                 env.reset(ended, self._first)  # at once: it will be wanted, and the others may still be stepping
