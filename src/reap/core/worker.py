@@ -21,6 +21,7 @@ from reap.core.ready import Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
+from reap.core.stream import ENV_INDEX, Stream
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
 from reap.spec import READY, Key, Leaf, show_keys
@@ -43,6 +44,7 @@ class Plan:
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
     compact: bool = False
+    stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
 
 class Worker:
@@ -102,10 +104,14 @@ class Worker:
         self.sorter: Sorter | None = None
         if spec.ready_of is not None:
             self._check_ready(columns)
-            self.sorter = Sorter(columns, self.lanes)
-            self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
+            self.sorter = (Stream if plan.stream else Sorter)(columns, self.lanes)
+            frames = steps if plan.stream else steps * self.lanes
+            self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             columns = {key: columns[key] for key in delivered(columns)}
-        self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
+        if plan.stream:
+            columns[ENV_INDEX] = Leaf((), torch.int64)
+        lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
+        self.layout = Layout(columns, steps, lanes, batched=batched)
         if same_slot and self.layout.loose:
             raise UsageError(
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
@@ -177,16 +183,20 @@ class Worker:
                 "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
-            while not sorter.holds(slot.layout.steps):
-                self.loop.fill(self._log, policy)
-                sorter.feed(self._log, self.loop.version)
+            while rows := sorter.lacks(slot.layout.steps, self._log):
+                self._stop_after(rows)
+                sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
         except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
         slot.clear_flags()
-        when, where = sorter.deliver(slot)
-        self.ledger.close(slot, slot.layout.steps, when, where, due=(), version=None)
+        sorter.deliver(slot, self.ledger)
+
+    def _stop_after(self, rows: int) -> None:
+        """Fill no more rows of the log than are needed: what comes later is for later."""
+        at = self.loop.at
+        self.loop.stop = (lambda: int(at[0]) + 1 >= rows) if rows < self._log.layout.steps else None
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""

@@ -34,6 +34,7 @@ class ProcessCrew(Crew):
         return self._lanes.shared_row()
 
     def begin(self, seeds: Sequence[int] | None) -> None:
+        self.gather()
         everyone = range(self.spec.lanes)
         self._lanes.begin(everyone, None if seeds is None else dict(zip(everyone, seeds)))
 
