@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
-import gymnasium as gym
-import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
-from torch import nn
 
-from reap.collectors import AsyncBatchedCollector, Collector
-from reap.core.exploration import ExplorationType
-from reap.envs import GymEnv, SerialEnv
-from reap.errors import UsageError, WrongArgument
+from reap.collectors import AsyncBatchedCollector
+from reap.envs import GymEnv
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, backend_checks, no_leaks
 
 BACKENDS = ("threading", "multiprocessing")

@@ -10,6 +10,8 @@ are ready. The leaf `READY` says which lane is where.
     sorted    lane 0: root₀ next₀ · lane 1: …          T frames of every lane make a batch; lanes that are ahead
                                                        keep theirs for the next one
 
+A position nobody stands at says -1.
+
 Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
 The price is one copy of each frame, made for a whole rollout at once.
 """
@@ -53,9 +55,9 @@ class Sorter:
         self._held: list[tuple[Array, dict[Key, Array]]] = []  # (lane of each frame, columns)
         self._count = np.zeros(self._lanes, np.int64)
 
-    def lacks(self, steps: int, log: Slot) -> int:
-        """How many rows of a log to fill next, until every lane has so many frames."""
-        return 0 if self._count.min() >= steps else log.layout.steps
+    def lacks(self, steps: int) -> int:
+        """How many frames are missing at least, until every lane has so many."""
+        return int(np.maximum(steps - self._count, 0).sum())
 
     def feed(self, log: Slot, version: int, steps: int) -> None:
         """The first `steps` rows of a log, as they were filled."""
@@ -74,7 +76,8 @@ class Sorter:
         sent = np.concatenate([self._open_lanes, arrays[READY].reshape(-1)])
         came = arrays[_COME].reshape(-1)
         roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
-        answered = _turn(sent[roots]) < np.bincount(came, minlength=self._lanes)[sent[roots]]
+        roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: nobody stood there
+        answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]
         waiting, roots = roots[~answered], roots[answered]
         if MASK in arrays:
             frame = arrays[MASK].reshape(-1)[nexts]

@@ -23,10 +23,9 @@ Array = np.ndarray[Any, Any]
 class Stream(Sorter):
     """Takes logs as the loop fills them, gives batches `[F]` of whoever came."""
 
-    def lacks(self, steps: int, log: Slot) -> int:
-        """How many rows of a log to fill next, until there are so many frames."""
-        missing = max(0, steps - int(self._count.sum()))
-        return min(-(-missing // log.layout.lanes), log.layout.steps)
+    def lacks(self, steps: int) -> int:
+        """How many frames are missing."""
+        return max(0, steps - int(self._count.sum()))
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
         """The next frames into `slot`, which has one lane; ids, lanes and counts with them."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
@@ -183,8 +184,8 @@ class Worker:
                 "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
-            while rows := sorter.lacks(slot.layout.steps, self._log):
-                self._stop_after(rows)
+            while missing := sorter.lacks(slot.layout.steps):
+                self._stop_after(missing)
                 sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
         except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
             sorter.clear()
@@ -193,10 +194,17 @@ class Worker:
         slot.clear_flags()
         sorter.deliver(slot, self.ledger)
 
-    def _stop_after(self, rows: int) -> None:
-        """Fill no more rows of the log than are needed: what comes later is for later."""
-        at = self.loop.at
-        self.loop.stop = (lambda: int(at[0]) + 1 >= rows) if rows < self._log.layout.steps else None
+    def _stop_after(self, missing: int) -> None:
+        """Let the loop stop when it has made so many frames: what comes later is for later."""
+        mask, at = self._log.arrays[MASK], self.loop.at
+        made = 0
+
+        def enough() -> bool:
+            nonlocal made
+            made += int(np.count_nonzero(mask[at[0]]))
+            return made >= missing
+
+        self.loop.stop = enough
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""

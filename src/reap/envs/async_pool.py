@@ -47,7 +47,7 @@ class AsyncEnvPool(EnvBase):
         backend: "threading", for envs that wait; "multiprocessing", for envs that compute.
         envs_per_worker: how many envs share a thread or process at most; as many in each.
         min_ready: for collectors: the policy decides about at least so many envs at a time,
-        max_ready: and at most so many. Between them the pool chooses, as many each time: a tenth of the workers'.
+        max_ready: and at most so many, whoever is ready; None: half of them.
         create_env_kwargs: keywords for the factories, one mapping or a list.
         timeout: seconds an env may take for one answer before it is reported as stuck; None: for ever.
         max_frames_per_traj: truncate episodes at this length and add `step_count`.
@@ -91,8 +91,8 @@ class AsyncEnvPool(EnvBase):
         groups = len(crew.bounds)
         least = -(-min_ready * groups // self.num_envs)
         most = groups if max_ready is None else max(1, max_ready * groups // self.num_envs)
-        ready = min(max(1, groups // 10, least), most, groups)
-        super().__init__(ReadyLanes(crew, ready), device=device)
+        half = -(-groups // 2)  # the policy decides about one half while the other is stepping
+        super().__init__(ReadyLanes(crew, min(least, groups), min(max(half, least), most, groups)), device=device)
         self._group_of = [group for group, (first, last) in enumerate(crew.bounds) for _ in range(first, last)]
         self._action: dict[Key, Leaf] | None = None
         self._begun = False
@@ -209,7 +209,7 @@ class AsyncEnvPool(EnvBase):
             for flag in (row.done, row.terminated, row.truncated):
                 flag[lanes] = False
         self._asked[group] = what, lanes
-        self._crew.ring(group, what, lanes)
+        self._crew.ring([group], what, lanes)
 
     def _receive(self, what: int, min_get: int, max_get: int | None, env_index: Any) -> list[int]:
         self._alive()

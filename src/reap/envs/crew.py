@@ -1,8 +1,8 @@
 """Crew: lanes that somebody else steps, group by group. What threads and child processes have in common.
 
     here                                         group 0          group 1            a group is stepped and answers
-    actions ──► row ──► ring(0, STEP) ─────────► its lanes                           as one; it may hold one lane
-                    └─► ring(1, STEP) ───────────────────────────► its lanes
+    actions ──► row ──► ring([0], STEP) ─────────► its lanes                           as one; it may hold one lane
+                    └─► ring([1], STEP) ───────────────────────────► its lanes
     results ◄── row ◄── answered() → [1] ◄────────────────────────── done
                     ◄── answered() → [0] ◄────── done                                in the order in which they come
 
@@ -69,23 +69,27 @@ class Crew(abc.ABC):
         """How many groups are under way."""
         return len(self._away)
 
-    def ring(self, group: int, what: int, lanes: Sequence[int] | None = None) -> None:
-        """Let a group do something with these lanes, or all of its own (see lane_host.py). Nobody is waited for."""
-        self._away[group] = time.monotonic()
-        self._ring_for(group, what, lanes)
+    def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
+        """Let groups do something with these lanes, or all of theirs (see lane_host.py). Nobody is waited for."""
+        now = time.monotonic()
+        for group in groups:
+            self._away[group] = now
+            self._ring_for(group, what, lanes)
 
-    def answered(self) -> list[int]:
-        """The groups that have answered, at least one, in the order in which they did."""
+    def answered(self, *, wait: bool = True) -> list[int]:
+        """The groups that have answered, in the order in which they did; at least one, if it may wait."""
         while True:
-            left = None
+            left = None if wait else 0.0
             if self.timeout is not None:
                 longest, since = next(iter(self._away.items()))
-                left = since + self.timeout - time.monotonic()
-                if left <= 0:
+                over = since + self.timeout - time.monotonic()
+                if over <= 0:
                     raise self._silence_of(longest, self.timeout)
-            if found := self._answers(left):
-                for group in found:
-                    del self._away[group]
+                left = over if wait else 0.0
+            found = self._answers(left)
+            for group in found:
+                del self._away[group]
+            if found or not wait:
                 return found
 
     def gather(self) -> None:

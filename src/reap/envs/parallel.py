@@ -63,4 +63,4 @@ class ParallelEnv(EnvBase):
         if ready is None:
             super().__init__(ProcessLanes(shares, **options), device=device)
         else:
-            super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready), device=device)
+            super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready, ready), device=device)

@@ -135,15 +135,17 @@ class ThreadCrew(Crew):
         self._hands[group].orders.put((what, lanes, None))
 
     def _answers(self, wait: float | None) -> list[int]:
-        found: list[int] = []
-        try:
-            while True:
-                group, error = self._answer_queue.get(not found, None if found else wait)
-                if error is not None:
-                    raise self._named(error, self._hands[group])
-                found.append(group)
-        except queue.Empty:
-            return found
+        answers, found = self._answer_queue, []
+        if answers.empty():
+            try:
+                found.append(answers.get(wait != 0, wait))
+            except queue.Empty:
+                return []
+        found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
+        for group, error in found:
+            if error is not None:
+                raise self._named(error, self._hands[group])
+        return [group for group, _ in found]
 
     @staticmethod
     def _named(error: Exception, hand: _Hand) -> ReapError:
