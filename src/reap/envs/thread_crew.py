@@ -96,7 +96,7 @@ class ThreadCrew(Crew):
             for n, own in enumerate(makers):
                 self._away[n] = time.monotonic()
                 self._hands.append(_Hand(n, own, limit, self._answer_queue))
-            self.gather()
+                self.gather()  # one after another: imports that go in circles fail when threads meet in them
             self.spec, self.bounds = joint_spec([hand.env.spec for hand in self._hands])
         except BaseException:
             self.close()
