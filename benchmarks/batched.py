@@ -67,6 +67,7 @@ class Case:
     frames: int
     backend: str
     per_worker: int = 1
+    threads: bool = False
     ideal: float | None = None
 
 
@@ -162,6 +163,7 @@ def reap(case: Case) -> Contender:
         frames_per_batch=case.frames,
         env_backend=case.backend,
         envs_per_worker=case.per_worker,
+        worker_threads=case.threads,
     )
     return Contender(iter(collector).__next__, collector.shutdown, case.frames)
 

@@ -40,6 +40,12 @@ def test_the_suite(name, backend):
     backend_checks[name](lambda env, policy, **options: InLanes(env, policy, env_backend=backend, **options))
 
 
+@pytest.mark.parametrize("name", ["exact_lanes", "seeds_reproduce", "errors_name_their_place", "shuts_down"])
+def test_the_suite_in_threads_of_a_process(name):
+    where = {"env_backend": "multiprocessing", "worker_threads": True}
+    backend_checks[name](lambda env, policy, **options: InLanes(env, policy, **where, **options))
+
+
 def makers(lengths=LENGTHS):
     return [lambda one=one, lane=lane: GymEnv(CountingEnv(one, lane)) for lane, one in enumerate(lengths)]
 
@@ -53,6 +59,7 @@ def by_env(batches, count):
 @pytest.mark.parametrize(
     ("backend", "per_worker", "sizes"),
     [
+        ("threads in processes", 3, (1, 64)),
         ("threading", 1, (1, 1)),
         ("threading", 1, (3, 64)),
         ("multiprocessing", 1, (2, 2)),
@@ -68,8 +75,9 @@ def test_every_env_is_whole_whoever_comes_first(backend, per_worker, sizes):
             EchoPolicy(),
             frames_per_batch=37,
             total_frames=37 * 30 + 5,
-            env_backend=backend,
+            env_backend="threading" if backend == "threading" else "multiprocessing",
             envs_per_worker=per_worker,
+            worker_threads="in" in backend.split(),
             min_batch_size=least,
             max_batch_size=most,
             track_policy_version=False,
@@ -237,15 +245,23 @@ def test_options_do_what_they_do_elsewhere():
         assert (frames["policy_version"][2:] == 1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("fault", ["raise", "hang", "kill"])
-def test_faults_are_named_and_nothing_is_left(backend, fault):
-    if backend == "threading" and fault != "raise":
-        pytest.skip("a thread that hangs or is killed takes the test with it; see test_async_pool")
+@pytest.mark.parametrize(
+    ("backend", "fault", "threads"),
+    [
+        ("threading", "raise", False),  # one that hangs: see test_async_pool
+        *(("multiprocessing", fault, threads) for fault in ("raise", "hang", "kill") for threads in (False, True)),
+    ],
+)
+def test_faults_are_named_and_nothing_is_left(backend, fault, threads):
     bad = [lambda: GymEnv(FaultyEnv(CountingEnv((9,), 2), at=5, fault=fault))]
     with no_leaks():
         c = AsyncBatchedCollector(
-            [*makers()[:2], *bad], EchoPolicy(), frames_per_batch=60, env_backend=backend, timeout=1.0
+            [*makers()[:2], *bad],
+            EchoPolicy(),
+            frames_per_batch=60,
+            env_backend=backend,
+            worker_threads=threads,
+            timeout=1.0,
         )
         kind = {"raise": WorkerRaised, "hang": WorkerSilent, "kill": WorkerDied}[fault]
         with pytest.raises(kind, match="lanes 2 to 2"):

@@ -25,12 +25,15 @@ def actions(values, **more):
     return TensorDict({"action": torch.tensor(values, dtype=torch.float32)[:, None], **more}, [len(values)])
 
 
-@pytest.mark.parametrize(("backend", "per_worker"), [("threading", 1), ("threading", 2), ("multiprocessing", 3)])
-def test_every_env_goes_its_own_way(backend, per_worker):
+@pytest.mark.parametrize(
+    ("backend", "per_worker", "threads"),
+    [("threading", 1, False), ("threading", 2, False), ("multiprocessing", 3, False), ("multiprocessing", 2, True)],
+)
+def test_every_env_goes_its_own_way(backend, per_worker, threads):
     """Random subsets are sent and received; each env reports what CountingEnv predicts, reset by hand when it ends."""
     rng = np.random.default_rng(0)
     with no_leaks():
-        pool = AsyncEnvPool(makers(), backend=backend, envs_per_worker=per_worker)
+        pool = AsyncEnvPool(makers(), backend=backend, envs_per_worker=per_worker, worker_threads=threads)
         pool.async_reset_send()
         td = pool.async_reset_recv(min_get=4)
         assert sorted(td["env_index"].tolist()) == [0, 1, 2, 3]
@@ -84,6 +87,18 @@ def test_answers_come_in_the_order_in_which_they_are_ready():
             assert pool.async_step_recv()["env_index"].tolist() == [lane]
 
 
+def test_threads_of_a_process_step_at_the_same_time():
+    class Meets(CountingEnv):
+        def step(self, action):
+            vars(threading).setdefault("_reap_test", threading.Barrier(2)).wait(10)  # one for all envs of a process
+            return super().step(action)
+
+    make = [lambda n=n: GymEnv(Meets((9,), n)) for n in range(2)]
+    with AsyncEnvPool(make, backend="multiprocessing", envs_per_worker=2, worker_threads=True) as pool:
+        pool.reset()
+        assert pool.step(actions([0, 0]))["next", "observation"][:, 2].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_together(backend):
     with AsyncEnvPool(makers(), backend=backend, envs_per_worker=2) as pool:
@@ -127,6 +142,8 @@ def test_wrong_calls_say_what_to_do():
         AsyncEnvPool(makers(), backend="thread")
     with pytest.raises(UsageError, match="envs_per_worker must be a whole number ≥ 1, got 0"):
         AsyncEnvPool(makers(), envs_per_worker=0)
+    with pytest.raises(UsageError, match="worker_threads are threads of processes"):
+        AsyncEnvPool(makers(), worker_threads=True)
     with pytest.raises(SpecMismatch, match="workers 0 and 1 have different envs"):
         AsyncEnvPool([lambda: GymEnv("CartPole-v1"), lambda: GymEnv("Pendulum-v1")])
     with AsyncEnvPool([lambda: TorchEnv(TorchCartPole(3))]) as pool:

@@ -63,7 +63,8 @@ class AsyncBatchedCollector(Collector):
         max_batch_size: the most envs the policy decides about at a time.
         min_batch_size: the fewest.
         env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute. `backend` is the same.
-        envs_per_worker: how many envs share a thread or process.
+        envs_per_worker: how many envs share a thread or process, and are stepped one after another.
+        worker_threads: with processes: each env in a thread of its own there, not one after another.
         yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
         **options: see `reap.collectors.options.Options`.
     """
@@ -78,6 +79,7 @@ class AsyncBatchedCollector(Collector):
         backend: str | None = None,
         env_backend: str | None = None,
         envs_per_worker: int = 1,
+        worker_threads: bool = False,
         yield_completed_trajectories: bool = False,
         **options: Any,
     ) -> None:
@@ -107,6 +109,7 @@ class AsyncBatchedCollector(Collector):
             list(create_env_fn),
             backend=env_backend or backend or "threading",
             envs_per_worker=envs_per_worker,
+            worker_threads=worker_threads,
             min_ready=min_batch_size,
             max_ready=max_batch_size,
             create_env_kwargs=settings.create_env_kwargs,

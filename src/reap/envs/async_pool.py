@@ -24,7 +24,7 @@ from reap.core.slot import FLAGS
 from reap.envs.base import EnvBase
 from reap.envs.crew import Crew
 from reap.envs.lane_host import BEGIN, SOME
-from reap.envs.process_crew import ProcessCrew
+from reap.envs.process_crew import HandsCrew, ProcessCrew
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
@@ -46,6 +46,7 @@ class AsyncEnvPool(EnvBase):
         create_env_fns: one factory (or Gymnasium id) for each env.
         backend: "threading", for envs that wait; "multiprocessing", for envs that compute.
         envs_per_worker: how many envs share a thread or process at most; as many in each.
+        worker_threads: each env of a process in a thread of its own there: for envs that wait, beside a busy policy.
         min_ready: for collectors: the policy decides about at least so many envs at a time,
         max_ready: and at most so many, whoever is ready; None: half of them.
         create_env_kwargs: keywords for the factories, one mapping or a list.
@@ -61,6 +62,7 @@ class AsyncEnvPool(EnvBase):
         *,
         backend: str = "threading",
         envs_per_worker: int = 1,
+        worker_threads: bool = False,
         min_ready: int = 1,
         max_ready: int | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
@@ -80,12 +82,15 @@ class AsyncEnvPool(EnvBase):
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
         each = next(n for n in range(min(envs_per_worker, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
+        if worker_threads and backend == "threading":
+            raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
         limit = max_frames_per_traj
         crew: Crew
         if backend == "threading":
             crew = ThreadCrew(shares, timeout=timeout, limit=limit)
         else:
-            crew = ProcessCrew(shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads)
+            kind = HandsCrew if worker_threads else ProcessCrew
+            crew = kind(shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads)
         self._crew = crew
         self.num_envs = crew.spec.lanes
         groups = len(crew.bounds)

@@ -18,7 +18,7 @@ import pickle
 import select
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,9 @@ class ProcessLanes(Env):
         start_method: StartMethod = "forkserver",
         threads: int = 1,
         limit: int | None = None,
+        host: Callable[..., None] = serve_lanes,
     ) -> None:
-        self._timeout, self._limit = timeout, limit
+        self._timeout, self._limit, self._host = timeout, limit, host
         self._slots, self._firsts, self._control = (
             SharedFile("reap-rows"),
             SharedFile("reap-first"),
@@ -87,7 +88,7 @@ class ProcessLanes(Env):
         theirs, bell = os.pipe()
         reply, answer = os.pipe()
         target = dumps(
-            functools.partial(serve_lanes, makers=makers, threads=threads, limit=self._limit), "create_env_fn"
+            functools.partial(self._host, makers=makers, threads=threads, limit=self._limit), "create_env_fn"
         )
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
@@ -116,22 +117,36 @@ class ProcessLanes(Env):
 
     def order(self, remote: Remote, what: int, lanes: Sequence[int] | None) -> None:
         """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
-        if lanes is not None:
-            self._some[remote.first : remote.last] = False
-            self._some[list(lanes)] = True
+        self.choose(remote.first, remote.last, lanes)
         remote.owes = True
-        self._ring(remote, what, 0 if what == BEGIN else self._exchange().place or 0)
+        self._ring(remote, what, self.place(what))
+
+    def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
+        """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
+        if lanes is not None:
+            self._some[first:last] = False
+            self._some[list(lanes)] = True
+
+    def place(self, what: int) -> int:
+        """The number of the slot everybody sees; new episodes need none."""
+        return 0 if what == BEGIN else self._exchange().place or 0
 
     def _ring(self, remote: Remote, what: int, place: int = 0, step: int = 0) -> None:
-        try:
-            os.write(remote.bell, BELL.pack(what, place, step))
-        except BrokenPipeError:
-            raise self._gone(remote) from None
+        self.write(remote, BELL.pack(what, place, step))
 
-    def _gone(self, remote: Remote) -> ReapError:
+    def write(self, remote: Remote, orders: bytes) -> None:
+        """Orders, as the child reads them."""
+        try:
+            os.write(remote.bell, orders)
+        except BrokenPipeError:
+            raise self.gone(remote) from None
+
+    def gone(self, remote: Remote) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
-        remote.child.gone(1.0)
         self._hear(remote)
+        if not remote.inbox:
+            remote.child.gone(1.0)
+            self._hear(remote)
         for message in remote.inbox:
             if isinstance(message, Raised):
                 return self._named(message.unpack(), remote)
@@ -164,7 +179,7 @@ class ProcessLanes(Env):
         data = os.read(remote.reply, 1)
         remote.owes = False
         if data != DONE:
-            raise self._gone(remote)
+            raise self.gone(remote)
 
     def _hear(self, remote: Remote) -> None:
         remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]
@@ -179,7 +194,7 @@ class ProcessLanes(Env):
             if remote.inbox:
                 break
             if gone:
-                raise self._gone(remote)
+                raise self.gone(remote)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waiting = [] if line.flush() else [line.fileno()]
             if not any(select.select([line.fileno(), sentinel], waiting, [], left)):

@@ -31,12 +31,12 @@ from reap.spec import Key, Leaf
 _DEADLINE = 5.0
 
 
-class _Hand:
+class Hand:
     """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
 
-    def __init__(self, number: int, makers: Any, limit: int | None, answers: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any) -> None:
         self.number, self.first, self.last = number, 0, 0
-        self._makers, self._limit, self._answers = makers, limit, answers
+        self._makers, self._limit, self.answers = makers, limit, answers
         self.orders: queue.SimpleQueue[tuple[int, Sequence[int] | None, Any] | None] = queue.SimpleQueue()
         self.env: Env
         self.row: Row
@@ -48,17 +48,17 @@ class _Hand:
         try:
             env = self.env = built(self._makers, self._limit)
         except Exception as error:
-            self._answers.put((self.number, error))
+            self.answers.put((self.number, error))
             return
         try:
-            self._answers.put((self.number, None))
+            self.answers.put((self.number, None))
             while (order := self.orders.get()) is not None:
                 try:
                     self._obey(env, *order)
                 except Exception as error:
-                    self._answers.put((self.number, error))
+                    self.answers.put((self.number, error))
                 else:
-                    self._answers.put((self.number, None))
+                    self.answers.put((self.number, None))
         finally:
             env.close()
 
@@ -88,21 +88,21 @@ class ThreadCrew(Crew):
     def __init__(self, makers: Makers, *, timeout: float | None = None, limit: int | None = None) -> None:
         super().__init__()
         self.timeout = timeout
-        self._answer_queue: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
-        self._hands: list[_Hand] = []
+        self.hands: list[Hand] = []
         try:
             for n, own in enumerate(makers):
                 self._away[n] = time.monotonic()
-                self._hands.append(_Hand(n, own, limit, self._answer_queue))
+                self.hands.append(Hand(n, own, limit, self.queue))
                 self.gather()  # one after another: imports that go in circles fail when threads meet in them
-            self.spec, self.bounds = joint_spec([hand.env.spec for hand in self._hands])
+            self.spec, self.bounds = joint_spec([hand.env.spec for hand in self.hands])
         except BaseException:
             self.close()
             raise
         self.first = current_for(self.spec.observation, self.spec.lanes)
-        for hand, (first, last) in zip(self._hands, self.bounds):
+        for hand, (first, last) in zip(self.hands, self.bounds):
             hand.first, hand.last = first, last
             hand.into = [array[first:last] for array in self.first]
 
@@ -113,7 +113,7 @@ class ThreadCrew(Crew):
         columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
         whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
         keys = RowKeys(self.spec)
-        for hand in self._hands:
+        for hand in self.hands:
             hand.env.expect(action)
             layout = Layout(columns, 1, hand.last - hand.first, batched=True)
             own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
@@ -126,16 +126,16 @@ class ThreadCrew(Crew):
 
     def begin(self, seeds: Sequence[int] | None) -> None:
         self.gather()
-        for n, hand in enumerate(self._hands):
+        for n, hand in enumerate(self.hands):
             self._away[n] = time.monotonic()
             hand.orders.put((BEGIN, None, None if seeds is None else seeds[hand.first : hand.last]))
         self.gather()
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
-        self._hands[group].orders.put((what, lanes, None))
+        self.hands[group].orders.put((what, lanes, None))
 
     def _answers(self, wait: float | None) -> list[int]:
-        answers, found = self._answer_queue, []
+        answers, found = self.queue, []
         if answers.empty():
             try:
                 found.append(answers.get(wait != 0, wait))
@@ -144,11 +144,11 @@ class ThreadCrew(Crew):
         found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
         for group, error in found:
             if error is not None:
-                raise self._named(error, self._hands[group])
+                raise self._named(error, self.hands[group])
         return [group for group, _ in found]
 
     @staticmethod
-    def _named(error: Exception, hand: _Hand) -> ReapError:
+    def _named(error: Exception, hand: Hand) -> ReapError:
         if not isinstance(error, ReapError):
             told = WorkerRaised(f"the env raised {error!r}")
             told.__cause__ = error
@@ -158,12 +158,12 @@ class ThreadCrew(Crew):
         return error.at(worker=hand.name)
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:
-        hand = self._hands[group]
+        hand = self.hands[group]
         error = WorkerSilent(f"sent nothing for {timeout:.1f} s (timeout={timeout}); its stack:\n{hand.stack()}")
         return error.at(worker=hand.name)
 
     def close(self) -> None:
-        hands, self._hands = self._hands, []
+        hands, self.hands = self.hands, []
         for hand in hands:
             hand.orders.put(None)
         deadline = time.monotonic() + _DEADLINE
