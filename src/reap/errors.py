@@ -8,7 +8,8 @@
     ├── WorkerError (RuntimeError)       collecting failed
     │   ├── WorkerRaised                     env or policy raised; the original exception is the cause
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
-    │   └── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
+    │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
+    │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
     └── MissingDependency (ImportError)  an optional library is not installed
 
 Messages say who, what, where, what next.
@@ -73,6 +74,10 @@ class WorkerDied(WorkerError):
 
 class WorkerSilent(WorkerError):
     """A worker sent nothing for longer than the user's deadline."""
+
+
+class ServerGone(WorkerError):
+    """The inference server is shut down, or its process has ended: nobody will answer."""
 
 
 class MissingDependency(ReapError, ImportError):

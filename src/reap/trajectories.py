@@ -243,7 +243,7 @@ class WholeTrajectories:
         clock = (torch.arange(steps) * count + torch.arange(count).unsqueeze(1)).reshape(-1)
         ids = ids.reshape(-1).cpu()
         valid = ids >= 0
-        last = [int(row[row >= 0][-1]) for row in ids.reshape(count, steps) if bool((row >= 0).any())]
+        rows = ids.reshape(count, steps)
         if not bool(valid.all()):
             flat, ids, clock = flat[valid.to(_device(flat))], ids[valid], clock[valid]
         if not len(flat):
@@ -253,6 +253,10 @@ class WholeTrajectories:
             old = held.get(("collector", "traj_ids")).cpu()
             flat = torch.cat([held, flat])
             ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
+        lane = flat.get("env_index", None)  # lanes that came as they were ready stand one among another in one row
+        last = [int(row[row >= 0][-1]) for row in rows if bool((row >= 0).any())]
+        if lane is not None:
+            last = list(dict(zip(lane.tolist(), ids.tolist())).values())
         order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
         ids = ids[order]
         begins = torch.ones_like(ids, dtype=torch.bool)

@@ -62,4 +62,4 @@ def test_lanes_elsewhere_and_the_policy_on_the_gpu():
         for _ in range(3):
             assert_same(c.next(), world.batch(10))
         assert uses_gpu(os.getpid())
-        assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env._children)
+        assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)

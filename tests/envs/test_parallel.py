@@ -70,7 +70,7 @@ def test_results_are_written_into_the_slot():
     c.next()
     slot = c._inline.worker.pool._slots[0]
     assert all(row.place is not None for row in slot._rows[1])
-    assert len(env.lanes_env._children) == 2
+    assert len(env.lanes_env.remotes) == 2
     c.shutdown()
 
 
@@ -181,7 +181,7 @@ def test_dropping_it_ends_its_processes():
     with no_leaks():
         env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
         env.reset()
-        pids = [remote.child.pid for remote in env.lanes_env._children]
+        pids = [remote.child.pid for remote in env.lanes_env.remotes]
         del env
     for pid in pids:
         with pytest.raises(ProcessLookupError):

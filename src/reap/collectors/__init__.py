@@ -4,11 +4,13 @@ import warnings
 from typing import Any
 
 from reap.collectors.base import BaseCollector
+from reap.collectors.batched import AsyncBatchedCollector
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
 
 __all__ = [
+    "AsyncBatchedCollector",
     "AsyncCollector",
     "BaseCollector",
     "Collector",

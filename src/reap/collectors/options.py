@@ -276,7 +276,8 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:
         if name in without:
-            raise WrongArgument(f"{owner} has no option {name!r}: it is for collectors with worker processes")
+            why = "it is for collectors with worker processes" if name in WORKERS_ONLY else "its lanes are not in step"
+            raise WrongArgument(f"{owner} has no option {name!r}: {why}")
         if name not in fields:
             raise WrongArgument(f"{owner} has no option {name!r}{nearest(name, fields)}")
     if given.get("frames_per_batch") is None:

@@ -20,13 +20,18 @@ def assemble(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> Tens
     """A batch on the memory of `arrays`."""
     size = torch.Size(layout.batch_size)
     names = [None] * (len(size) - 1) + ["time"]
+    return _branch(tree_of(layout.tensors(arrays)), size, names)
+
+
+def tree_of(leaves: Mapping[Key, Any]) -> dict[str, Any]:
+    """Leaves by nested key as dicts within dicts."""
     tree: dict[str, Any] = {}
-    for key, tensor in layout.tensors(arrays).items():
+    for key, leaf in leaves.items():
         node = tree
         for part in key[:-1]:
             node = node.setdefault(part, {})
-        node[key[-1]] = tensor
-    return _branch(tree, size, names)
+        node[key[-1]] = leaf
+    return tree
 
 
 def _branch(tree: dict[str, Any], size: torch.Size, names: list[Any]) -> TensorDict:

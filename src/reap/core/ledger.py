@@ -46,7 +46,7 @@ class Ledger:
     def __init__(self, spec: EnvSpec, counter: TrajectoryIds, stats: Stats, *, reset_when_done: bool = True) -> None:
         self.counter, self.stats = counter, stats
         self._resets, self._rows = reset_when_done, spec.rows
-        self._reward = ("next", *next(iter(spec.reward)))
+        self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
 
     def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
@@ -68,7 +68,7 @@ class Ledger:
         if mask is not None:
             when = self._settle(mask, slot, steps, when, where)
             frames = int(np.count_nonzero(mask))
-        reward = arrays[self._reward][:steps]
+        reward = arrays[self.reward][:steps]
         number = (
             reward[..., 0]
             if reward.ndim == 3 and reward.shape[2] == 1

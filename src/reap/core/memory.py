@@ -104,8 +104,9 @@ class Memory(Wrapped):
         if self._lane is None:
             ended = self._env.step(lanes, row)
         else:  # whoever comes back is not who was sent: each lane finds its own memory again
+            there = self._in_hand >= 0  # at some positions nobody may stand
             for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
-                kept[self._in_hand] = new
+                kept[self._in_hand[there]] = new[there]
             ended = self._env.step(lanes, row)
             self._in_hand = row.next[self._lane].copy()
             for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):

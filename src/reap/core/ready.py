@@ -10,6 +10,8 @@ are ready. The leaf `READY` says which lane is where.
     sorted    lane 0: root₀ next₀ · lane 1: …          T frames of every lane make a batch; lanes that are ahead
                                                        keep theirs for the next one
 
+A position nobody stands at says -1.
+
 Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
 The price is one copy of each frame, made for a whole rollout at once.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from reap.core.ledger import Ledger
 from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import READY, Key
 
@@ -52,13 +55,13 @@ class Sorter:
         self._held: list[tuple[Array, dict[Key, Array]]] = []  # (lane of each frame, columns)
         self._count = np.zeros(self._lanes, np.int64)
 
-    def holds(self, steps: int) -> bool:
-        """Whether every lane has so many frames."""
-        return bool(self._count.min() >= steps)
+    def lacks(self, steps: int) -> int:
+        """How many frames are missing at least, until every lane has so many."""
+        return int(np.maximum(steps - self._count, 0).sum())
 
-    def feed(self, log: Slot, version: int) -> None:
-        """One log, as it was filled."""
-        arrays = log.arrays
+    def feed(self, log: Slot, version: int, steps: int) -> None:
+        """The first `steps` rows of a log, as they were filled."""
+        arrays = {key: array[:steps] for key, array in log.arrays.items()}
         if VERSION in arrays:
             arrays[VERSION][...] = version
         flat = {key: arrays[key].reshape(-1, *arrays[key].shape[2:]) for key in (*self._roots, *self._nexts)}
@@ -73,11 +76,14 @@ class Sorter:
         sent = np.concatenate([self._open_lanes, arrays[READY].reshape(-1)])
         came = arrays[_COME].reshape(-1)
         roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
-        answered = _turn(sent[roots]) < np.bincount(came, minlength=self._lanes)[sent[roots]]
+        roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: nobody stood there
+        answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]
         waiting, roots = roots[~answered], roots[answered]
         if MASK in arrays:
             frame = arrays[MASK].reshape(-1)[nexts]
             roots, nexts = roots[frame], nexts[frame]
+        came_first = np.argsort(nexts)
+        roots, nexts = roots[came_first], nexts[came_first]  # in the order in which they came
         lanes = came[nexts]
         chunk = {key: _rows(self._open[key], flat[key], roots) for key in self._roots}
         chunk.update({key: flat[key][nexts] for key in self._nexts})
@@ -86,8 +92,8 @@ class Sorter:
         self._held.append((lanes, chunk))
         self._count += np.bincount(lanes, minlength=self._lanes)
 
-    def deliver(self, slot: Slot) -> tuple[Array, Array]:
-        """The next frames of every lane into `slot`; returns steps and lanes of ended episodes, in order of time."""
+    def deliver(self, slot: Slot, ledger: Ledger) -> None:
+        """The next frames of every lane into `slot`, and what follows from them into the ledger."""
         steps = slot.layout.steps
         lanes = np.concatenate([lanes for lanes, _ in self._held])
         order = np.argsort(lanes, kind="stable")
@@ -104,7 +110,7 @@ class Sorter:
         if VERSION in slot.arrays:
             slot.arrays[_VERSION_NEXT][...] = slot.arrays[VERSION]
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
-        return when, where
+        ledger.close(slot, steps, when, where, due=(), version=None)
 
 
 def _rows(first: Array, then: Array, index: Array) -> Array:

@@ -25,8 +25,8 @@ class Stats:
         self.seconds = 0.0
         self.returns: deque[float] = deque(maxlen=_RECENT)
         self.lengths: deque[int] = deque(maxlen=_RECENT)
-        self._return = np.zeros(lanes)
-        self._length = np.zeros(lanes, np.int64)
+        self.open_return = np.zeros(lanes)  # of episodes that have not ended
+        self.open_length = np.zeros(lanes, np.int64)
         self._began = 0.0
 
     def begin(self) -> None:
@@ -39,8 +39,8 @@ class Stats:
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes cut short by a reset are not counted."""
-        self._return[lanes] = 0.0
-        self._length[lanes] = 0
+        self.open_return[lanes] = 0.0
+        self.open_length[lanes] = 0
 
     def rollout(
         self,
@@ -71,8 +71,8 @@ class Stats:
             order = np.argsort(where * len(total) + when)  # by lane, then by time
             t, lane = when[order], where[order]
             first = np.r_[True, lane[1:] != lane[:-1]]
-            before = np.where(first, -self._return[lane], np.r_[0.0, total[t, lane][:-1]])
-            began = np.where(first, -self._length[lane], np.r_[0, count[t, lane][:-1]])
+            before = np.where(first, -self.open_return[lane], np.r_[0.0, total[t, lane][:-1]])
+            began = np.where(first, -self.open_length[lane], np.r_[0, count[t, lane][:-1]])
             returns, lengths = total[t, lane] - before, count[t, lane] - began
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
@@ -81,13 +81,21 @@ class Stats:
             self.lengths.extend(lengths[recent].tolist())
             self.episodes += len(when)
             last = np.r_[lane[1:] != lane[:-1], True]
-            open_return, open_length = total[-1] + self._return, self._length + in_all
+            open_return, open_length = total[-1] + self.open_return, self.open_length + in_all
             open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
             open_length[lane[last]] = in_all[lane[last]] - count[t[last], lane[last]]
-            self._return, self._length = open_return, open_length
+            self.open_return, self.open_length = open_return, open_length
         else:
-            self._return += total[-1]
-            self._length += in_all
+            self.open_return += total[-1]
+            self.open_length += in_all
+
+    def ended(self, returns: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], frames: int) -> None:
+        """One rollout of so many frames, whose episodes somebody else has found, in the order in which they ended."""
+        self.rollouts += 1
+        self.frames += frames
+        self.episodes += len(returns)
+        self.returns.extend(returns[-_RECENT:].tolist())
+        self.lengths.extend(lengths[-_RECENT:].tolist())
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
@@ -22,6 +23,7 @@ from reap.core.ready import Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
+from reap.core.stream import ENV_INDEX, Stream
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
 from reap.spec import READY, Key, Leaf, show_keys
@@ -46,6 +48,7 @@ class Plan:
     compact: bool = False
     storing_device: torch.device | None = None
     record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
+    stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
 
 class Worker:
@@ -107,10 +110,14 @@ class Worker:
         self.sorter: Sorter | None = None
         if spec.ready_of is not None:
             self._check_ready(columns)
-            self.sorter = Sorter(columns, self.lanes)
-            self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
+            self.sorter = (Stream if plan.stream else Sorter)(columns, self.lanes)
+            frames = steps if plan.stream else steps * self.lanes
+            self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             columns = {key: columns[key] for key in delivered(columns)}
-        self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
+        if plan.stream:
+            columns[ENV_INDEX] = Leaf((), torch.int64)
+        lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
+        self.layout = Layout(columns, steps, lanes, batched=batched)
         if same_slot and self.layout.loose:
             raise UsageError(
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
@@ -187,16 +194,27 @@ class Worker:
                 "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
-            while not sorter.holds(slot.layout.steps):
-                self.loop.fill(self._log, policy)
-                sorter.feed(self._log, self.loop.version)
+            while missing := sorter.lacks(slot.layout.steps):
+                self._stop_after(missing)
+                sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
         except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
         slot.clear_flags()
-        when, where = sorter.deliver(slot)
-        self.ledger.close(slot, slot.layout.steps, when, where, due=(), version=None)
+        sorter.deliver(slot, self.ledger)
+
+    def _stop_after(self, missing: int) -> None:
+        """Let the loop stop when it has made so many frames: what comes later is for later."""
+        mask, at = self._log.arrays[MASK], self.loop.at
+        made = 0
+
+        def enough() -> bool:
+            nonlocal made
+            made += int(np.count_nonzero(mask[at[0]]))
+            return made >= missing
+
+        self.loop.stop = enough
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""

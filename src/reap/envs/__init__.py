@@ -6,6 +6,7 @@ from tensordict.nn import set_interaction_type as set_exploration_type
 
 from reap.core.exploration import ExplorationType
 from reap.envs.accept import as_env
+from reap.envs.async_pool import AsyncEnvPool
 from reap.envs.base import EnvBase
 from reap.envs.dm import DMEnv
 from reap.envs.envpool import EnvPoolEnv
@@ -21,6 +22,7 @@ from reap.envs.torch_native import TorchEnv
 GymWrapper = GymEnv
 
 __all__ = [
+    "AsyncEnvPool",
     "DMEnv",
     "EnvBase",
     "EnvPoolEnv",

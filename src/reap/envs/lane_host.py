@@ -7,10 +7,11 @@ The env is the very class users have in one process; its rows merely lie in shar
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,28 +23,43 @@ from reap.core.env import Env
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
+from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import UsageError
-from reap.spec import Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf
 
 BELL = struct.Struct("iii")  # what, slot, step
-STEP, SOME, CALL = 0, 1, 2
+STEP, SOME, CALL, BEGIN = 0, 1, 2, 3  # a step of all lanes, of some; a message; new episodes in some
 DONE, FAILED = b"\1", b"\2"
 
 
-def serve_lanes(connection: Connection, fds: Sequence[int], makers: Any, threads: int) -> None:
+def built(makers: Any, limit: int | None = None) -> Env:
+    """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
+    lanes = [as_env(make, kwargs) for make, kwargs in makers]
+    env = joined(lanes) if len(lanes) > 1 else lanes[0]
+    if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
+        env.close()
+        raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
+    return env if limit is None else StepLimit(env, limit)
+
+
+def serve_lanes(
+    connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
+) -> None:
     """The life of a child: build the lanes, then step them whenever the bell rings."""
+    live(connection, fds, threads, lambda reply: LaneHost(built(makers, limit), connection, reply))
+
+
+def live(connection: Connection, fds: Sequence[int], threads: int, make: Callable[[int], Host]) -> None:
+    """The life of a host: built, told what it is like, served until nobody rings, and its errors told."""
     torch.set_num_threads(threads)
     bell, reply, *files = fds
-    env = None
+    host = None
     try:
-        lanes = [as_env(make, kwargs) for make, kwargs in makers]
-        env = joined(lanes) if len(lanes) > 1 else lanes[0]
-        if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
-            raise UsageError(f"ParallelEnv cannot run {type(env).__name__} elsewhere; give it to a collector as it is")
-        send(connection, env.spec)
-        host = _Host(env, connection, *(SharedFile(fd=fd) for fd in files))
-        host.serve(bell, reply)
+        host = make(reply)
+        host.files = [SharedFile(fd=fd) for fd in files]
+        send(connection, host.spec)
+        host.serve(bell)
     except (EOFError, ConnectionError):
         pass
     except Exception as error:
@@ -51,50 +67,92 @@ def serve_lanes(connection: Connection, fds: Sequence[int], makers: Any, threads
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
-        if env is not None:
-            env.close()
+        if host is not None:
+            host.close()
 
 
-class _Host:
-    """Lanes of a child, and the memory it shares with the parent."""
+class Host(abc.ABC):
+    """Lanes of a child, and the memory it shares with the parent: files of rows, of first observations, of choices."""
 
-    def __init__(
-        self, env: Env, connection: Connection, slots: SharedFile, firsts: SharedFile, some: SharedFile
-    ) -> None:
-        self._env, self._connection, self._files = env, connection, (slots, firsts, some)
-        self._keys = RowKeys(env.spec)
-        self._rows: dict[int, list[Row]] = {}
+    files: list[SharedFile]
 
-    def serve(self, bell: int, reply: int) -> None:
-        env, lanes = self._env, range(self._env.spec.lanes)
+    def __init__(self, spec: EnvSpec, connection: Connection, reply: int) -> None:
+        self.spec, self._connection, self._reply = spec, connection, reply
+        self._keys = RowKeys(spec)
+
+    def serve(self, bell: int) -> None:
+        """Do what the bell says until nobody is there to ring it."""
         while len(data := os.read(bell, BELL.size)) == BELL.size:
             what, place, step = BELL.unpack(data)
             if what == CALL:
                 name, arguments = self._connection.recv()
                 getattr(self, f"do_{name}")(*arguments)
                 send(self._connection, None)
-                continue
-            chosen: Sequence[int] = lanes if what == STEP else np.flatnonzero(self._some).tolist()
-            ended = env.step(chosen, self._rows[place][step])
-            if ended:
-                env.reset(ended, self._first)  # at once: it will be wanted, and the others may still be stepping
-            os.write(reply, DONE)
+            else:
+                self._obey(what, place, step)
 
     def do_begin(self, first: int, lanes: int) -> None:
-        self._from, self._to = first, first + self._env.spec.lanes
-        layout = Layout(self._env.spec.observation, 1, lanes, batched=True)
-        arrays = layout.arrays(self._files[1].map(max(layout.nbytes, 1))).values()
+        """Which lanes of all are ours: from now on `_first` and `_some` are what the parent sees."""
+        self._from, self._to = first, first + self.spec.lanes
+        layout = Layout(self.spec.observation, 1, lanes, batched=True)
+        arrays = layout.arrays(self.files[1].map(max(layout.nbytes, 1))).values()
         self._first = [array[0, self._from : self._to] for array in arrays]
-        self._some = self._files[2].map(lanes).view(np.bool_)[self._from : self._to]
+        self._some = self.files[2].map(lanes).view(np.bool_)[self._from : self._to]
+
+    def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int) -> list[Row]:
+        """Rows of a slot, of our lanes from `first` to `last`."""
+        arrays = layout.arrays(self.files[0].map(end)[start : start + layout.nbytes])
+        own = slice(self._from + first, self._from + last)
+        lanes = Layout(layout.columns, layout.steps, last - first, batched=True)
+        slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
+        return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
+
+    @abc.abstractmethod
+    def _obey(self, what: int, place: int, step: int) -> None: ...
+
+    @abc.abstractmethod
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        """A new slot, called `place`, in these bytes."""
+
+    @abc.abstractmethod
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        """How actions will look."""
+
+    @abc.abstractmethod
+    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """New episodes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the envs."""
+
+
+class LaneHost(Host):
+    """All lanes as one env, in the child's own thread."""
+
+    def __init__(self, env: Env, connection: Connection, reply: int) -> None:
+        super().__init__(env.spec, connection, reply)
+        self._env = env
+        self._rows: dict[int, list[Row]] = {}
+
+    def _obey(self, what: int, place: int, step: int) -> None:
+        chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
+        if what == BEGIN:
+            self._env.reset(chosen, self._first)
+        else:
+            ended = self._env.step(chosen, self._rows[place][step])
+            if ended:
+                self._env.reset(ended, self._first)  # at once: it will be wanted, and the others may still be stepping
+        os.write(self._reply, DONE)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        arrays = layout.arrays(self._files[0].map(end)[start : start + layout.nbytes])
-        own = Layout(layout.columns, layout.steps, self._env.spec.lanes, batched=True)
-        slot = Slot(own, place, {key: array[:, self._from : self._to] for key, array in arrays.items()})
-        self._rows[place] = list(slot.cut(self._keys, self._first))
+        self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes)
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
 
     def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._env.reset(lanes, self._first, seeds)
+
+    def close(self) -> None:
+        self._env.close()

@@ -10,7 +10,9 @@ import numpy as np
 
 from reap.children import StartMethod
 from reap.envs.base import EnvBase
-from reap.envs.process_lanes import ProcessLanes, ReadyProcessLanes
+from reap.envs.process_crew import ProcessCrew
+from reap.envs.process_lanes import ProcessLanes
+from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.errors import UsageError, WrongArgument
 
@@ -58,5 +60,7 @@ class ParallelEnv(EnvBase):
         options: dict[str, Any] = {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
         if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
             raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
-        env = ProcessLanes(shares, **options) if ready is None else ReadyProcessLanes(shares, ready, **options)
-        super().__init__(env, device=device)
+        if ready is None:
+            super().__init__(ProcessLanes(shares, **options), device=device)
+        else:
+            super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready, ready), device=device)

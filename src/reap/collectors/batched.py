@@ -1,0 +1,145 @@
+"""AsyncBatchedCollector: many envs elsewhere, one policy here, which answers whoever is ready.
+
+    envs in threads or processes ──► ready ──► one forward for all of them ──► actions ──► envs
+                                       └──► frames in the order in which they came ──► batch [frames_per_batch]
+
+The collecting loop is the batching server: there is no second thread between envs and policy, and no queue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from reap.backends.base import Rollout
+from reap.backends.inline import InlineBackend
+from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
+from reap.collectors.single import Collector
+from reap.envs import AsyncEnvPool
+from reap.errors import UsageError, WrongArgument
+from reap.trajectories import split_trajectories
+
+# The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
+_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
+    "compact_obs",
+    "interruptor",
+    "reset_when_done",
+    "return_same_td",
+    "set_truncated",
+}
+# Accepted so that scripts run unchanged: they tune queues and threads that are not here.
+_WITHOUT_EFFECT = (
+    "server_timeout",
+    "transport",
+    "env_exchange",
+    "transition_chunk_size",
+    "policy_backend",
+    "weight_sync",
+    "weight_sync_model_id",
+    "verbose",
+)
+
+
+class AsyncBatchedCollector(Collector):
+    """Collects from many envs at once; the policy decides about those that are ready.
+
+    >>> collector = AsyncBatchedCollector(
+    ...     create_env_fn=[lambda: GymEnv("CartPole-v1")] * 8, policy=policy, frames_per_batch=200, total_frames=10_000
+    ... )
+    >>> for batch in collector:
+    ...     batch["env_index"]                        # whose frame each is
+
+    A batch is a TensorDict `[frames_per_batch]` of frames in the order in which they came: each env's in order of time,
+    envs as they were ready, so that a slow one holds nobody up. The last batch is cut at `total_frames`.
+
+    Args:
+        create_env_fn: a list with one factory (or Gymnasium id) for each env.
+        policy: as for `Collector`; it acts in this process.
+        max_batch_size: the most envs the policy decides about at a time.
+        min_batch_size: the fewest.
+        env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute. `backend` is the same.
+        envs_per_worker: how many envs share a thread or process, and are stepped one after another.
+        worker_threads: with processes: each env in a thread of its own there, not one after another.
+        yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
+        **options: see `reap.collectors.options.Options`.
+    """
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        max_batch_size: int = 64,
+        min_batch_size: int = 1,
+        backend: str | None = None,
+        env_backend: str | None = None,
+        envs_per_worker: int = 1,
+        worker_threads: bool = False,
+        yield_completed_trajectories: bool = False,
+        **options: Any,
+    ) -> None:
+        self._why_closed = "it was never built"
+        name = type(self).__name__
+        for unused in _WITHOUT_EFFECT:
+            options.pop(unused, None)
+        if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
+            raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
+        if policy is not None and options.get("policy_factory") is not None:
+            raise WrongArgument("give policy or policy_factory, not both")
+        for what, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(f"{what} must be a whole number ≥ 1, got {size!r}")
+        if min_batch_size > max_batch_size:
+            raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
+        if yield_completed_trajectories:
+            if options.get("trajs_per_batch") is not None or options.get("split_trajs"):
+                raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
+            options.update(trajs_per_batch=1, traj_format="cat")
+        options.setdefault("track_policy_version", True)
+        settings = read_options(name, options, without=_WITHOUT)
+        self._prepare(settings)
+        device, _ = settings.devices
+        pool = functools.partial(
+            AsyncEnvPool,
+            list(create_env_fn),
+            backend=env_backend or backend or "threading",
+            envs_per_worker=envs_per_worker,
+            worker_threads=worker_threads,
+            min_ready=min_batch_size,
+            max_ready=max_batch_size,
+            create_env_kwargs=settings.create_env_kwargs,
+            timeout=settings.timeout,
+            max_frames_per_traj=settings.max_frames_per_traj,
+            start_method=settings.start_method,
+            num_sub_threads=settings.num_sub_threads,
+        )
+        plan = plan_for(
+            settings,
+            EnvMaker(pool, None, None),
+            PolicyMaker(policy, settings.policy_factory, device),
+            lambda lanes: settings.frames_per_batch,
+            device,
+        )
+        self._inline = InlineBackend(dataclasses.replace(plan, stream=True), source=policy)
+        self._backend = self._inline
+        self._inline.start()
+        self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
+
+    __init__.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[attr-defined]
+
+    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        """Cut at `total_frames`: there is no env whose share would be missing."""
+        beyond = self._frames - self.options.total
+        if beyond <= 0:
+            return batch
+        self._frames = int(self.options.total)
+        return batch[: -int(beyond)]
+
+    def _split(self, batch: TensorDictBase) -> TensorDictBase:
+        order = torch.argsort(batch["collector", "traj_ids"], stable=True)
+        return split_trajectories(batch[order], prefix="collector")

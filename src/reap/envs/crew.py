@@ -1,0 +1,124 @@
+"""Crew: lanes that somebody else steps, group by group. What threads and child processes have in common.
+
+    here                                         group 0          group 1            a group is stepped and answers
+    actions ──► row ──► ring([0], STEP) ─────────► its lanes                           as one; it may hold one lane
+                    └─► ring([1], STEP) ───────────────────────────► its lanes
+    results ◄── row ◄── answered() → [1] ◄────────────────────────── done
+                    ◄── answered() → [0] ◄────── done                                in the order in which they come
+
+There is one row, which everybody sees; a lane's part of it belongs to its group from the ring to the answer. A lane
+whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reap.core.env import Rows
+from reap.core.slot import Row
+from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.spec import EnvSpec, Key, Leaf
+
+Makers = Sequence[Sequence[tuple[Any, Mapping[str, Any]]]]  # group by group, lane by lane: a factory and its keywords
+
+
+def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]]:
+    """What groups of lanes look like as one env, and which of its lanes each group has."""
+    first, lanes, bounds = specs[0], 0, []
+    for n, spec in enumerate(specs):
+        for mine, other in (
+            (first.observation, spec.observation),
+            (first.action, spec.action),
+            (first.reward, spec.reward),
+        ):
+            if [(k, v.shape, v.dtype) for k, v in mine.items()] != [(k, v.shape, v.dtype) for k, v in other.items()]:
+                raise SpecMismatch(f"workers 0 and {n} have different envs: {first} and {spec}")
+        bounds.append((lanes, lanes + spec.lanes))
+        lanes += spec.lanes
+    if first.rows != "whole" or first.ready_of is not None:
+        raise UsageError("this env brings lanes of its own that skip steps; give it to a collector as it is")
+    joint = EnvSpec(
+        observation=first.observation,
+        action=first.action,
+        lanes=lanes,
+        batched=True,
+        reward=first.reward,
+        single_steps=all(spec.single_steps for spec in specs),
+        single_resets=all(spec.single_resets for spec in specs),
+        side=first.side,
+    )
+    return joint, bounds
+
+
+class Crew(abc.ABC):
+    """Groups of lanes elsewhere. `timeout` is how many seconds a group may take for one answer."""
+
+    spec: EnvSpec  # of all lanes, as if they were in step
+    bounds: list[tuple[int, int]]  # the lanes of each group: first, last + 1
+    first: Rows  # first observations of episodes
+    timeout: float | None
+
+    def __init__(self) -> None:
+        self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
+
+    @property
+    def away(self) -> int:
+        """How many groups are under way."""
+        return len(self._away)
+
+    def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
+        """Let groups do something with these lanes, or all of theirs (see lane_host.py). Nobody is waited for."""
+        now = time.monotonic()
+        for group in groups:
+            self._away[group] = now
+            self._ring_for(group, what, lanes)
+
+    def answered(self, *, wait: bool = True) -> list[int]:
+        """The groups that have answered, in the order in which they did; at least one, if it may wait."""
+        while True:
+            left = None if wait else 0.0
+            if self.timeout is not None:
+                longest, since = next(iter(self._away.items()))
+                over = since + self.timeout - time.monotonic()
+                if over <= 0:
+                    raise self._silence_of(longest, self.timeout)
+                left = over if wait else 0.0
+            found = self._answers(left)
+            for group in found:
+                del self._away[group]
+            if found or not wait:
+                return found
+
+    def gather(self) -> None:
+        """Wait until no group is under way; what they answer is not looked at."""
+        while self._away:
+            self.answered()
+
+    @abc.abstractmethod
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        """Learn how actions will look. No group may be under way."""
+
+    @abc.abstractmethod
+    def row(self) -> Row:
+        """The row everybody sees; another one after `expect`."""
+
+    @abc.abstractmethod
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        """New episodes in all lanes; their first observations are in `first` when this returns."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End everybody. May be called twice."""
+
+    @abc.abstractmethod
+    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None: ...
+
+    @abc.abstractmethod
+    def _answers(self, wait: float | None) -> list[int]:
+        """Groups that have answered, after so many seconds at most; errors of theirs are raised here."""
+
+    @abc.abstractmethod
+    def _silence_of(self, group: int, timeout: float) -> ReapError: ...

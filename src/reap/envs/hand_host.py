@@ -1,0 +1,97 @@
+"""A child process whose envs each have a thread: for envs that wait, away from the policy's interpreter.
+
+    bell ──► group ──► that group's thread steps on its lanes of the shared row ──► its number through the reply pipe
+
+The threads answer by themselves: the one that reads the bell only hands out work.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from reap.children import Raised, send
+from reap.core.slot import Layout, Row
+from reap.envs.lane_host import BEGIN, STEP, Host, live
+from reap.envs.thread_crew import ThreadCrew
+from reap.errors import ReapError
+from reap.spec import Key, Leaf
+
+ANSWER = struct.Struct("i")  # the number of a group, counted within its process
+RAISED = -1
+
+
+def serve_hands(
+    connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
+) -> None:
+    """The life of a child: a thread for each of its envs."""
+    live(connection, fds, threads, functools.partial(HandHost, connection, makers, limit))
+
+
+class HandHost(Host):
+    """Lanes of a child, in threads."""
+
+    def __init__(self, connection: Connection, makers: Any, limit: int | None, reply: int) -> None:
+        crew = self._crew = ThreadCrew([[one] for one in makers], limit=limit)
+        super().__init__(crew.spec, connection, reply)
+        self._rows: dict[int, list[Row]] = {}
+        self._pipe = _Answers(connection, reply, [first for first, _ in crew.bounds])
+
+    def _obey(self, what: int, place: int, step: int) -> None:
+        hand, lanes = self._crew.hands[step], None
+        if what != STEP:
+            lanes = (hand.first + np.flatnonzero(self._some[hand.first : hand.last])).tolist()
+        if what != BEGIN:
+            hand.row = self._rows[place][step]
+        hand.orders.put((what, lanes, None))
+
+    def do_begin(self, first: int, lanes: int) -> None:
+        super().do_begin(first, lanes)
+        for hand in self._crew.hands:
+            hand.into = [array[hand.first : hand.last] for array in self._first]
+            hand.answers = self._pipe
+
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        hands = self._crew.hands
+        self._rows[place] = [self._rows_of(layout, start, end, hand.first, hand.last)[0] for hand in hands]
+
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        for hand in self._crew.hands:
+            hand.env.expect(action)
+
+    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """All of them, and waited for: here, not by the parent."""
+        for hand in self._crew.hands:
+            hand.answers = self._crew.queue
+        self._crew.begin(seeds)
+        for hand in self._crew.hands:
+            hand.answers = self._pipe
+
+    def close(self) -> None:
+        self._crew.close()
+
+
+class _Answers:
+    """Where threads put their answers: a number in the reply pipe, an error in the connection before it."""
+
+    def __init__(self, connection: Connection, reply: int, firsts: Sequence[int]) -> None:
+        self._connection, self._reply, self._firsts = connection, reply, firsts
+        self._lock = threading.Lock()
+
+    def put(self, answer: tuple[int, Exception | None]) -> None:
+        number, error = answer
+        if error is None:
+            os.write(self._reply, ANSWER.pack(number))
+            return
+        if isinstance(error, ReapError) and error.lane is not None:
+            error.lane += self._firsts[number]
+        with self._lock:
+            send(self._connection, Raised.of(error, "the env"))
+            os.write(self._reply, ANSWER.pack(RAISED))

@@ -1,0 +1,139 @@
+"""Ready lanes: a crew's lanes as an env that answers whoever is ready (see core/ready.py).
+
+    row t     positions  [ group 5 | group 0 | group 7 ]     what the policy decides about, and is sent
+              next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
+    row t+1   positions  [ group 3 | group 5 |    ·    ]
+
+Rows are as wide as the most groups taken at a time, so that what the policy computes has one shape. A position nobody
+stands at holds a copy of the first, lane -1, and is no frame. Who will be ready cannot be known when results are
+written, so they come through the row that crew and env share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Layout, Row, Slot
+from reap.envs.crew import Crew
+from reap.envs.lane_host import STEP
+from reap.errors import UsageError
+from reap.spec import READY, Key, Leaf
+
+
+class ReadyLanes(Env):
+    """The lanes of a crew, those of `least` to `most` groups at a time."""
+
+    tidies = True
+
+    def __init__(self, crew: Crew, least: int, most: int) -> None:
+        self.crew, self._least, self._most = crew, least, most
+        sizes = {last - first for first, last in crew.bounds}
+        if len(sizes) != 1:
+            crew.close()
+            raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
+        each = sizes.pop()
+        self._lanes = [np.arange(first, last) for first, last in crew.bounds]
+        spec = crew.spec
+        self._lane, self._numbers = len(spec.observation), np.arange(spec.lanes)
+        self.spec = dataclasses.replace(
+            spec,
+            observation={**spec.observation, READY: Leaf((), torch.int64)},
+            lanes=most * each,
+            ready_of=spec.lanes,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=spec.side | {READY},
+        )
+        self._in_hand: list[int] = []  # groups, in the order of their positions
+        self._lanes_in_hand = np.zeros(0, np.int64)
+        self._answered: deque[int] = deque()  # not handed out yet
+        self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
+        self._began: tuple[Any, Any] | None = None
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self.crew.expect(action)
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        return Slot(layout, index)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
+        self.crew.gather()
+        self._answered.clear()
+        self.crew.begin(seeds)
+        groups = range(len(self._lanes))
+        self._take_in_hand(list(groups[: self._most]))
+        self._just_reset = deque(groups[self._most :])
+        for array, first in zip(into, (*self.crew.first, self._numbers)):
+            array[: len(self._lanes_in_hand)] = first[self._lanes_in_hand]
+
+    def _take_in_hand(self, groups: list[int]) -> None:
+        self._in_hand = groups
+        lanes = [self._lanes[group] for group in groups]
+        self._lanes_in_hand = lanes[0] if len(lanes) == 1 else np.concatenate(lanes)
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        self._row, shared, own = row, self.crew.row(), self._lanes_in_hand
+        for flag in (shared.done, shared.terminated, shared.truncated):
+            flag[own] = False
+        for mine, given in zip(shared.action, row.action):
+            mine[own] = given[: len(own)]
+        self.crew.ring(self._in_hand, STEP)
+
+    def recv(self) -> list[int]:
+        row, began = self._row, self._just_reset
+        assert row.mask is not None
+        if began:  # their first observations are all there is of them yet
+            self._take_in_hand([began.popleft() for _ in range(min(len(began), self._most))])
+            self._put(row, self.crew.first)
+            row.mask[:] = False
+            self._began = None
+            return []
+        answered = self._answered
+        while len(answered) < self._least:
+            answered += self.crew.answered()
+        if len(answered) < self._most and self.crew.away:
+            answered += self.crew.answered(wait=False)
+        self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
+        shared, own = self.crew.row(), self._lanes_in_hand
+        count = len(own)
+        self._put(row, shared.next)
+        row.mask[count:] = False
+        for mine, theirs in zip(row.rewards, shared.rewards):
+            mine[:count] = theirs[own]
+        done = shared.done[own]
+        self._began = None
+        if done.any():
+            row.done[:count], row.terminated[:count] = done, shared.terminated[own]
+            row.truncated[:count] = shared.truncated[own]
+            at = np.flatnonzero(done)
+            self._began = at, own[at]
+        return []  # nobody is to be reset: the crew has done it
+
+    def _put(self, row: Row, values: Rows) -> None:
+        """Observations of the lanes in hand; positions nobody stands at see what the first one sees."""
+        own = self._lanes_in_hand
+        count = len(own)
+        for array, value in zip(row.next, (*values, self._numbers)):
+            array[:count] = value[own]
+        if count < self.spec.lanes:
+            for array in row.next[: self._lane]:
+                array[count:] = array[0]
+            row.next[self._lane][count:] = -1
+
+    def tidy(self, row: Row) -> None:
+        if self._began is not None:
+            at, lanes = self._began
+            for after, first in zip(row.after, self.crew.first):
+                after[at] = first[lanes]
+
+    def close(self) -> None:
+        self.crew.close()

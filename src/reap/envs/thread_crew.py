@@ -1,0 +1,184 @@
+"""A crew of threads in this process: one per group. For envs that wait (for a simulator, a socket, a GPU).
+
+Threads share the interpreter: envs that compute in Python step one after another, whatever their number, and are better
+kept in processes. A thread cannot be ended from outside either: an env that hangs is reported, and its thread left
+behind when the crew closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reap.core.env import Env
+from reap.core.policy import RandomActions
+from reap.core.rollout import columns_of, current_for
+from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.envs.crew import Crew, Makers, joint_spec
+from reap.envs.lane_host import BEGIN, built
+from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.spec import Key, Leaf
+
+_DEADLINE = 5.0
+
+
+class Hand:
+    """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
+
+    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any) -> None:
+        self.number, self.first, self.last = number, 0, 0
+        self._makers, self._limit, self.answers = makers, limit, answers
+        self.orders: queue.SimpleQueue[tuple[int, Sequence[int] | None, Any] | None] = queue.SimpleQueue()
+        self.env: Env
+        self.row: Row
+        self.into: list[np.ndarray[Any, Any]] = []
+        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        try:
+            env = self.env = built(self._makers, self._limit)
+        except Exception as error:
+            self.answers.put((self.number, error))
+            return
+        try:
+            self.answers.put((self.number, None))
+            while (order := self.orders.get()) is not None:
+                try:
+                    self._obey(env, *order)
+                except Exception as error:
+                    self.answers.put((self.number, error))
+                else:
+                    self.answers.put((self.number, None))
+        finally:
+            env.close()
+
+    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None, seeds: Any) -> None:
+        chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
+        if what == BEGIN:
+            env.reset(chosen, self.into, seeds)
+        else:
+            ended = env.step(chosen, self.row)
+            if ended:
+                env.reset(ended, self.into)  # at once: it will be wanted, and the others may still be stepping
+
+    @property
+    def name(self) -> str:
+        lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
+        return f"of {lanes} (thread {self.thread.name})"
+
+    def stack(self) -> str:
+        """Where the thread is right now."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+class ThreadCrew(Crew):
+    """Lanes in threads."""
+
+    def __init__(self, makers: Makers, *, timeout: float | None = None, limit: int | None = None) -> None:
+        super().__init__()
+        self.timeout = timeout
+        self.queue: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self._action: dict[Key, Leaf] | None = None
+        self._row: Row | None = None
+        self.hands: list[Hand] = []
+        try:
+            for n, own in enumerate(makers):
+                self._away[n] = time.monotonic()
+                self.hands.append(Hand(n, own, limit, self.queue))
+                self.gather()  # one after another: imports that go in circles fail when threads meet in them
+            self.spec, self.bounds = joint_spec([hand.env.spec for hand in self.hands])
+        except BaseException:
+            self.close()
+            raise
+        self.first = current_for(self.spec.observation, self.spec.lanes)
+        for hand, (first, last) in zip(self.hands, self.bounds):
+            hand.first, hand.last = first, last
+            hand.into = [array[first:last] for array in self.first]
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        if self._action == dict(action):
+            return
+        self._action = dict(action)
+        columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
+        whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
+        keys = RowKeys(self.spec)
+        for hand in self.hands:
+            hand.env.expect(action)
+            layout = Layout(columns, 1, hand.last - hand.first, batched=True)
+            own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
+            (hand.row,) = own.cut(keys, hand.into)
+        (self._row,) = whole.cut(keys, self.first)
+
+    def row(self) -> Row:
+        assert self._row is not None
+        return self._row
+
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        self.gather()
+        for n, hand in enumerate(self.hands):
+            self._away[n] = time.monotonic()
+            hand.orders.put((BEGIN, None, None if seeds is None else seeds[hand.first : hand.last]))
+        self.gather()
+
+    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+        self.hands[group].orders.put((what, lanes, None))
+
+    def _answers(self, wait: float | None) -> list[int]:
+        answers, found = self.queue, []
+        if answers.empty():
+            try:
+                found.append(answers.get(wait != 0, wait))
+            except queue.Empty:
+                return []
+        found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
+        for group, error in found:
+            if error is not None:
+                raise self._named(error, self.hands[group])
+        return [group for group, _ in found]
+
+    @staticmethod
+    def _named(error: Exception, hand: Hand) -> ReapError:
+        if not isinstance(error, ReapError):
+            told = WorkerRaised(f"the env raised {error!r}")
+            told.__cause__ = error
+            error = told
+        if error.lane is not None:
+            error.lane += hand.first
+        return error.at(worker=hand.name)
+
+    def _silence_of(self, group: int, timeout: float) -> ReapError:
+        hand = self.hands[group]
+        error = WorkerSilent(f"sent nothing for {timeout:.1f} s (timeout={timeout}); its stack:\n{hand.stack()}")
+        return error.at(worker=hand.name)
+
+    def close(self) -> None:
+        hands, self.hands = self.hands, []
+        for hand in hands:
+            hand.orders.put(None)
+        deadline = time.monotonic() + _DEADLINE
+        others = [hand for hand in hands if hand.thread is not threading.current_thread()]  # a finalizer runs anywhere
+        for hand in others:
+            hand.thread.join(max(0.0, deadline - time.monotonic()))
+        for hand in others:
+            if hand.thread.is_alive():
+                warnings.warn(
+                    f"the thread {hand.name} is still inside its env after {_DEADLINE:.0f} s, and no thread can be "
+                    f"ended from outside; it is left behind, at:\n{hand.stack()}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

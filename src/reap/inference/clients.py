@@ -1,0 +1,185 @@
+"""Clients: policies whose work is done by an InferenceServer, in this process or another.
+
+A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
+collector, and one for processes may be sent to its workers: it connects when it is first used, wherever it is then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from reap.children import Raised
+from reap.errors import ServerGone, WrongArgument
+from reap.inference.requests import Columns, Line, Request
+from reap.spec import Key, as_key, show_keys
+
+
+class Ask(Protocol):
+    """A way to a server."""
+
+    in_keys: Sequence[Key] | None
+
+    def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
+        """Outputs for rows of input, and the version that computed them."""
+
+    def close(self) -> None:
+        """Leave. May be called twice."""
+
+
+class PolicyClient:
+    """A policy that asks an InferenceServer.
+
+    >>> client = server.client()
+    >>> td = client(TensorDict({"observation": torch.zeros(4)}))     # one row, or any number of them
+    >>> td["action"], td["policy_version"]
+
+    One call at a time: give each thread and each process a client of its own.
+    """
+
+    def __init__(self, ask: Ask, policy_version_key: Any = "policy_version") -> None:
+        self._ask, self._version_key = ask, policy_version_key
+
+    def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """A copy of `tensordict` with what the policy wrote."""
+        keys = self._ask.in_keys
+        keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
+        absent = [key for key in keys if tensordict.get(key, None) is None]
+        if absent:
+            raise WrongArgument(f"the policy reads {show_keys(absent)}; given are {list(tensordict.keys(True, True))}")
+        if tensordict.ndim > 1:
+            return self(tensordict.reshape(-1)).reshape(tensordict.shape)
+        size = len(tensordict) if tensordict.ndim else None
+        device = tensordict.device
+        outputs, version = self._ask({key: tensordict.get(key).detach().cpu() for key in keys}, size)
+        out = tensordict.copy()
+        for key, value in outputs.items():
+            out.set(key, value if device is None else value.to(device))
+        if self._version_key is not None:
+            out.set(self._version_key, torch.full(tensordict.batch_size, version, dtype=torch.int64, device=device))
+        return out
+
+    def close(self) -> None:
+        """Leave: the server does not count on this client any more. May be called twice."""
+        self._ask.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+class ThreadLine:
+    """The way to a server in this process."""
+
+    def __init__(self, line: Line, in_keys: Sequence[Key] | None, server: Any) -> None:
+        self.in_keys = in_keys
+        self._server = server  # which lives as long as somebody may ask
+        self._line: Line | None = line
+        self._number = line.enter()
+
+    def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
+        if self._line is None:
+            raise ServerGone("this client is closed; ask the server for another")
+        request = Request(self._number, inputs, size)
+        self._line.put(request)
+        return request.result()
+
+    def close(self) -> None:
+        line, self._line, self._server = self._line, None, None
+        if line is not None:
+            line.leave(self._number)
+
+    def __reduce__(self) -> Any:
+        raise WrongArgument("this client is for threads of the server's process; others need server.client('process')")
+
+
+class ProcessLine:
+    """The way to a server in another process. Connects when it is first used, again after it was sent elsewhere."""
+
+    def __init__(self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None) -> None:
+        self.in_keys = in_keys
+        self._address, self._key = address, key
+        self._open: tuple[int, Connection] | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return ProcessLine, (self._address, self._key, self.in_keys)
+
+    def _connection(self) -> Connection:
+        if self._open is not None and self._open[0] == os.getpid():
+            return self._open[1]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
+            one.connect(self._address)
+            connection = Connection(one.detach())
+        answer_challenge(connection, self._key)
+        deliver_challenge(connection, self._key)
+        self._open = os.getpid(), connection
+        return connection
+
+    def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
+        with self._lock:
+            try:
+                connection = self._connection()
+                connection.send_bytes(pickle.dumps((packed(inputs), size)))
+                columns, version, error = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError) as cause:
+                self._hang_up()
+                raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
+        if error is not None:
+            raise error.unpack()
+        return unpacked(columns), version
+
+    def _hang_up(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()
+
+    def close(self) -> None:
+        self._hang_up()
+
+
+Packed = list[tuple[Key, torch.dtype, tuple[int, ...], bytes]]
+
+
+def packed(columns: Columns) -> Packed:
+    """Tensors as bytes. Not pickled as tensors: those would be shared, not sent."""
+    flat = {key: value.contiguous().reshape(-1) for key, value in columns.items()}
+    return [
+        (key, value.dtype, tuple(columns[key].shape), value.view(torch.uint8).numpy().tobytes())
+        for key, value in flat.items()
+    ]
+
+
+def unpacked(columns: Packed) -> dict[Key, Tensor]:
+    """The counterpart of `packed`."""
+    found = {}
+    for key, dtype, shape, data in columns:
+        empty = torch.empty(shape, dtype=dtype)
+        found[key] = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else empty
+    return found
+
+
+def reply(columns: Columns, version: int) -> bytes:
+    """An answer, as bytes."""
+    return pickle.dumps((packed(columns), version, None))
+
+
+def refusal(error: Exception) -> bytes:
+    """An error in place of an answer, as bytes."""
+    return pickle.dumps(([], 0, Raised.of(error, "the inference server")))
+
+
+def request_from(data: bytes) -> tuple[Mapping[Key, Tensor], int | None]:
+    """What a client asks, from bytes."""
+    columns, size = pickle.loads(data)
+    return unpacked(columns), size

@@ -1,0 +1,117 @@
+"""Requests: what one client asks, and the line in which it waits with others.
+
+client ──► Request ──► Line ──► a batch leaves ──► Request.answer ──► client
+                                when it is full, or
+                                when the oldest has waited `timeout`, or
+                                when every client is waiting: nobody else can come
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from reap.errors import ReapError, ServerGone
+from reap.spec import Key
+
+Columns = Mapping[Key, Tensor]
+
+
+class Request:
+    """Rows of input, waiting for rows of output. `size` None: one row, without a dimension for it."""
+
+    def __init__(self, client: int, inputs: Columns, size: int | None) -> None:
+        self.client, self.inputs, self.size = client, inputs, size
+        self.rows = 1 if size is None else size
+        self.since = time.monotonic()
+        self._answer: tuple[Columns, int] | ReapError | None = None
+        self._bell = threading.Event()
+
+    def answer(self, what: tuple[Columns, int] | ReapError) -> None:
+        """Outputs and the version that computed them; or why there are none."""
+        self._answer = what
+        self._bell.set()
+
+    def result(self) -> tuple[Columns, int]:
+        """Wait for the answer."""
+        self._bell.wait()  # whoever ends the server answers everybody first
+        if isinstance(self._answer, ReapError):
+            raise self._answer
+        assert self._answer is not None
+        return self._answer
+
+
+class Line:
+    """Requests that wait, and the clients that could send more."""
+
+    def __init__(self, most: int, enough: int, timeout: float) -> None:
+        self._most, self._enough, self._timeout = most, enough, timeout
+        self._waiting: deque[Request] = deque()
+        self._clients: set[int] = set()
+        self._changed = threading.Condition()
+        self._closed: str | None = None
+        self._next = 0
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return len(self._clients)
+
+    def enter(self) -> int:
+        """A new client; its number."""
+        with self._changed:
+            self._next += 1
+            self._clients.add(self._next)
+            return self._next
+
+    def leave(self, client: int) -> None:
+        """A client is gone, and what it asked for with it."""
+        with self._changed:
+            self._clients.discard(client)
+            self._waiting = deque(request for request in self._waiting if request.client != client)
+            self._changed.notify()
+
+    def put(self, request: Request) -> None:
+        """A request waits from now on."""
+        with self._changed:
+            if self._closed is not None:
+                raise ServerGone(self._closed)
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def take(self) -> list[Request]:
+        """The next batch, when it leaves; empty when the line is closed."""
+        with self._changed:
+            while self._closed is None and not self._leaves():
+                left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None
+                self._changed.wait(left)
+            batch: list[Request] = []
+            rows = 0
+            while self._closed is None and self._waiting:
+                rows += self._waiting[0].rows
+                if batch and rows > self._most:
+                    break
+                batch.append(self._waiting.popleft())
+            return batch
+
+    def _leaves(self) -> bool:
+        if not self._waiting:
+            return False
+        if sum(request.rows for request in self._waiting) >= self._enough:
+            return True
+        if time.monotonic() - self._waiting[0].since >= self._timeout:
+            return True
+        return len({request.client for request in self._waiting}) >= len(self._clients)
+
+    def close(self, why: str) -> None:
+        """Nobody is answered any more: those that wait are told so, and those that come."""
+        with self._changed:
+            self._closed = self._closed or why
+            waiting, self._waiting = self._waiting, deque()
+            self._changed.notify_all()
+        for request in waiting:
+            request.answer(ServerGone(self._closed))

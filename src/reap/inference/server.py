@@ -1,0 +1,319 @@
+"""InferenceServer: one policy in one thread, which answers whoever asks, many at a time.
+
+    thread clients  ──────────────────────► line ──► batch ──► pad to a bucket ──► policy ──► rows back to each
+    process clients ──► socket ──► desk ──►  ▲                    │
+                                             └── weights are exchanged here, between two batches, never inside one
+
+Guarantees: a request is answered exactly once, by one version of the weights, which its answer names. A policy that
+raises fails the requests of that batch and no others. `shutdown` answers everybody who waits, with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import warnings
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from reap.core.as_policy import takes_tensordict
+from reap.core.exploration import exploration_type as as_exploration
+from reap.core.exploration import exploring
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
+from reap.inference.desk import Desk
+from reap.inference.requests import Columns, Line, Request
+from reap.spec import AnyKey, Key, as_key, private, show_keys
+from reap.weights import local
+
+_DEADLINE = 5.0
+_WINDOW = 1024
+
+
+class InferenceServer:
+    """Answers the requests of many clients with few calls of one policy.
+
+    >>> with InferenceServer(policy, max_batch_size=64, timeout=0.01) as server:
+    ...     client = server.client()                 # one for each thread; client("process") for other processes
+    ...     td = client(td)                          # observations in, what the policy wrote out
+
+    Args:
+        policy: a TensorDictModule, or a module or function of the tensors of `in_keys`.
+        policy_factory: makes the policy, in place of `policy`.
+        max_batch_size: the most rows computed at once.
+        min_batch_size: compute as soon as so many wait; None: as many as `max_batch_size`.
+        timeout: seconds the oldest request waits for others to come.
+        buckets: sizes batches are padded to, so that a compiled or recorded policy sees few shapes; True: powers of 2.
+        device: where the policy runs; it is copied there only if it lives elsewhere.
+        exploration_type: how probabilistic policies sample; RANDOM by default.
+        in_keys: what is sent to it, where the policy does not say; None: "observation", or all for TensorDict policies.
+    """
+
+    def __init__(
+        self,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        max_batch_size: int = 64,
+        min_batch_size: int | None = None,
+        timeout: float = 0.01,
+        buckets: Sequence[int] | bool | None = None,
+        device: Any = None,
+        exploration_type: InteractionType | str | None = InteractionType.RANDOM,
+        in_keys: Sequence[AnyKey] | None = None,
+    ) -> None:
+        if (policy is None) == (policy_factory is None):
+            raise WrongArgument("InferenceServer needs either policy or policy_factory")
+        for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", min_batch_size or 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        if (min_batch_size or 1) > max_batch_size:
+            raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
+            raise UsageError(f"timeout must be a number of seconds ≥ 0, got {timeout!r}")
+        self._buckets = _buckets(buckets, max_batch_size)
+        self._device = torch.device(device) if device is not None else None
+        made = policy if policy_factory is None else policy_factory()
+        if not callable(made):
+            raise WrongArgument(f"policy must be a module or a callable, got {type(made).__name__}")
+        self._source = made
+        self.policy = local.placed(made, self._device)
+        self._kind = as_exploration(exploration_type)
+        self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
+        declared = in_keys if in_keys is not None else getattr(made, "in_keys", None)
+        if declared is None and not self._whole:
+            declared = ["observation"]
+        self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
+        self._line = Line(max_batch_size, min_batch_size or max_batch_size, timeout)
+        self._weights = threading.Lock()
+        self._version = 0
+        self._sizes: Counter[int] = Counter()
+        self._waits: deque[float] = deque(maxlen=_WINDOW)
+        self._forwards: deque[float] = deque(maxlen=_WINDOW)
+        self._requests = self._batches = 0
+        self._busy, self._began = 0.0, time.monotonic()
+        self._desk: Desk | None = None
+        self._thread: threading.Thread | None = None
+        self._why_closed: str | None = None
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Begin to answer. `client` and `with` do it by themselves."""
+        if self._why_closed is not None:
+            raise WrongState(f"this InferenceServer is closed: {self._why_closed}; make a new one")
+        if self._thread is None:
+            self._began = time.monotonic()
+            serve = functools.partial(_serve, weakref.ref(self), self._line)
+            self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
+            self._thread.start()
+        return self
+
+    def client(
+        self, kind: Literal["thread", "process"] = "thread", *, policy_version_key: Any = "policy_version"
+    ) -> Any:
+        """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
+
+        `policy_version_key` is where answers name the version that computed them; None: nowhere, as a collector wants
+        it, which has a column of that name.
+        """
+        self.start()
+        if kind == "thread":
+            return PolicyClient(ThreadLine(self._line, self.in_keys, self), policy_version_key)
+        if kind != "process":
+            raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
+        if self._desk is None:
+            self._desk = Desk(self._line)
+        return PolicyClient(ProcessLine(self._desk.address, self._desk.key, self.in_keys), policy_version_key)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it answers."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def shutdown(self) -> None:
+        """Stop answering; those that wait get an error. May be called twice."""
+        self._close("it was shut down")
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_DEADLINE)
+            if thread.is_alive():
+                warnings.warn(
+                    f"the policy of an InferenceServer did not return within {_DEADLINE:.0f} s; its thread is left",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _close(self, why: str) -> None:
+        self._why_closed = self._why_closed or why
+        self._line.close(f"the inference server does not answer any more: {self._why_closed}")
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            desk.close(_DEADLINE)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.shutdown()
+
+    # ---- weights and numbers --------------------------------------------------------------------------------------
+
+    def update_policy_weights_(self, weights: Any = None) -> int:
+        """New weights for the batches to come: a module, a TensorDict, a state dict; None: the given policy's own.
+
+        Waits for the batch that is being computed; returns the new version.
+        """
+        if not isinstance(self.policy, nn.Module):
+            raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
+        given = self._source if weights is None else weights
+        with self._weights:
+            if given is not self.policy:
+                local.load(self.policy, given)
+            self._version += 1
+            return self._version
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were updated; 0 is the policy as constructed."""
+        return self._version
+
+    def stats(self) -> dict[str, Any]:
+        """Counts so far, and times of the last thousand requests: what batches are like, who waits for whom."""
+        waits, forwards = np.array(self._waits or [0.0]) * 1000, np.array(self._forwards or [0.0]) * 1000
+        alive = max(time.monotonic() - self._began, 1e-9)
+        return {
+            "requests": self._requests,
+            "batches": self._batches,
+            "mean_batch_size": sum(n * c for n, c in self._sizes.items()) / max(self._batches, 1),
+            "batch_sizes": dict(sorted(self._sizes.items())),
+            "queue_ms_p50": float(np.median(waits)),
+            "queue_ms_p95": float(np.percentile(waits, 95)),
+            "forward_ms_p50": float(np.median(forwards)),
+            "forward_ms_p95": float(np.percentile(forwards, 95)),
+            "utilisation": min(1.0, self._busy / alive),
+            "policy_version": self._version,
+            "clients": self._line.clients,
+        }
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def answer(self, batch: list[Request]) -> None:
+        """One batch, by one version of the weights."""
+        began = time.monotonic()
+        try:
+            with self._weights, torch.no_grad(), exploring(self._kind):
+                outputs = self._forward(_joined(batch))
+                version = self._version
+            answers = _split(outputs, batch)
+        except Exception as cause:
+            for request in batch:  # one error each: they are raised in different threads
+                request.answer(_told(cause))
+            return
+        finally:
+            ended = time.monotonic()
+            self._busy += ended - began
+            self._forwards.append(ended - began)
+            self._waits.extend(began - request.since for request in batch)
+            self._sizes[sum(request.rows for request in batch)] += 1
+            self._requests, self._batches = self._requests + len(batch), self._batches + 1
+        for request, columns in zip(batch, answers):
+            request.answer((columns, version))
+
+    def _forward(self, inputs: Columns) -> dict[Key, Tensor]:
+        rows = len(next(iter(inputs.values())))
+        size = next((bucket for bucket in self._buckets if bucket >= rows), rows)
+        if size > rows:
+            inputs = {k: torch.cat([v, v[-1:].expand(size - rows, *v.shape[1:])]) for k, v in inputs.items()}
+        if self._device is not None:
+            inputs = {key: value.to(self._device) for key, value in inputs.items()}
+        found: Mapping[Key, Any]
+        if self._whole:
+            td = TensorDict({}, batch_size=[size], device=self._device)
+            for key, value in inputs.items():
+                td.set(key, value)
+            out = self.policy(td)
+            out = td if out is None else out
+            if not isinstance(out, TensorDictBase):
+                raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+            written = [as_key(k) for k in getattr(self.policy, "out_keys", ())] or [
+                k for k in map(as_key, out.keys(True, True)) if k not in inputs
+            ]
+            found = {key: out.get(key) for key in written if not private(key)}
+        else:
+            out = self.policy(*inputs.values())
+            values = out if isinstance(out, tuple) else (out,)
+            found = {("action",) if n == 0 else (f"output{n}",): value for n, value in enumerate(values)}
+        for key, value in found.items():
+            if not isinstance(value, Tensor) or value.shape[:1] != (size,):
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise SpecMismatch(f"policy writes {show_keys([key])} as {got}; {size} rows need [{size}, …]")
+        return {key: value[:rows].cpu() for key, value in found.items()}
+
+
+def _serve(server: weakref.ref[InferenceServer], line: Line) -> None:
+    """The life of the thread. It does not hold the server: one that nobody holds ends, and its thread with it."""
+    try:
+        while batch := line.take():
+            owner = server()
+            if owner is None:
+                break
+            owner.answer(batch)
+            del owner
+    finally:  # also of an end nobody foresaw: no client is left waiting
+        line.close("the inference server does not answer any more: its thread has ended")
+
+
+def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
+    if given is None or given is False:
+        return []
+    if given is True:
+        return sorted({*(1 << n for n in range(most.bit_length()) if 1 << n < most), most})
+    sizes = sorted(given)
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise UsageError(f"buckets must hold whole numbers ≥ 1, got {given!r}")
+    if sizes[-1:] < [most]:
+        raise UsageError(f"the largest of buckets must hold max_batch_size={most}, got {given!r}")
+    return sizes
+
+
+def _joined(batch: list[Request]) -> Columns:
+    first = batch[0].inputs
+    for request in batch:
+        if request.inputs.keys() != first.keys():
+            raise SpecMismatch(f"requests differ: {show_keys(first)} and {show_keys(request.inputs)} in one batch")
+    return {
+        key: torch.cat([r.inputs[key] if r.size is not None else r.inputs[key].unsqueeze(0) for r in batch])
+        for key in first
+    }
+
+
+def _split(outputs: Columns, batch: list[Request]) -> list[Columns]:
+    at = 0
+    found: list[Columns] = []
+    for request in batch:
+        own: Any = at if request.size is None else slice(at, at + request.rows)
+        found.append({key: value[own] for key, value in outputs.items()})
+        at += request.rows
+    return found
+
+
+def _told(cause: Exception) -> ReapError:
+    error = WorkerRaised(f"the policy of the inference server raised {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,233 @@
+"""AsyncEnvPool by hand: sent to one by one, answering in the order in which they are ready."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from reap.envs import AsyncEnvPool, GymEnv, TorchCartPole, TorchEnv
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
+from reap.testing import CountingEnv, FaultyEnv, no_leaks
+
+BACKENDS = ("threading", "multiprocessing")
+LENGTHS = ((3, 1), (2,), (4,), (2, 5))
+
+
+def makers(lengths=LENGTHS):
+    return [lambda one=one, lane=lane: GymEnv(CountingEnv(one, lane)) for lane, one in enumerate(lengths)]
+
+
+def actions(values, **more):
+    return TensorDict({"action": torch.tensor(values, dtype=torch.float32)[:, None], **more}, [len(values)])
+
+
+@pytest.mark.parametrize(
+    ("backend", "per_worker", "threads"),
+    [("threading", 1, False), ("threading", 2, False), ("multiprocessing", 3, False), ("multiprocessing", 2, True)],
+)
+def test_every_env_goes_its_own_way(backend, per_worker, threads):
+    """Random subsets are sent and received; each env reports what CountingEnv predicts, reset by hand when it ends."""
+    rng = np.random.default_rng(0)
+    with no_leaks():
+        pool = AsyncEnvPool(makers(), backend=backend, envs_per_worker=per_worker, worker_threads=threads)
+        pool.async_reset_send()
+        td = pool.async_reset_recv(min_get=4)
+        assert sorted(td["env_index"].tolist()) == [0, 1, 2, 3]
+        at = dict.fromkeys(range(4), (0, 0))
+        idle, away, over = {0, 1, 2, 3}, set(), set()
+        for _ in range(150):
+            to_step = [int(n) for n in rng.permutation(sorted(idle - over))[: rng.integers(0, 3)]]
+            if to_step:
+                pool.async_step_send(actions(to_step, mark=torch.tensor(to_step)), env_index=to_step)
+                idle, away = idle - {*to_step}, away | {*to_step}
+            for lane in sorted(over):
+                pool.async_reset_send(env_index=lane)
+                first = pool.async_reset_recv(env_index=lane)
+                at[lane] = at[lane][0] + 1, 0
+                assert first["observation"].tolist() == [[lane, at[lane][0], 0]]
+            over.clear()
+            if not away:
+                continue
+            back = pool.async_step_recv(min_get=int(rng.integers(1, len(away) + 1)), max_get=3)
+            for frame in back.unbind(0):
+                lane = int(frame["env_index"])
+                episode, t = at[lane]
+                length = LENGTHS[lane][episode % len(LENGTHS[lane])]
+                assert frame["mark"] == lane == frame["action"]
+                assert frame["next", "observation"].tolist() == [lane, episode, t + 1]
+                assert frame["next", "reward"].tolist() == [t + 1 + lane / 8]
+                assert bool(frame["next", "done"]) is (t + 1 == length)
+                assert bool(frame["next", "terminated"]) is (t + 1 == length and episode % 2 == 0)
+                at[lane] = episode, t + 1
+                away, idle = away - {lane}, idle | {lane}
+                if t + 1 == length:
+                    over.add(lane)
+        assert min(episode for episode, _ in at.values()) > 3
+        pool.close()
+        del pool  # whoever keeps it keeps the memory it shares
+
+
+def test_answers_come_in_the_order_in_which_they_are_ready():
+    gates = [threading.Event() for _ in range(3)]
+
+    class Gated(CountingEnv):
+        def step(self, action):
+            gates[self.lane].wait(20)
+            return super().step(action)
+
+    with AsyncEnvPool([lambda n=n: GymEnv(Gated((9,), n)) for n in range(3)]) as pool:
+        pool.reset()
+        pool.async_step_send(actions([0, 1, 2]))
+        for lane in (2, 0, 1):
+            gates[lane].set()
+            assert pool.async_step_recv()["env_index"].tolist() == [lane]
+
+
+def test_threads_of_a_process_step_at_the_same_time():
+    class Meets(CountingEnv):
+        def step(self, action):
+            vars(threading).setdefault("_reap_test", threading.Barrier(2)).wait(10)  # one for all envs of a process
+            return super().step(action)
+
+    make = [lambda n=n: GymEnv(Meets((9,), n)) for n in range(2)]
+    with AsyncEnvPool(make, backend="multiprocessing", envs_per_worker=2, worker_threads=True) as pool:
+        pool.reset()
+        assert pool.step(actions([0, 0]))["next", "observation"][:, 2].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_together(backend):
+    with AsyncEnvPool(makers(), backend=backend, envs_per_worker=2) as pool:
+        assert pool.batch_size == torch.Size([4])
+        pool.set_seed(5)
+        td = pool.reset()
+        assert td["observation"].tolist() == [[n, 0, 0] for n in range(4)]
+        td = pool.step(pool.rand_action(td))
+        assert td["next", "observation"].tolist() == [[n, 0, 1] for n in range(4)]
+        assert td["next", "done"].shape == (4, 1)
+
+
+def test_wrong_calls_say_what_to_do():
+    with AsyncEnvPool(makers()) as pool:
+        with pytest.raises(WrongState, match=r"no env has begun an episode; call reset\(\)"):
+            pool.async_step_send(actions([0, 1, 2, 3]))
+        pool.reset()
+        with pytest.raises(WrongState, match="async_step_recv waits for 1 answers, but 0 were sent for"):
+            pool.async_step_recv()
+        pool.async_step_send(actions([0.0]), env_index=1)
+        with pytest.raises(WrongState, match="env 1 is under way already"):
+            pool.async_step_send(actions([0.0]), env_index=1)
+        with pytest.raises(WrongState, match="waits for 2 answers, but 1 were sent for"):
+            pool.async_step_recv(min_get=2)
+        with pytest.raises(WrongState, match=r"reset\(\) is for all envs, but env 1 is under way"):
+            pool.reset()
+        pool.async_step_recv()
+        with pytest.raises(UsageError, match=r"env_index must hold numbers between 0 and 3, got \[4\]"):
+            pool.async_step_send(actions([0.0]), env_index=4)
+        with pytest.raises(UsageError, match="names an env twice"):
+            pool.async_step_send(actions([0.0, 0.0]), env_index=[1, 1])
+        with pytest.raises(SpecMismatch, match=r"2 envs are sent to, but the tensordict is \[1\]"):
+            pool.async_step_send(actions([0.0]), env_index=[0, 1])
+        with pytest.raises(WrongArgument, match="a step needs 'action'"):
+            pool.async_step_send(TensorDict({"act": torch.zeros(1, 1)}, [1]), env_index=0)
+    with pytest.raises(WrongState, match="closed"):
+        pool.reset()
+    with pytest.raises(WrongArgument, match="create_env_fns must be a list"):
+        AsyncEnvPool(makers()[0])
+    with pytest.raises(UsageError, match="did you mean 'threading'"):
+        AsyncEnvPool(makers(), backend="thread")
+    with pytest.raises(UsageError, match="envs_per_worker must be a whole number ≥ 1, got 0"):
+        AsyncEnvPool(makers(), envs_per_worker=0)
+    with pytest.raises(UsageError, match="worker_threads are threads of processes"):
+        AsyncEnvPool(makers(), worker_threads=True)
+    with pytest.raises(SpecMismatch, match="workers 0 and 1 have different envs"):
+        AsyncEnvPool([lambda: GymEnv("CartPole-v1"), lambda: GymEnv("Pendulum-v1")])
+    with AsyncEnvPool([lambda: TorchEnv(TorchCartPole(3))]) as pool:
+        pool.reset()
+        with pytest.raises(UsageError, match="envs 0 to 2 step all at once"):
+            pool.async_step_send(TensorDict({"action": torch.zeros(1, dtype=torch.int64)}, [1]), env_index=0)
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+def faulty(fault, where="step"):
+    """Two good envs, and between them one that fails at its second step."""
+    good = makers(((9,), (9,)))
+    return [good[0], lambda: GymEnv(FaultyEnv(CountingEnv((9,), 1), at=1, fault=fault, where=where)), good[1]]
+
+
+def until_it_fails(pool):
+    pool.reset()
+    for _ in range(3):
+        pool.step(actions([0, 0, 0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_env_that_raises_is_named(backend):
+    with no_leaks():
+        pool = AsyncEnvPool(faulty("raise"), backend=backend)
+        with pytest.raises(WorkerRaised, match=r"lanes 1 to 1.*lane 1.*an injected fault") as caught:
+            until_it_fails(pool)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        pool.close()
+        del pool, caught
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_env_that_cannot_be_built_is_named(backend):
+    def broken():
+        raise OSError("no such simulator")
+
+    with no_leaks(), pytest.raises(WorkerRaised, match="no such simulator"):
+        AsyncEnvPool([*makers(), broken], backend=backend)
+
+
+def test_a_process_that_dies_is_named():
+    with no_leaks():
+        pool = AsyncEnvPool(faulty("kill"), backend="multiprocessing")
+        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*SIGKILL"):
+            until_it_fails(pool)
+        pool.close()
+        del pool
+
+
+def test_a_process_that_hangs_is_named_while_the_others_go_on():
+    with no_leaks():
+        pool = AsyncEnvPool(faulty("hang"), backend="multiprocessing", timeout=0.5)
+        pool.reset()
+        pool.step(actions([0, 0, 0]))
+        pool.async_step_send(actions([0, 0, 0]))
+        with pytest.raises(WorkerSilent, match=r"(?s)lanes 1 to 1 .*sent nothing for 0\.5 s .*faults\.py"):
+            while True:  # the others answer whatever the one does
+                lanes = pool.async_step_recv()["env_index"].tolist()
+                assert 1 not in lanes
+                pool.async_step_send(actions([0.0] * len(lanes)), env_index=lanes)
+        pool.close()
+        del pool
+
+
+def test_a_thread_that_hangs_is_named_and_left_behind_with_a_warning(monkeypatch):
+    import reap.envs.thread_crew as module
+
+    monkeypatch.setattr(module, "_DEADLINE", 0.2)
+    stuck = threading.Event()
+
+    class Stuck(CountingEnv):
+        def step(self, action):
+            stuck.wait(60)
+            return super().step(action)
+
+    pool = AsyncEnvPool([makers()[0], lambda: GymEnv(Stuck((9,), 1))], timeout=0.3)
+    pool.reset()
+    pool.async_step_send(actions([0, 0]))
+    assert pool.async_step_recv()["env_index"].tolist() == [0]
+    with pytest.raises(WorkerSilent, match=r"(?s)lanes 1 to 1 .*sent nothing for 0\.3 s .*stuck\.wait"):
+        pool.async_step_recv()
+    with pytest.warns(RuntimeWarning, match=r"(?s)lanes 1 to 1 .*is still inside its env"):
+        pool.close()
+    stuck.set()
