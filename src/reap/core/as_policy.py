@@ -75,7 +75,8 @@ def as_policy(
     side: frozenset[Key] = frozenset(),
     carry: Sequence[Key] = (),
     action: Mapping[Key, Leaf],
-    lanes: int | None,
+    size: tuple[int, ...],
+    primed: frozenset[Key] = frozenset(),
     kind: InteractionType | None,
     device: torch.device | None = None,
     trust: bool = False,
@@ -84,7 +85,8 @@ def as_policy(
     """`policy` as a Policy.
 
     `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
-    the policy will see them; `lanes` is their leading dimension, None when there is none.
+    the policy will see them; `size` are their leading dimensions, those of the lanes. A carry is begun by the policy, a
+    `primed` leaf by the env; of both the policy writes the next value.
     """
     if policy is None or isinstance(policy, RandomPolicy):
         if isinstance(policy, RandomPolicy) and len(action) == 1:
@@ -105,7 +107,7 @@ def as_policy(
         first = [columns[k] if k in loose else columns[k].clone() for k in candidate.inputs]
         try:
             with untouched(policy), torch.no_grad(), exploring(kind):
-                candidate.probe(tuple(first), lanes)
+                candidate.probe(tuple(first), size)
         except (ReapError, NotFlat):
             raise
         except Exception as cause:
@@ -120,12 +122,12 @@ def as_policy(
         lost = [k for k in carry if ("next", *k) not in candidate.outputs]
         if lost:
             raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
-        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry]
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry and k[1:] not in primed]
         if new:
             raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
         for key, leaf in candidate.outputs.items():
             seen = columns.get(key[1:] if key[0] == "next" else key)
-            if seen is not None and (tuple(seen.shape[0 if lanes is None else 1 :]), seen.dtype) != (
+            if seen is not None and (tuple(seen.shape[len(size) :]), seen.dtype) != (
                 leaf.shape,
                 leaf.dtype,
             ):
@@ -140,7 +142,7 @@ def as_policy(
     ):  # it says what it reads: loose columns it does not are no concern of it
         reads = [as_key(k) for k in policy.in_keys]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
-    whole = TensorDictPolicy(policy, inputs, lanes, device, {k: leaf for k, leaf in loose.items() if k in inputs})
+    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs})
 
     def as_it_is() -> Policy:
         if compile is not None:

@@ -26,9 +26,13 @@ def assemble(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> Tens
         for part in key[:-1]:
             node = node.setdefault(part, {})
         node[key[-1]] = tensor
-    return _branch(tree, size, names)
+    return _branch(tree, size, names, (), layout.look.inner)
 
 
-def _branch(tree: dict[str, Any], size: torch.Size, names: list[Any]) -> TensorDict:
-    leaves = {k: _branch(v, size, names) if isinstance(v, dict) else v for k, v in tree.items()}
-    return TensorDict(leaves, batch_size=size, names=names)
+def _branch(
+    tree: dict[str, Any], size: torch.Size, names: list[Any], at: Key, inner: Mapping[Key, tuple[int, ...]]
+) -> TensorDict:
+    """The branch at key `at`; one may have batch dimensions of its own, behind those of the batch."""
+    leaves = {k: _branch(v, size, names, (*at, k), inner) if isinstance(v, dict) else v for k, v in tree.items()}
+    own = inner.get(at, ())
+    return TensorDict(leaves, batch_size=[*size, *own], names=[*names, *[None] * len(own)])

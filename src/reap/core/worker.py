@@ -105,7 +105,7 @@ class Worker:
             self.sorter = Sorter(columns, self.lanes)
             self._log = Slot(Layout(columns, -(-steps * self.lanes // spec.lanes), spec.lanes, batched=True))
             columns = {key: columns[key] for key in delivered(columns)}
-        self.layout = Layout(columns, steps, self.lanes, batched=spec.batched)
+        self.layout = Layout(columns, steps, self.lanes, batched=spec.batched, look=spec.look)
         if same_slot and self.layout.loose:
             raise UsageError(
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
@@ -147,7 +147,8 @@ class Worker:
             side=spec.side,
             carry=list(self.memory),
             action=spec.action,
-            lanes=spec.lanes if spec.batched else None,
+            size=spec.size,
+            primed=spec.primed,
             kind=plan.exploration,
             device=plan.policy_device,
             trust=plan.trust_policy,
