@@ -15,6 +15,7 @@ from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
 from reap.envs.limit import StepLimit
+from reap.envs.torchrl_rows import TorchRLEnv
 from reap.weights.local import load, placed
 
 
@@ -41,7 +42,9 @@ class EnvMaker:
         """The env, with its limit."""
         source = self.source.open() if isinstance(self.source, Parcel) else self.source
         env = as_env(source, self.kwargs)
-        return StepLimit(env, self.limit) if self.limit is not None and self.limit > 0 else env
+        if self.limit is None or self.limit <= 0:
+            return env
+        return env.limited(self.limit) if isinstance(env, TorchRLEnv) else StepLimit(env, self.limit)
 
 
 @dataclass(frozen=True)

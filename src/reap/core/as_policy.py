@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from reap.core.cells import Cells
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
+from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import Key, Leaf, as_key, show, show_keys
 
@@ -77,10 +78,12 @@ def as_policy(
     action: Mapping[Key, Leaf],
     size: tuple[int, ...],
     primed: frozenset[Key] = frozenset(),
+    inner: Mapping[Key, tuple[int, ...]] | None = None,
     kind: InteractionType | None,
     device: torch.device | None = None,
     trust: bool = False,
     compile: Mapping[str, Any] | None = None,
+    draw: Callable[[Row], None] | None = None,
 ) -> Policy:
     """`policy` as a Policy.
 
@@ -91,10 +94,10 @@ def as_policy(
     if policy is None or isinstance(policy, RandomPolicy):
         if isinstance(policy, RandomPolicy) and len(action) == 1:
             ((key, own),) = action.items()
-            if isinstance(policy.action_spec, Leaf):
+            if isinstance(policy.action_spec, Leaf) and draw is None:
                 return RandomActions({key: policy.action_spec})
             policy.action_spec = policy.action_spec or own
-        return RandomActions(action)
+        return RandomActions(action, draw=draw)
     if not callable(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
 
@@ -142,7 +145,7 @@ def as_policy(
     ):  # it says what it reads: loose columns it does not are no concern of it
         reads = [as_key(k) for k in policy.in_keys]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
-    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs})
+    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs}, inner)
 
     def as_it_is() -> Policy:
         if compile is not None:
@@ -178,7 +181,7 @@ def as_policy(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
-    taken = _match(names, observation, side, carry, policy)
+    taken = match(policy, observation, side, carry)
     call = policy if compile is None else torch.compile(policy, **compile)
     return probed(CallPolicy(call, taken, list(action), carry, device))  # type: ignore[no-any-return]
 
@@ -203,14 +206,11 @@ def takes_tensordict(policy: Any) -> bool:
     return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
 
 
-def _match(
-    params: list[inspect.Parameter] | None,
-    observation: Sequence[Key],
-    side: frozenset[Key],
-    carry: Sequence[Key],
-    policy: Any,
+def match(
+    policy: Any, observation: Sequence[Key], side: frozenset[Key] = frozenset(), carry: Sequence[Key] = ()
 ) -> list[Key]:
     """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    params = _parameters(policy)
     keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
     if params is None:
         positional, required, variadic = [], [], True

@@ -71,16 +71,20 @@ class Policy:
 
 
 class RandomActions(Policy):
-    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero."""
+    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero.
+
+    `draw` is for envs whose actions cannot be drawn ahead: it writes those of one step.
+    """
 
     def __init__(
         self,
         action: Mapping[Key, Leaf],
         outputs: Mapping[Key, Leaf] | None = None,
         carry: Mapping[Key, Tensor] | None = None,
+        draw: Callable[[Row], None] | None = None,
     ) -> None:
-        self._action = action
-        self.outputs = dict(outputs or action)
+        self._action, self._draw = action, draw
+        self.outputs = dict(action if outputs is None else outputs)
         self._first = {("next", *key): first.numpy() for key, first in (carry or {}).items()}
 
     def begin(self, slot: Slot) -> None:
@@ -88,11 +92,12 @@ class RandomActions(Policy):
         for key, leaf in self.outputs.items():
             if key not in self._action:
                 slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
-            else:
+            elif self._draw is None:
                 slot.arrays[key][...] = _as_written(self._action[key], leaf).rand(size).numpy()
 
     def act(self, row: Row) -> None:
-        pass
+        if self._draw is not None:
+            self._draw(row)
 
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:
@@ -302,9 +307,13 @@ class TensorDictPolicy(TensorPolicy):
         size: tuple[int, ...],
         device: torch.device | None,
         loose: Mapping[Key, Leaf],
+        inner: Mapping[Key, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__(inputs, device)
         self._call, self._size, self._loose = call, size, loose
+        # branches with batch dimensions of their own, those inside others last
+        inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
+        self._inner = sorted(inner.items(), key=lambda item: len(item[0]))
         self._keys: list[Key] = []
         self._kept: dict[Key, Any] = {}
 
@@ -315,6 +324,8 @@ class TensorDictPolicy(TensorPolicy):
         td = TensorDict({}, batch_size=self._size, device=self.device)
         for key, value in zip(self.inputs, inputs):
             td.set(key, value)
+        for key, own in self._inner:
+            td.get(key).batch_size = [*self._size, *own]
         return td
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:

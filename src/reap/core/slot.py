@@ -33,6 +33,7 @@ FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
 VERSION: Key = ("policy_version",)
+FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/frames.py)
 
 
 class Layout:

@@ -16,6 +16,7 @@ from reap.envs.gymnasium_vector import VectorLanes
 from reap.envs.jax import JaxEnv, is_brax, is_gymnax
 from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.envs.puffer import PufferLibEnv, is_puffer
+from reap.envs.torchrl import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 
 
@@ -27,8 +28,8 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
     foreign = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
     if kwargs and any(known(source) for known in foreign):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
-    if type(source).__module__.startswith("torchrl."):
-        raise WrongArgument(f"{type(source).__name__} is TorchRL's, which reap cannot step yet; use reap.envs.GymEnv")
+    if is_torchrl(source):
+        return torchrl_lanes(source, kwargs)
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
@@ -56,6 +57,7 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         if (
             callable(made)
             and not is_envpool(made)
+            and not is_torchrl(made)
             and not isinstance(made, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
         ):
             raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
