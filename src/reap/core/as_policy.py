@@ -143,7 +143,7 @@ def as_policy(
     if isinstance(
         policy, TensorDictModuleBase
     ):  # it says what it reads: loose columns it does not are no concern of it
-        reads = [as_key(k) for k in policy.in_keys]
+        reads = [as_key(k) for k in getattr(policy, "in_keys", ())]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
     whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs}, inner)
 
@@ -164,13 +164,13 @@ def as_policy(
                 return flat
             except NotFlat:
                 pass
-        written = [as_key(k) for k in policy.out_keys]
+        written = [as_key(k) for k in getattr(policy, "out_keys", ())]
         absent = [
             k
-            for k in map(as_key, policy.in_keys)
+            for k in map(as_key, getattr(policy, "in_keys", ()))
             if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
         ]
-        if absent:
+        if absent and not any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
             raise _missing(absent, columns)
         return as_it_is()
     names = _parameters(policy)

@@ -1,8 +1,8 @@
 """Frames: rollouts of envs whose steps are TensorDicts no row has room for. The third assembler.
 
-A row holds one reference: the whole step, as the env's library made it. Flags, ids and counts are columns as always, but
-only ids, masks and versions are delivered; all else is in the frames, which are stacked: densely where that is possible,
-lazily where lanes or steps differ in shape.
+A row holds one reference: the whole step, as the env's library made it. Flags, ids and counts are columns as always,
+but only ids, masks and versions are delivered; all else is in the frames, which are stacked: densely where that is
+possible, lazily where lanes or steps differ in shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from reap.core.slot import FRAME, Layout
-from reap.errors import WorkerRaised
+from reap.errors import WorkerRaised, WrongState
 from reap.spec import Key, as_key, private
 
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
@@ -54,3 +54,15 @@ def stacked_in_time(frames: Sequence[TensorDictBase]) -> TensorDictBase:
     batch: TensorDictBase = LazyStackedTensorDict.maybe_dense_stack(list(frames), frames[0].ndim)
     batch.names = [*[None] * (batch.ndim - 1), "time"]
     return batch
+
+
+def mark_frames(arrays: Arrays) -> None:
+    """The last frame of every worker is truncated."""
+    for frames in frames_of(arrays):
+        reached = frames[-1].get("next")
+        flags = [as_key(key) for key in reached.keys(True, True) if as_key(key)[-1] == "truncated"]
+        if not flags:
+            raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
+        for key in flags:
+            reached.set(key, torch.ones_like(reached.get(key)))
+            reached.set((*key[:-1], "done"), torch.ones_like(reached.get(key)))

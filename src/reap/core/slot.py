@@ -92,7 +92,7 @@ class Layout:
             if self.columns[key].dtype is torch.bfloat16:
                 tensor = tensor.view(torch.bfloat16)
             tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
-            found[key] = tensor if dims is None else tensor.unflatten(0, dims)
+            found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
 
 

@@ -4,9 +4,9 @@
     tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
     text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
 
-TorchRL decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent or a lane begins anew
-when the env says so, and transforms see what they always see. Only this file imports torchrl, when one of its envs is
-at hand.
+TorchRL decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent or a lane begins
+anew when the env says so, and transforms see what they always see. Only this file imports torchrl, when one of its envs
+is at hand.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from tensordict import TensorDictBase
 
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
+from reap.envs.limit import StepLimit
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import Columns, TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
 
 
@@ -30,32 +31,32 @@ def is_torchrl(source: Any) -> bool:
     return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
 
 
-def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
-    """A TorchRL env as lanes the engine can step."""
+def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None) -> Env:
+    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps."""
     if kwargs:
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
-    return _gymnasium(env) or _stepped(env)
+    inside = _gymnasium(env)
+    if inside is not None:
+        return inside if limit is None else StepLimit(inside, limit)
+    return _stepped(env if limit is None else _limited(env, limit))
 
 
 def _stepped(env: Any) -> Env:
     """TorchRL steps; rows where everything has its place in a row, frames where not."""
     root = env.reset()
     columns = columns_of(env, root)
-    lanes: TorchRLRows | TorchRLFrames
-    lanes = TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
-    lanes.limit = _limited
-    return lanes
+    return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
 
 
-def _limited(env: Any, limit: int) -> Env:
+def _limited(env: Any, limit: int) -> Any:
     """The env with episodes of at most so many steps, counted by TorchRL's own transform."""
     from torchrl.envs import StepCounter, TransformedEnv
 
     if "step_count" in env.observation_spec.keys(True, True):
         raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
-    return _stepped(TransformedEnv(env, StepCounter(max_steps=limit)))
+    return TransformedEnv(env, StepCounter(max_steps=limit))
 
 
 class WrappedGym(GymLanes):
@@ -85,8 +86,8 @@ def _gymnasium(env: Any) -> Env | None:
         inside = list(env._envs)
     else:
         return None
-    raw = [_bare(child, (GymEnv, GymWrapper)) for child in inside]
-    if any(gymnasium is None for gymnasium in raw):
+    raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
+    if len(raw) < len(inside):
         return None
     kinds = {bool(child._categorical_action_encoding) for child in inside}
     if len(kinds) != 1:
@@ -100,15 +101,15 @@ def _gymnasium(env: Any) -> Env | None:
 
 
 def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
-    inner = getattr(env, "_env", None)
+    if type(env) not in kinds:
+        return None
+    inner = env._env
     plain = (
-        type(env) in kinds
-        and isinstance(inner, gym.Env)
+        isinstance(inner, gym.Env)
         and not env.batch_size
-        and not getattr(env, "info_dict_reader", None)
-        and not getattr(env, "_convert_actions_to_numpy", True) is False
+        and not env.info_dict_reader
+        and getattr(env, "_convert_actions_to_numpy", True)
         and (env.device is None or env.device.type == "cpu")
-        and "forward" not in vars(env)
     )
     if not plain:
         return None
@@ -127,6 +128,3 @@ def _looks_of(fake: TensorDictBase, dims: int) -> dict[Any, Any]:
         path = (key,) if isinstance(key, str) else key
         found[path] = (tuple(value.shape[dims:]), value.dtype if isinstance(value, torch.Tensor) else None)
     return found
-
-
-__all__ = ["Columns", "is_torchrl", "torchrl_lanes"]

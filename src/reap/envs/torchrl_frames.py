@@ -80,7 +80,8 @@ class TorchRLFrames(TorchRLEnv):
                 seen = call(self.root.clone())
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r} when given a first observation") from cause
-        lacking = [as_key(key) for key in self.env.action_keys if seen is None or seen.get(key, None) is None]
+        written = set() if seen is None else {as_key(key) for key in seen.keys(True)}
+        lacking = [as_key(key) for key in self.env.action_keys if as_key(key) not in written]
         if lacking and seen is not None:
             raise UsageError(f"policy does not write the env's action {show_keys(lacking)}")
 

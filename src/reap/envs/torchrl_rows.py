@@ -9,7 +9,7 @@ The root TensorDict is TorchRL's own, carried from step to step: envs without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +107,12 @@ def _leaves(td: TensorDictBase, dims: int) -> tuple[dict[Key, Leaf], dict[Key, t
 class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
-    limit: Callable[[Any, int], Env]
     draws = True
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
         self.env, self.root, self.spec = env, root, spec
         self._unused = True  # the root is of a reset nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
-
-    def limited(self, limit: int) -> Env:
-        """This env with episodes of at most so many steps."""
-        return self.limit(self.env, limit)
 
     def meet(self, model: Any) -> None:
         """Exploration modules that were made without a spec wait for the env's."""
@@ -132,14 +127,8 @@ class TorchRLEnv(Env):
             if seeds is not None:
                 self.env.set_seed(int(seeds[0]), static_seed=len(seeds) > 1 and seeds[0] == seeds[1])
                 self.root = self.env.reset()
-            elif self._unused and whole:
-                pass
-            elif isinstance(lanes, list) and lanes == self._ended:
-                pass
-            elif whole:
-                self.root = self.env.reset()
-            else:
-                self.root = self.env.reset(self._marked(lanes))
+            elif not (self._unused and whole) and not (isinstance(lanes, list) and lanes == self._ended):
+                self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         self._unused, self._ended = False, []
