@@ -128,7 +128,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 FRAMES = {"heterogeneous", "text", "text actions", "metadata", "tensorclass", "ragged"}
 AGENTS = {"nested", "agents", "groups", "groups over lanes"}  # done flags of their own
-#: options for some kinds only: the others TorchRL refuses, never ends with, or draws random numbers for in another order
+#: options for some kinds only: the others TorchRL refuses, never ends with, or draws random numbers for differently
 ONLY: dict[str, set[str]] = {
     "limit": set(ENVS)
     - {"counters", "counters over lanes", "gym with counters", "CartPole with counters", "nested", "agents"},

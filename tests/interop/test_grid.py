@@ -1,4 +1,4 @@
-"""The parity grid: every kind of TorchRL env, every option that changes batches, in both libraries: the same batches."""
+"""The parity grid: every kind of TorchRL env, every option that changes batches: the same batches in both libraries."""
 
 import warnings
 
