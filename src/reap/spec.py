@@ -142,6 +142,18 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Look:
+    """How a batch looks where it does not look the usual way."""
+
+    dims: tuple[int, ...] | None = None  # of the lanes, where they are not one dimension
+    hidden: frozenset[Key] = frozenset()  # columns that are not delivered
+    inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # batch dimensions a branch has of its own
+
+
+USUAL = Look()
+
+
+@dataclass(frozen=True)
 class EnvSpec:
     """The leaves an env reports, and the ones it takes.
 
@@ -161,6 +173,13 @@ class EnvSpec:
     single_resets: bool = True  # a lane can be reset in the middle of its episode, without the others
     side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, memory
     ready_of: int | None = None
+    look: Look = USUAL
+    primed: frozenset[Key] = frozenset()  # leaves a policy may write the next value of: the env says how they begin
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The dimensions a policy sees before those of a leaf."""
+        return (self.look.dims or (self.lanes,)) if self.batched else ()
 
     @property
     def all_lanes(self) -> int:

@@ -104,6 +104,10 @@ def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
         padded = value.new_zeros((count * longest, *value.shape[1:]))
         padded.index_copy_(0, index, value)
         out.set(key, padded.reshape(count, longest, *value.shape[1:]))
+    for key in out.keys(True):  # branches with batch dimensions of their own keep them
+        branch = flat.get(key, None)
+        if isinstance(branch, TensorDictBase) and branch.ndim > 1:
+            out.get(key).batch_size = [count, longest, *branch.batch_size[1:]]
     return out.set(mask_key, mask)
 
 
@@ -231,9 +235,9 @@ class WholeTrajectories:
         return len(self._lengths)
 
     def feed(self, batch: TensorDictBase, source: int = 0) -> None:
-        """Take the next batch `[N, T]` or `[T]`. Lanes go on where the last batch of the same source left them."""
+        """Take the next batch `[…, T]`. Lanes go on where the last batch of the same source left them."""
         self._plain = batch.ndim == 1
-        lanes = batch.unsqueeze(0) if self._plain else batch
+        lanes = batch if batch.ndim == 2 else batch.reshape(-1, batch.batch_size[-1])
         flat = lanes.reshape(-1)
         count, steps = lanes.batch_size
         ids = lanes.get(("collector", "traj_ids"), None)
@@ -263,7 +267,7 @@ class WholeTrajectories:
         begins[1:] = ids[1:] != ids[:-1]
         starts = begins.nonzero().squeeze(-1)
         ends = torch.cat([starts[1:], starts.new_tensor([len(ids)])]) - 1
-        done = flat.get(("next", "done")).reshape(len(flat), -1).any(-1).cpu()[order[ends]]
+        done = _over(flat)[order[ends]]
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]
         alive = (~done & torch.isin(ids[starts], torch.tensor(last, dtype=ids.dtype))).nonzero().squeeze(-1)
@@ -285,7 +289,18 @@ class WholeTrajectories:
         mask_key: Key = ("collector", "mask")
         if rows.get(mask_key, None) is not None:
             rows = rows.exclude(mask_key)
-        return _padded(rows, lengths.to(_device(rows)), mask_key)
+        padded = _padded(rows, lengths.to(_device(rows)), mask_key)
+        if self._plain and len(set(lengths.tolist())) == 1:
+            padded.names = [None, "time"]  # nothing was padded
+        return padded
+
+
+def _over(flat: TensorDictBase) -> torch.Tensor:
+    """Which frames end an episode: as the root says, or else anybody in it."""
+    reached = flat.get("next")
+    keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118
+    flags = [reached.get(key).reshape(len(flat), -1).any(-1) for key in keys]
+    return torch.stack(flags).any(0).cpu()
 
 
 def _device(td: TensorDictBase) -> torch.device:

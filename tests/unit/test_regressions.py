@@ -442,9 +442,6 @@ def test_compile_is_not_forgotten():
 
 
 def test_envs_of_others():
-    torchrl = pytest.importorskip("torchrl.envs")
-    with pytest.raises(TypeError, match="is TorchRL's"):
-        Collector(torchrl.GymWrapper(CountingEnv()), frames_per_batch=3)
     with pytest.raises(TypeError, match="create_env_kwargs must be a mapping"):
         Collector(CountingEnv, frames_per_batch=3, create_env_kwargs=[1])
     with pytest.raises(UsageError, match="has lanes of its own already"):

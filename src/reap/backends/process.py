@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -567,4 +568,5 @@ def _joined(layouts: Sequence[Layout]) -> Layout:
                 raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
         if layout.steps != first.steps:
             raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
-    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True)
+    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
+    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)

@@ -21,9 +21,10 @@ from typing_extensions import Self
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
 from reap.core.exploration import exploration_type
+from reap.core.frames import mark_frames
 from reap.core.paths import follow
 from reap.core.ragged import assembler
-from reap.core.slot import MASK
+from reap.core.slot import FRAME, MASK, Layout
 from reap.errors import UsageError, WorkerError, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
@@ -218,7 +219,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _assembled(self, rollout: Rollout) -> TensorDictBase:
         """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
-            _mark_truncated(rollout.arrays)
+            _mark_truncated(rollout.arrays, rollout.layout)
         if self._same is None:
             batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
@@ -440,14 +441,21 @@ class _UnknownModel(UsageError, KeyError):
     __str__ = UsageError.__str__  # KeyError would print the message in quotes
 
 
-def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
+def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> None:
     """The last frame of every lane ends here, as far as the learner is concerned."""
+    if FRAME in layout.columns:
+        mark_frames(arrays)
+        return
+    marked = [key for key in arrays if (key[0], key[-1]) == ("next", "truncated") and key not in layout.look.hidden]
+    if not marked:
+        raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
+    flags = [(*key[:-1], flag) for key in marked for flag in ("truncated", "done")]
     if MASK not in arrays:
-        for flag in ("truncated", "done"):
-            arrays[("next", flag)][-1] = True
+        for flag in flags:
+            arrays[flag][-1] = True
         return
     mask = arrays[MASK]
     lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
     last = len(mask) - 1 - mask[::-1, lane].argmax(0)
-    for flag in ("truncated", "done"):
-        arrays[("next", flag)][last, lane] = True
+    for flag in flags:
+        arrays[flag][last, lane] = True

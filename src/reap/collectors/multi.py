@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
@@ -23,7 +24,7 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.options import Options, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.core.paths import each_call
-from reap.core.slot import TRAJ_IDS, Layout
+from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 
@@ -261,17 +262,24 @@ class MultiSyncCollector(MultiCollector):
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         if rollout.parts:
             return batch
-        count, batched = self.num_workers, self._process.workers[0].about.layout.batched
-        lanes, steps = batch.batch_size
-        out: TensorDictBase
-        if self._joins == "stack":
-            out = batch.reshape(count, lanes // count, steps) if batched else batch
-        elif not batched:
-            out = batch.reshape(lanes * steps)
+        count, own = self.num_workers, self._process.workers[0].about.layout
+        out: TensorDictBase = batch
+        if FRAME in own.columns:  # the workers' batches are stacked already
+            if self._joins != "stack":
+                out = torch.cat(list(batch.unbind(0)), 0 if self._joins == "lanes" else -1)
+        elif self._joins == "lanes" and len(own.dims) == 1:
+            pass
         elif self._joins == "lanes":
-            out = batch
-        else:
-            out = torch.cat(list(batch.reshape(count, lanes // count, steps).unbind(0)), -1)
+            lanes, steps = batch.batch_size
+            out = batch.reshape(lanes // int(np.prod(own.dims[1:])), *own.dims[1:], steps)
+        elif own.batched:
+            lanes, steps = batch.batch_size
+            each = own.dims if len(own.dims) > 1 else (lanes // count,)
+            out = batch.reshape(count, *each, steps)
+            if self._joins == "time":
+                out = torch.cat(list(out.unbind(0)), -1)
+        elif self._joins == "time":
+            out = batch.reshape(batch.numel())
         if out.names[-1] != "time":
             out.names = [*[None] * (out.ndim - 1), "time"]
         if rollout.finals is not None:
@@ -286,7 +294,9 @@ class MultiSyncCollector(MultiCollector):
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:
         cat, batched = self.cat_results, layouts[0].batched
-        dimensions = 2 if batched else 1
+        dimensions = len(layouts[0].batch_size)
+        if isinstance(cat, int) and 0 < cat % dimensions < dimensions - 1:
+            raise SpecMismatch(f"cat_results={cat}: workers are joined along 0 (lanes) or -1 (time)")
         if isinstance(cat, int) and not -dimensions <= cat < dimensions:
             raise SpecMismatch(
                 f"cat_results={cat}: workers' rollouts {list(layouts[0].batch_size)} have no such dimension"

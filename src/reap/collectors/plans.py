@@ -14,7 +14,6 @@ from reap.core.env import Env
 from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
-from reap.envs.limit import StepLimit
 from reap.weights.local import load, placed
 
 
@@ -40,8 +39,7 @@ class EnvMaker:
     def __call__(self) -> Env:
         """The env, with its limit."""
         source = self.source.open() if isinstance(self.source, Parcel) else self.source
-        env = as_env(source, self.kwargs)
-        return StepLimit(env, self.limit) if self.limit is not None and self.limit > 0 else env
+        return as_env(source, self.kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from reap.core.cells import Cells
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
+from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import Key, Leaf, as_key, show, show_keys
 
@@ -75,24 +76,28 @@ def as_policy(
     side: frozenset[Key] = frozenset(),
     carry: Sequence[Key] = (),
     action: Mapping[Key, Leaf],
-    lanes: int | None,
+    size: tuple[int, ...],
+    primed: frozenset[Key] = frozenset(),
+    inner: Mapping[Key, tuple[int, ...]] | None = None,
     kind: InteractionType | None,
     device: torch.device | None = None,
     trust: bool = False,
     compile: Mapping[str, Any] | None = None,
+    draw: Callable[[Row], None] | None = None,
 ) -> Policy:
     """`policy` as a Policy.
 
     `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
-    the policy will see them; `lanes` is their leading dimension, None when there is none.
+    the policy will see them; `size` are their leading dimensions, those of the lanes. A carry is begun by the policy, a
+    `primed` leaf by the env; of both the policy writes the next value.
     """
     if policy is None or isinstance(policy, RandomPolicy):
         if isinstance(policy, RandomPolicy) and len(action) == 1:
             ((key, own),) = action.items()
-            if isinstance(policy.action_spec, Leaf):
+            if isinstance(policy.action_spec, Leaf) and draw is None:
                 return RandomActions({key: policy.action_spec})
             policy.action_spec = policy.action_spec or own
-        return RandomActions(action)
+        return RandomActions(action, draw=draw)
     if not callable(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
 
@@ -105,7 +110,7 @@ def as_policy(
         first = [columns[k] if k in loose else columns[k].clone() for k in candidate.inputs]
         try:
             with untouched(policy), torch.no_grad(), exploring(kind):
-                candidate.probe(tuple(first), lanes)
+                candidate.probe(tuple(first), size)
         except (ReapError, NotFlat):
             raise
         except Exception as cause:
@@ -120,12 +125,12 @@ def as_policy(
         lost = [k for k in carry if ("next", *k) not in candidate.outputs]
         if lost:
             raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
-        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry]
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry and k[1:] not in primed]
         if new:
             raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
         for key, leaf in candidate.outputs.items():
             seen = columns.get(key[1:] if key[0] == "next" else key)
-            if seen is not None and (tuple(seen.shape[0 if lanes is None else 1 :]), seen.dtype) != (
+            if seen is not None and (tuple(seen.shape[len(size) :]), seen.dtype) != (
                 leaf.shape,
                 leaf.dtype,
             ):
@@ -138,9 +143,9 @@ def as_policy(
     if isinstance(
         policy, TensorDictModuleBase
     ):  # it says what it reads: loose columns it does not are no concern of it
-        reads = [as_key(k) for k in policy.in_keys]
+        reads = [as_key(k) for k in getattr(policy, "in_keys", ())]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
-    whole = TensorDictPolicy(policy, inputs, lanes, device, {k: leaf for k, leaf in loose.items() if k in inputs})
+    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs}, inner)
 
     def as_it_is() -> Policy:
         if compile is not None:
@@ -159,13 +164,13 @@ def as_policy(
                 return flat
             except NotFlat:
                 pass
-        written = [as_key(k) for k in policy.out_keys]
+        written = [as_key(k) for k in getattr(policy, "out_keys", ())]
         absent = [
             k
-            for k in map(as_key, policy.in_keys)
+            for k in map(as_key, getattr(policy, "in_keys", ()))
             if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
         ]
-        if absent:
+        if absent and not any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
             raise _missing(absent, columns)
         return as_it_is()
     names = _parameters(policy)
@@ -176,7 +181,7 @@ def as_policy(
             f"{type(policy).__name__} has in_keys and out_keys but is no TensorDictModuleBase; "
             "subclass it, or pass trust_policy=True if it takes a TensorDict"
         )
-    taken = _match(names, observation, side, carry, policy)
+    taken = match(policy, observation, side, carry)
     call = policy if compile is None else torch.compile(policy, **compile)
     return probed(CallPolicy(call, taken, list(action), carry, device))  # type: ignore[no-any-return]
 
@@ -201,14 +206,11 @@ def takes_tensordict(policy: Any) -> bool:
     return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
 
 
-def _match(
-    params: list[inspect.Parameter] | None,
-    observation: Sequence[Key],
-    side: frozenset[Key],
-    carry: Sequence[Key],
-    policy: Any,
+def match(
+    policy: Any, observation: Sequence[Key], side: frozenset[Key] = frozenset(), carry: Sequence[Key] = ()
 ) -> list[Key]:
     """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    params = _parameters(policy)
     keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
     if params is None:
         positional, required, variadic = [], [], True

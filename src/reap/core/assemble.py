@@ -20,7 +20,7 @@ def assemble(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> Tens
     """A batch on the memory of `arrays`."""
     size = torch.Size(layout.batch_size)
     names = [None] * (len(size) - 1) + ["time"]
-    return _branch(tree_of(layout.tensors(arrays)), size, names)
+    return _branch(tree_of(layout.tensors(arrays)), size, names, (), layout.look.inner)
 
 
 def tree_of(leaves: Mapping[Key, Any]) -> dict[str, Any]:
@@ -34,6 +34,10 @@ def tree_of(leaves: Mapping[Key, Any]) -> dict[str, Any]:
     return tree
 
 
-def _branch(tree: dict[str, Any], size: torch.Size, names: list[Any]) -> TensorDict:
-    leaves = {k: _branch(v, size, names) if isinstance(v, dict) else v for k, v in tree.items()}
-    return TensorDict(leaves, batch_size=size, names=names)
+def _branch(
+    tree: dict[str, Any], size: torch.Size, names: list[Any], at: Key, inner: Mapping[Key, tuple[int, ...]]
+) -> TensorDict:
+    """The branch at key `at`; one may have batch dimensions of its own, behind those of the batch."""
+    leaves = {k: _branch(v, size, names, (*at, k), inner) if isinstance(v, dict) else v for k, v in tree.items()}
+    own = inner.get(at, ())
+    return TensorDict(leaves, batch_size=[*size, *own], names=[*names, *[None] * len(own)])

@@ -87,7 +87,7 @@ class DeviceWorker:
             columns=columns,
             observation=[key for key in spec.observation if key != READY],
             action=spec.action,
-            lanes=self.lanes,
+            size=(self.lanes,),
             kind=plan.exploration,
             trust=plan.trust_policy,
             compile=plan.compile_policy,

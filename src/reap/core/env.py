@@ -38,12 +38,27 @@ class Env(abc.ABC):
     spec: EnvSpec
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     tidies = False  # whether `tidy` has anything to do
+    draws = False  # whether random actions come from `draw`, step by step
 
     def say_lane_in(self, memory: Any) -> None:  # noqa: B027
         """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
 
     def tidy(self, row: Row) -> None:  # noqa: B027
         """Called after successors were copied to `row.after`: a last word on what the next step will see."""
+
+    def draw(self, row: Row) -> None:
+        """A random action for every lane into `row`, where they cannot be drawn ahead."""
+        raise NotImplementedError
+
+    def meet(self, model: Any) -> None:  # noqa: B027
+        """The policy that is going to act, as the user made it: it may be waiting for something of the env's."""
+
+    def play(self, model: Any, kind: Any, device: Any) -> Any:
+        """The policy as this env wants it, if it cannot be as all are: what it sees are no columns."""
+        return None
+
+    def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
+        """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -102,7 +117,7 @@ class Wrapped(Env):
     """An env around another: everything is passed on, for subclasses to change what they must."""
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
-        self._env, self.spec, self.tidies = env, spec, env.tidies
+        self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
 
     @property
     def pending_seeds(self) -> Sequence[int] | None:
@@ -114,6 +129,18 @@ class Wrapped(Env):
 
     def say_lane_in(self, memory: Any) -> None:
         self._env.say_lane_in(memory)
+
+    def draw(self, row: Row) -> None:
+        self._env.draw(row)
+
+    def meet(self, model: Any) -> None:
+        self._env.meet(model)
+
+    def play(self, model: Any, kind: Any, device: Any) -> Any:
+        return self._env.play(model, kind, device)
+
+    def follow(self, outputs: Sequence[Key]) -> None:
+        self._env.follow(outputs)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)

@@ -71,16 +71,20 @@ class Policy:
 
 
 class RandomActions(Policy):
-    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero."""
+    """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero.
+
+    `draw` is for envs whose actions cannot be drawn ahead: it writes those of one step.
+    """
 
     def __init__(
         self,
         action: Mapping[Key, Leaf],
         outputs: Mapping[Key, Leaf] | None = None,
         carry: Mapping[Key, Tensor] | None = None,
+        draw: Callable[[Row], None] | None = None,
     ) -> None:
-        self._action = action
-        self.outputs = dict(outputs or action)
+        self._action, self._draw = action, draw
+        self.outputs = dict(action if outputs is None else outputs)
         self._first = {("next", *key): first.numpy() for key, first in (carry or {}).items()}
 
     def begin(self, slot: Slot) -> None:
@@ -88,11 +92,12 @@ class RandomActions(Policy):
         for key, leaf in self.outputs.items():
             if key not in self._action:
                 slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
-            else:
+            elif self._draw is None:
                 slot.put(key, _as_written(self._action[key], leaf).rand(size))
 
     def act(self, row: Row) -> None:
-        pass
+        if self._draw is not None:
+            self._draw(row)
 
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:
@@ -128,17 +133,18 @@ class TensorPolicy(Policy):
                 raise self._changed(array, column, row)
             column[...] = array
 
-    def learn_outputs(self, keys: Sequence[Key], values: Sequence[Any], lanes: int | None) -> None:
-        """Fix the columns from one call's values. `lanes` None: values carry no lane dimension."""
+    def learn_outputs(self, keys: Sequence[Key], values: Sequence[Any], size: tuple[int, ...]) -> None:
+        """Fix the columns from one call's values, which all have the dimensions `size` of the lanes first."""
         readers = []
         for key, value in zip(keys, values):
             if not isinstance(value, (Tensor, np.ndarray, np.generic, int, float, bool)):
                 raise SpecMismatch(f"policy writes {show(key)} as {type(value).__name__}; tensors are expected")
             shape = tuple(value.shape) if hasattr(value, "shape") else ()
-            if lanes is not None and shape[:1] != (lanes,):
+            if shape[: len(size)] != size:
+                lanes = ", ".join(map(str, size))
                 raise SpecMismatch(f"policy writes {show(key)} of shape {list(shape)}; {lanes} lanes need [{lanes}, …]")
             dtype = value.dtype if isinstance(value, Tensor) else torch_dtype(np.asarray(value).dtype)
-            self.outputs[key] = Leaf(shape if lanes is None else shape[1:], dtype)
+            self.outputs[key] = Leaf(shape[len(size) :], dtype)
             readers.append(_reader(value))
         self._readers = tuple(readers)
 
@@ -180,14 +186,14 @@ class CallPolicy(TensorPolicy):
             raise SpecMismatch(f"the policy returned {len(out)} tensors now; before there were {wanted}")
         return out  # type: ignore[no-any-return]
 
-    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
         (out,) = self.forward(inputs)
         if out is None:
             raise UsageError("policy returned None; the action is expected")
         if isinstance(out, (Mapping, TensorDictBase)):
             # As a TensorDictModule around it would: the action is taken, the rest was not asked for.
             self._named = [k for k in out.keys() if as_key(k) in self._first]  # noqa: SIM118
-            self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], lanes)
+            self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], size)
             return
         self._many = isinstance(out, tuple)
         values = tuple(out) if self._many else (out,)
@@ -196,7 +202,7 @@ class CallPolicy(TensorPolicy):
             wanted = show_keys([*self._first, *self._last])
             raise SpecMismatch(f"policy returned {len(values)} tensors; {wanted} are expected")
         keys = [*self._first, *(as_key(f"output{i}") for i in range(1, extra + 1)), *self._last]
-        self.learn_outputs(keys, values, lanes)
+        self.learn_outputs(keys, values, size)
 
 
 class FlatPolicy(TensorPolicy):
@@ -272,7 +278,7 @@ class FlatPolicy(TensorPolicy):
     def forget(self, lanes: Sequence[int]) -> None:
         self._fallback.forget(lanes)
 
-    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
         program = self._program
         values = dict(zip(program.written, self.forward(inputs)))
         known = {**dict(zip(program.inputs, inputs)), **values}
@@ -284,7 +290,7 @@ class FlatPolicy(TensorPolicy):
             raise NotFlat
         if any(values[key].dtype is torch.bfloat16 for key in program.deferred):
             raise NotFlat  # columns of bfloat16 cannot be computed with in NumPy memory
-        self.learn_outputs(program.outputs, [values[key] for key in program.outputs], lanes)
+        self.learn_outputs(program.outputs, [values[key] for key in program.outputs], size)
         self._reader_of = dict(zip(program.outputs, self._readers))
         self._readers = tuple(self._reader_of[key] for key in program.written)
 
@@ -306,22 +312,28 @@ class TensorDictPolicy(TensorPolicy):
         self,
         call: Callable[..., Any],
         inputs: Sequence[Key],
-        lanes: int | None,
+        size: tuple[int, ...],
         device: torch.device | None,
         loose: Mapping[Key, Leaf],
+        inner: Mapping[Key, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__(inputs, device)
-        self._call, self._lanes, self._loose = call, lanes, loose
+        self._call, self._size, self._loose = call, size, loose
+        # branches with batch dimensions of their own, those inside others last
+        inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
+        self._inner = sorted(inner.items(), key=lambda item: len(item[0]))
         self._keys: list[Key] = []
         self._kept: dict[Key, Any] = {}
 
     def _tensordict(self, inputs: tuple[Any, ...]) -> TensorDictBase:
         if self._loose:
-            return frame(dict(zip(self.inputs, inputs)), self._loose, self._lanes, self.device)
-        size = [] if self._lanes is None else [self._lanes]
-        td = TensorDict({}, batch_size=size, device=self.device)
+            lanes = self._size[0] if self._size else None
+            return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.device)
+        td = TensorDict({}, batch_size=self._size, device=self.device)
         for key, value in zip(self.inputs, inputs):
             td.set(key, value)
+        for key, own in self._inner:
+            td.get(key).batch_size = [*self._size, *own]
         return td
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
@@ -347,14 +359,14 @@ class TensorDictPolicy(TensorPolicy):
     def forget(self, lanes: Sequence[int]) -> None:
         for key, value in self._kept.items():
             if isinstance(value, Tensor):
-                self._kept[key] = value = value.clone()
-                value[... if self._lanes is None else list(lanes)] = 0
+                self._kept[key] = value = value.clone(memory_format=torch.contiguous_format)
+                value.reshape(-1, *value.shape[len(self._size) :])[list(lanes)] = 0
 
     def adopt(self, inputs: Sequence[Key], outputs: Mapping[Key, Leaf]) -> None:
         """Stand in for a flat policy whose modules changed."""
         self.inputs, self._keys = tuple(inputs), list(outputs)
 
-    def probe(self, inputs: tuple[Tensor, ...], lanes: int | None) -> None:
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
         td = self._tensordict(self.private(inputs))
         before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
@@ -370,7 +382,7 @@ class TensorDictPolicy(TensorPolicy):
             if k in declared or k not in before or (v is not before[k] and not _same(v, copies[k]))
         }
         self._keys = [k for k in written if not private(k)]
-        self.learn_outputs(self._keys, [after[k] for k in self._keys], lanes)
+        self.learn_outputs(self._keys, [after[k] for k in self._keys], size)
 
 
 def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> dict[Key, Any]:
@@ -380,10 +392,9 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
         if leaf.loose:
             columns[key] = Cells(leaf, array, spec.batched)
         else:
-            columns[key] = torch.from_numpy(array if spec.batched else array[0, ...])
-    for flag in FLAGS:
-        columns[(flag,)] = torch.zeros((spec.lanes, 1) if spec.batched else (1,), dtype=torch.bool)
-    return columns
+            columns[key] = torch.from_numpy(array).reshape((*spec.size, *leaf.shape))
+    shown = [(flag,) for flag in FLAGS if (flag,) not in spec.look.hidden]
+    return columns | {flag: torch.zeros((*spec.size, 1), dtype=torch.bool) for flag in shown}
 
 
 def _same(a: Any, b: Any) -> bool:

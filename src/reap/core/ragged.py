@@ -18,7 +18,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from reap.core.assemble import assemble
 from reap.core.cells import filled, own
-from reap.core.slot import MASK, Layout
+from reap.core.frames import assemble_frames
+from reap.core.slot import FRAME, MASK, Layout
 from reap.spec import Key, Leaf
 
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
@@ -26,6 +27,8 @@ Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 def assembler(layout: Layout) -> Callable[[Arrays, Layout], Any]:
     """The assembler for batches of this layout."""
+    if FRAME in layout.loose:
+        return assemble_frames
     return assemble_loose if layout.loose else assemble
 
 

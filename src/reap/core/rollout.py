@@ -75,6 +75,7 @@ class RolloutLoop:
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
             self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
+        self.env.follow(self._keys.outputs)
         arrays = slot.arrays
         if MASK in arrays:
             arrays[MASK][...] = True

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from reap.core.cells import Cells
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import USUAL, EnvSpec, Key, Leaf, Look, numpy_dtype
 
 _ALIGN = 64
 _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data they look at
@@ -33,14 +33,17 @@ FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
 VERSION: Key = ("policy_version",)
+FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/frames.py)
 
 
 class Layout:
     """Where every column `[T, N, …]` lies in one block of bytes, and which are `loose`: references beside it."""
 
-    def __init__(self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool) -> None:
+    def __init__(
+        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, look: Look = USUAL
+    ) -> None:
         self.columns = dict(columns)
-        self.steps, self.lanes, self.batched = steps, lanes, batched
+        self.steps, self.lanes, self.batched, self.look = steps, lanes, batched, look
         self.loose = {key: leaf for key, leaf in self.columns.items() if leaf.loose}
         self.offsets: dict[Key, int] = {}
         end = 0
@@ -61,7 +64,12 @@ class Layout:
     @property
     def batch_size(self) -> tuple[int, ...]:
         """The leading dimensions of a delivered batch."""
-        return (self.lanes, self.steps) if self.batched else (self.steps,)
+        return (*self.dims, self.steps)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dimensions of the lanes, as they are delivered and as policies see them."""
+        return (self.look.dims or (self.lanes,)) if self.batched else ()
 
     def arrays(self, block: np.ndarray[Any, Any]) -> dict[Key, np.ndarray[Any, Any]]:
         """Every column that has bytes, as an array `[T, N, …]` on `block`."""
@@ -76,9 +84,13 @@ class Layout:
     def tensors(self, arrays: Mapping[Key, np.ndarray[Any, Any]]) -> dict[Key, torch.Tensor]:
         """Columns as tensors in the delivered order: `[N, T, …]`, or `[T, …]` unbatched."""
         found = {}
+        dims = self.look.dims
         for key, array in arrays.items():
+            if key in self.look.hidden:
+                continue
             tensor = self.tensor(key, array)
-            found[key] = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
+            tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
+            found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
 
     def tensor(self, key: Key, array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -203,16 +215,19 @@ class Slot:
 
     def _cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]], a: int, b: int) -> Iterator[Row]:
         arrays, batched = self.arrays, self.layout.batched
-        columns = self.layout.columns
+        columns, dims = self.layout.columns, self.layout.look.dims
+
+        def seen(key: Key) -> np.ndarray[Any, Any]:  # as policies see it
+            part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
+            return part if dims is None else part.reshape(b - a, *dims, *part.shape[2:])
 
         def tensor_rows(key: Key) -> Sequence[Any]:
             if columns[key].loose:
                 return [Cells(columns[key], array, batched) for array in arrays[key][a:b]]
-            part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
-            return self.layout.tensor(key, part).unbind(0)
+            return self.layout.tensor(key, seen(key)).unbind(0)
 
         def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
-            part = arrays[key][a:b] if batched else arrays[key][a:b, 0]
+            part = seen(key)
             # `part[t, ...]` stays an array even where `part[t]` would be a bare number
             return [part[t, ...] for t in range(b - a)]
 

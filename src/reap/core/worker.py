@@ -21,7 +21,7 @@ from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorPolicy, visible_columns
 from reap.core.ready import Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
-from reap.core.slot import MASK, Layout, Pool, Slot, State
+from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.stream import ENV_INDEX, Stream
 from reap.errors import ReapError, UsageError, WorkerRaised
@@ -68,7 +68,8 @@ class Worker:
 
     def _build(self, plan: Plan, env: Env, same_slot: bool) -> None:
         self.model = plan.make_policy()
-        self.memory = carry_of(self.model)
+        env.meet(self.model)
+        self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
@@ -85,7 +86,8 @@ class Worker:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
-        self.random = RandomActions(spec.action, self.policy.outputs, self.memory)
+        draw = self.env.draw if self.env.draws else None
+        self.random = RandomActions(spec.action, self.policy.outputs, self.memory, draw)
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
@@ -117,7 +119,7 @@ class Worker:
         if plan.stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
         lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
-        self.layout = Layout(columns, steps, lanes, batched=batched)
+        self.layout = Layout(columns, steps, lanes, batched=batched, look=spec.look)
         if same_slot and self.layout.loose:
             raise UsageError(
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
@@ -141,6 +143,8 @@ class Worker:
             raise UsageError(
                 "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
             )
+        if FRAME in columns:
+            raise UsageError("compact_obs stores tensors of one shape; this env's steps are kept as they are")
         ragged = [key for key, leaf in columns.items() if leaf.ragged]
         if ragged:
             raise UsageError(
@@ -154,18 +158,22 @@ class Worker:
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
-        policy = as_policy(
+        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device)
+        policy = own or as_policy(
             self.model,
             columns=visible_columns(spec, current),
             observation=[key for key in spec.observation if key not in self.memory and key != READY],
             side=spec.side,
             carry=list(self.memory),
             action=spec.action,
-            lanes=spec.lanes if spec.batched else None,
+            size=spec.size,
+            primed=spec.primed,
+            inner=spec.look.inner,
             kind=plan.exploration,
             device=plan.policy_device,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
+            draw=self.env.draw if self.env.draws else None,
         )
         if plan.record and isinstance(policy, TensorPolicy):
             policy = GraphedPolicy(policy, self.model, plan.policy_device or torch.device("cpu"))

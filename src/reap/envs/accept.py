@@ -14,21 +14,27 @@ from reap.envs.envpool import envpool_lanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
 from reap.envs.jax import JaxEnv, is_brax, is_gymnax
+from reap.envs.limit import StepLimit
 from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.envs.puffer import PufferLibEnv, is_puffer
+from reap.envs.torchrl import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 
+_FOREIGN = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
 
-def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
-    """An env, a Gymnasium env, an id, or a factory of any of them, as lanes the engine can step."""
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
-    kwargs = dict(kwargs or {})
-    foreign = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
-    if kwargs and any(known(source) for known in foreign):
+
+def as_env(source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None) -> Env:
+    """Whatever a collector accepts, as lanes the engine can step; episodes of at most `limit` steps, if it is given."""
+    source, kwargs = _made(source, kwargs)
+    if is_torchrl(source):
+        return torchrl_lanes(source, kwargs, limit)
+    env = _lanes(source, kwargs)
+    return env if limit is None else StepLimit(env, limit)
+
+
+def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
+    if kwargs and any(known(source) for known in _FOREIGN):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
-    if type(source).__module__.startswith("torchrl."):
-        raise WrongArgument(f"{type(source).__name__} is TorchRL's, which reap cannot step yet; use reap.envs.GymEnv")
     if isinstance(source, str):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
@@ -51,13 +57,23 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None) -> Env:
         if isinstance(source, gym.vector.VectorEnv):
             return VectorLanes(source)
         return GymLanes([source]) if isinstance(source, gym.Env) else source
-    if callable(source):
-        made = source(**kwargs)
-        if (
-            callable(made)
-            and not is_envpool(made)
-            and not isinstance(made, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
-        ):
-            raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
-        return as_env(made)
     raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")
+
+
+def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The env itself, where a factory was given, and the keywords that are left."""
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
+    kwargs = dict(kwargs or {})
+    if not callable(source) or _is_env(source):
+        return source, kwargs
+    made = source(**kwargs)
+    if callable(made) and not _is_env(made):
+        raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
+    return made, {}
+
+
+def _is_env(source: Any) -> bool:
+    """Whether something callable is an env all the same."""
+    known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
+    return known or is_torchrl(source) or any(theirs(source) for theirs in _FOREIGN)

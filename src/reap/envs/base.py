@@ -197,7 +197,7 @@ class EnvBase:
             observation=[key for key in spec.observation if key not in memory],
             carry=list(memory),
             action=spec.action,
-            lanes=spec.lanes if spec.batched else None,
+            size=spec.size,
             kind=interaction_type(),
         )
         loop = RolloutLoop(

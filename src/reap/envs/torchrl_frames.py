@@ -1,0 +1,116 @@
+"""TorchRL's envs whose steps no row has room for: text, objects, ragged tensors, lazy stacks.
+
+root TensorDict ──► policy ──► env.step_and_maybe_reset ──► the frame, kept as it is
+     ▲                                  │
+     └────────── next root ◄────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+
+from reap.core.as_policy import match, takes_tensordict, untouched
+from reap.core.env import Rows
+from reap.core.exploration import exploring
+from reap.core.memory import carry_of
+from reap.core.policy import Policy, RandomPolicy
+from reap.core.slot import FLAGS, FRAME, Row
+from reap.envs.torchrl_rows import TorchRLEnv
+from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.spec import EnvSpec, Key, Leaf, Look, as_key, show_keys
+
+_NUMBER: Key = ("_reward",)  # what statistics are made of
+
+
+class FramePolicy(Policy):
+    """Acts on the env's own TensorDict: `swap` puts what `call` makes of it in its place."""
+
+    outputs: Mapping[Key, Any] = {}
+
+    def __init__(self, call: Callable[[Any], Any], swap: Callable[[Callable[[Any], Any]], None]) -> None:
+        self._call, self._swap = call, swap
+
+    def act(self, row: Row) -> None:
+        self._swap(self._call)
+
+
+class TorchRLFrames(TorchRLEnv):
+    """A TorchRL env whose steps are kept whole."""
+
+    def __init__(self, env: Any, root: TensorDictBase) -> None:
+        size = tuple(env.batch_size)
+        flags = {(*at, flag) for at in ((), ("next",)) for flag in FLAGS}
+        spec = EnvSpec(
+            observation={},
+            action={},
+            lanes=int(np.prod(size, dtype=np.int64)),
+            batched=bool(size),
+            reward={_NUMBER: Leaf((1,), torch.float32), FRAME[1:]: Leaf((), None)},
+            single_steps=False,
+            look=Look(dims=size if len(size) > 1 else None, hidden=frozenset({*flags, ("next", *_NUMBER), FRAME})),
+            primed=frozenset(as_key(key) for key in env.observation_spec.keys(True, True)),
+        )
+        super().__init__(env, root, spec)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self.begin(lanes, seeds)
+
+    def draw(self, row: Row) -> None:
+        self.root = self.env.rand_action(self.root)
+
+    def play(self, model: Any, kind: Any, device: Any) -> FramePolicy | None:
+        if model is None or isinstance(model, RandomPolicy):
+            return None
+        lost = [key for key in carry_of(model) if key not in self.spec.primed]
+        if lost:
+            raise UsageError(f"this env's steps are kept as TorchRL makes them: add a primer for {show_keys(lost)}")
+        call = model
+        if not isinstance(model, TensorDictModuleBase) and not takes_tensordict(model):
+            keys = [as_key(key) for key in self.env.observation_spec.keys(True, True)]
+            reads = match(model, keys)
+            call = TensorDictModule(model, in_keys=reads, out_keys=list(self.env.action_keys))
+        try:
+            with untouched(model), torch.no_grad(), exploring(kind):
+                seen = call(self.root.clone())
+        except Exception as cause:
+            raise WorkerRaised(f"the policy raised {cause!r} when given a first observation") from cause
+        written = set() if seen is None else {as_key(key) for key in seen.keys(True)}
+        lacking = [as_key(key) for key in self.env.action_keys if as_key(key) not in written]
+        if lacking and seen is not None:
+            raise UsageError(f"policy does not write the env's action {show_keys(lacking)}")
+
+        def swap(call: Callable[[Any], Any]) -> None:
+            given = self.root if device is None else self.root.to(device)
+            out = call(given)
+            out = given if out is None else out
+            self.root = out if device is None else self.root.update(out.to(self.env.device or "cpu"))
+
+        return FramePolicy(call, swap)
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        try:
+            frame, self.root = self.env.step_and_maybe_reset(self.root)
+            reached = frame.get("next")
+            over = self.ended(reached)
+            row.rewards[1][0] = frame
+            row.reward[:] = self._number(reached)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        row.done[:] = over
+        self._ended = np.flatnonzero(over).tolist()
+        return self._ended
+
+    def _number(self, reached: TensorDictBase) -> Any:
+        """One number per lane for the statistics."""
+        reward = reached.get(self.env.reward_keys[0], None) if self.env.reward_keys else None
+        if not isinstance(reward, torch.Tensor):
+            return 0.0
+        return reward.reshape(self.spec.lanes, -1).float().mean(-1).numpy(force=True)
