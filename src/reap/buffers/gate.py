@@ -25,7 +25,7 @@ class Gate:
 
     def __init__(self, fd: int) -> None:
         self.fd, self._fds = fd, [fd]
-        self._threads = threading.RLock()
+        self._threads, self._depth = threading.RLock(), 0
         self._mine: set[int] = set()
         self._pid = os.getpid()
 
@@ -38,11 +38,15 @@ class Gate:
     def locked(self) -> Iterator[None]:
         """Alone; one that dies inside leaves no lock behind."""
         with self._threads:
-            fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, 0)
+            if not self._depth:  # record locks do not count: the first unlock would end them all
+                fcntl.lockf(self.fd, fcntl.LOCK_EX, 1, 0)
+            self._depth += 1
             try:
                 yield
             finally:
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 0)
+                self._depth -= 1
+                if not self._depth:
+                    fcntl.lockf(self.fd, fcntl.LOCK_UN, 1, 0)
 
     def claim(self, entry: int) -> bool:
         """Say that the writer of `entry` lives. False if another process says so. Inside `locked` only."""

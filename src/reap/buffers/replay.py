@@ -143,6 +143,7 @@ class ReplayBuffer:
             ring.mark(first + skip, marks[skip:])
             rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
         except BaseException:
+            self._marker.forget()  # what comes next must not go on from rows that are not there
             ring.abandon(entry)
             raise
         ring.commit(entry)

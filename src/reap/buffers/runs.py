@@ -72,6 +72,10 @@ class Marker:
         if not ended:
             self._last = (end, identity[1], who)
 
+    def forget(self) -> None:
+        """The next rows go on from nothing."""
+        self._last = None
+
 
 class Runs:
     """The runs of a ring as one reader knows them; `table` brings it up to date."""

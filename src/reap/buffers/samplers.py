@@ -198,7 +198,9 @@ class PrioritizedSampler(Sampler):
         index, priority = np.broadcast_arrays(index.reshape(-1), priority.reshape(-1))
         if len(priority) and not (priority >= 0).all():
             raise UsageError(f"priorities are not negative, got {float(priority.min())}")
-        live = self._tree[index] > 0  # rows that went meanwhile stay away
+        live = (index - self._low) % memory.capacity < self._high - self._low  # rows that went meanwhile stay away
+        if memory.ring.holes(self._low):
+            live &= memory.ring.marks[index] != HOLE
         if not live.all():
             index, priority = index[live], priority[live]
         if len(index):
