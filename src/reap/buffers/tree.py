@@ -1,11 +1,10 @@
 """SumTree: draw indices in proportion to their priority. Whole arrays at each level, no loop over items.
 
-    top      ≤ 4096 nodes               one running sum, one binary search
-    …        two children each          all items go down together: left, or right with the left's mass taken off
+    top      ≤ 4096 sums                one running sum, one binary search
+    …        8 children each            the chosen nodes' children are one cache line: gather, running sum, count
     leaves   one priority per row       0: never drawn
 
-A node is (sum, smallest): two children are one cache line. A sum is always made anew from its children: no error piles
-up, however many updates there are.
+A sum is always made anew from its children: no error piles up, however many updates there are.
 """
 
 from __future__ import annotations
@@ -15,6 +14,10 @@ from typing import Any
 import numpy as np
 
 _TOP = 4096
+_FAN, _EIGHT = 8, np.ones(8)
+_BLOCK = 64  # leaves that share a smallest one
+_BELOW = 1 - 2**-52
+_ONES = np.int64(0x0101010101010101)  # times 8 flags of a byte each: how many there are, in the highest byte
 Array = np.ndarray[Any, Any]
 
 
@@ -23,65 +26,65 @@ class SumTree:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._levels: list[Array] = []
-        while True:
-            size += size % 2
-            self._levels.append(np.tile([0.0, np.inf], (size, 1)))
-            if size <= _TOP:
-                break
-            size //= 2
+        size = -(-size // _BLOCK) * _BLOCK
+        self._mins = np.full(size // _BLOCK, np.inf)
+        self._sums = [np.zeros(size)]
+        while size > _TOP:
+            size = -(-size // (_FAN * _FAN)) * _FAN
+            self._sums.append(np.zeros(size))
 
     def __getitem__(self, index: Array) -> Array:
-        found: Array = self._levels[0][index, 0]
+        found: Array = self._sums[0].take(index)
         return found
 
-    def __setitem__(self, index: Array, priority: Array | float) -> None:
-        self._levels[0][index] = _nodes(priority)
-        for level, below in zip(self._levels[1:], self._levels):
-            index = index >> 1
-            pairs = below.reshape(-1, 4).take(index, axis=0)
-            pairs[:, 0] += pairs[:, 2]
-            np.minimum(pairs[:, 1], pairs[:, 3], out=pairs[:, 1])
-            level[index] = pairs[:, :2]
+    def __setitem__(self, index: Array, priority: Array) -> None:
+        leaves, blocks = self._sums[0], index // _BLOCK
+        lost = leaves.take(index) <= self._mins.take(blocks)  # a block's smallest goes: look for the next one
+        leaves[index] = priority
+        np.minimum.at(self._mins, blocks, np.where(priority > 0, priority, np.inf))
+        if lost.any():
+            self._look(blocks[lost])
+        for sums, below in zip(self._sums[1:], self._sums):
+            index = index // _FAN
+            sums[index] = below.reshape(-1, _FAN).take(index, axis=0) @ _EIGHT
 
     def fill(self, first: int, end: int, priority: Array | float) -> None:
         """Items [first, end): one value, or one each."""
-        self._levels[0][first:end] = _nodes(priority)
-        for level, below in zip(self._levels[1:], self._levels):
-            first, end = first // 2, (end + 1) // 2
-            pairs = below[2 * first : 2 * end].reshape(-1, 4)
-            level[first:end, 0] = pairs[:, 0] + pairs[:, 2]
-            np.minimum(pairs[:, 1], pairs[:, 3], out=level[first:end, 1])
+        if first == end:
+            return
+        self._sums[0][first:end] = priority
+        self._look(np.arange(first // _BLOCK, (end - 1) // _BLOCK + 1))
+        for sums, below in zip(self._sums[1:], self._sums):
+            first, end = first // _FAN, -(-end // _FAN)
+            sums[first:end] = below[first * _FAN : end * _FAN].reshape(-1, _FAN) @ _EIGHT
+
+    def _look(self, blocks: Array) -> None:
+        leaves = self._sums[0].reshape(-1, _BLOCK).take(blocks, axis=0)
+        self._mins[blocks] = np.where(leaves > 0, leaves, np.inf).min(1)
 
     @property
     def total(self) -> float:
         """The sum of all priorities."""
-        return float(self._levels[-1][:, 0].sum())
+        return float(self._sums[-1].sum())
 
     @property
     def least(self) -> float:
         """The smallest priority above zero."""
-        return float(self._levels[-1][:, 1].min())
+        return float(self._mins.min())
 
     def draw(self, uniform: Array) -> Array:
         """Items in proportion to their priority, for numbers in [0, 1)."""
-        running = self._levels[-1][:, 0].cumsum()
-        mass = uniform * running[-1]
-        # Rounding may put the mass at the very end: then the last node that has any is meant.
-        index: Array = np.minimum(running.searchsorted(mass, "right"), running.searchsorted(running[-1], "left"))
-        before = np.concatenate([[0.0], running])
-        mass -= before.take(index)
-        for level in self._levels[-2::-1]:
-            sums = level.reshape(-1)
-            index *= 4
-            left = sums.take(index)
-            right = (mass >= left) & (sums.take(index + 2) > 0)
-            mass -= left * right
-            index >>= 1
-            index += right
+        running = self._sums[-1].cumsum()
+        mass = np.minimum(uniform * running[-1], running[-1] * _BELOW)
+        index: Array = running.searchsorted(mass, "right")
+        mass -= np.where(index > 0, running.take(index - 1), 0.0)
+        rows = np.arange(0, _FAN * len(mass), _FAN)
+        for sums in self._sums[-2::-1]:
+            running = sums.reshape(-1, _FAN).take(index, axis=0).cumsum(1)
+            # Rounding may put the mass at or beyond the end: just before it is the last child that has any.
+            np.minimum(mass, running[:, -1] * _BELOW, out=mass)
+            child = (running <= mass[:, None]).view(np.int64)[:, 0] * _ONES >> 56
+            mass -= np.where(child > 0, running.take(rows + child - 1), 0.0)
+            index = index * _FAN + child
         return index
 
-
-def _nodes(priority: Array | float) -> Array:
-    priority = np.asarray(priority, np.float64)
-    return np.stack([priority, np.where(priority > 0, priority, np.inf)], -1)
