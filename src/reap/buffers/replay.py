@@ -171,9 +171,8 @@ class ReplayBuffer:
         return (sample, info) if return_info else sample
 
     def _sample(self, count: int) -> tuple[Any, dict[Any, Any]]:
-        positions, info, columns = self._draw(count)
-        info["index"] = torch.from_numpy(positions % self._memory.capacity)
-        sample = self._deliver(columns, len(positions), info)
+        _, info, columns = self._draw(count)
+        sample = self._deliver(columns, len(info["index"]), info)
         if self._collate is not None:
             sample = self._collate(sample)
         for transform in self._transforms:
@@ -192,7 +191,8 @@ class ReplayBuffer:
 
     def _read(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
         positions, info = self._sampler.draw(self._memory, count, self._generator)
-        return positions, dict(info), self._rows().read(positions % self._memory.capacity)
+        rows = positions % self._memory.capacity
+        return positions, {**info, "index": torch.from_numpy(rows)}, self._rows().read(rows)
 
     def _deliver(self, columns: Mapping[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
         if _PLAIN in columns:

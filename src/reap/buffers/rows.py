@@ -27,15 +27,19 @@ class RowLayout:
     def __init__(self, columns: Mapping[Key, Leaf], capacity: int) -> None:
         self.columns, self.capacity = dict(columns), capacity
         size = {key: _nbytes(leaf) for key, leaf in columns.items()}
+        self.wide = [key for key in columns if size[key] >= _WIDE]
+        # Leaves of one kind lie together: they leave the record in one copy, however many they are.
+        kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], list[Key]] = {}
+        for key, leaf in columns.items():
+            if size[key] < _WIDE:
+                kinds.setdefault((numpy_dtype(leaf.dtype), leaf.shape), []).append(key)
         # Widest items first: then every field is aligned without gaps between them.
-        narrow = sorted(
-            (key for key in columns if size[key] < _WIDE), key=lambda key: -numpy_dtype(columns[key].dtype).itemsize
-        )
-        self.narrow, self.wide = narrow, [key for key in columns if size[key] >= _WIDE]
-        offsets = np.cumsum([0, *(size[key] for key in narrow)]).tolist()
-        names = [str(i) for i in range(len(narrow))]
-        formats = [(numpy_dtype(columns[key].dtype), columns[key].shape) for key in narrow]
+        groups = sorted(kinds.items(), key=lambda kind: -kind[0][0].itemsize)
+        self.narrow = {str(i): keys for i, (_, keys) in enumerate(groups)}  # by field of the record
+        formats = [(dtype, (len(keys), *shape)) for (dtype, shape), keys in groups]
+        offsets = np.cumsum([0, *(len(keys) * size[keys[0]] for _, keys in groups)]).tolist()
         itemsize = max(-(-offsets[-1] // 8) * 8, 8)
+        names = list(self.narrow)
         self.record = np.dtype({"names": names, "formats": formats, "offsets": offsets[:-1], "itemsize": itemsize})
         self.offsets, end = {}, itemsize * capacity
         for key in self.wide:
@@ -52,16 +56,18 @@ class Rows:
         self.layout, capacity = layout, layout.capacity
         width = layout.record.itemsize
         self._record = block[: width * capacity].view(f"V{width}")  # opaque: a row is copied in one go
-        self._fields = self._record.view(layout.record)
         self._wide = {}
         for key, start in layout.offsets.items():
             leaf = layout.columns[key]
             raw = block[start : start + _nbytes(leaf) * capacity]
             self._wide[key] = raw.view(numpy_dtype(leaf.dtype)).reshape(capacity, *leaf.shape)
+        fields = self._record.view(layout.record)
+        narrow = {key: fields[name][:, i] for name, keys in layout.narrow.items() for i, key in enumerate(keys)}
+        self._columns = {**narrow, **self._wide}
 
     def write(self, first: int, values: Mapping[Key, Array]) -> None:
         """Rows from `first` on, around the end of the ring if need be. At most `capacity` of them."""
-        for key, column in self._columns():
+        for key, column in self._columns.items():
             new = values[key]
             head = min(len(new), self.layout.capacity - first)
             column[first : first + head] = new[:head]
@@ -70,19 +76,14 @@ class Rows:
 
     def read(self, rows: Array) -> dict[Key, Tensor]:
         """Copies of these rows."""
-        layout = self.layout
+        layout, found = self.layout, {}
         taken = self._record.take(rows).view(layout.record)
-        found = {key: np.ascontiguousarray(taken[name]) for key, name in zip(layout.narrow, layout.record.names or ())}
-        found |= {key: column.take(rows, axis=0) for key, column in self._wide.items()}
+        for name, keys in layout.narrow.items():
+            # A tensor is made of each part by itself: views of one tensor would count each other's changes as theirs.
+            found.update(zip(keys, np.ascontiguousarray(taken[name].swapaxes(0, 1))))
+        for key, column in self._wide.items():
+            found[key] = column.take(rows, axis=0)
         return {key: _tensor(found[key], leaf) for key, leaf in layout.columns.items()}
-
-    def column(self, key: Key) -> Array:
-        """One leaf of every row, where it lies."""
-        return dict(self._columns())[key]
-
-    def _columns(self) -> list[tuple[Key, Array]]:
-        narrow = zip(self.layout.narrow, self.layout.record.names or ())
-        return [(key, self._fields[name]) for key, name in narrow] + list(self._wide.items())
 
 
 def as_array(value: Tensor) -> Array:

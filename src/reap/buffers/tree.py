@@ -87,4 +87,3 @@ class SumTree:
             mass -= np.where(child > 0, running.take(rows + child - 1), 0.0)
             index = index * _FAN + child
         return index
-
