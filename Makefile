@@ -40,6 +40,7 @@ check: $(VENV)/.with-dev
 bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.doors
+	$(BIN)/python -m benchmarks.buffers
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

@@ -133,11 +133,10 @@ def test_priorities_as_the_paper_has_them():
 @pytest.mark.parametrize("name", ours.__all__)
 def test_same_names_and_arguments(name):
     """Whoever changes the import finds every argument that reap has under the same name."""
-    if not hasattr(theirs, name):
-        assert name == "Sampler"
+    if name in ("Sampler", "Storage"):  # what the others are made of
         return
     known = set(inspect.signature(getattr(theirs, name).__init__).parameters)
     mine = set(inspect.signature(getattr(ours, name).__init__).parameters)
     options = {"options", "kwargs", "_", "args"}
     wide = known & {"kwargs", "args"}
-    assert wide or mine - options <= known | {"device", "ndim"}
+    assert wide or mine - options <= known

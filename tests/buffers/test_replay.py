@@ -213,6 +213,16 @@ def test_frames_that_are_none_are_left_out():
     assert buffer._memory.runs.table()[1].tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("prefetch", [None, 4])
+def test_a_round_is_a_round(prefetch):
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8, prefetch=prefetch)
+    buffer.extend(line(20))
+    for _ in range(3):
+        assert torch.cat([batch["step"] for batch in buffer]).sort().values.tolist() == list(range(20))
+    buffer.shutdown()
+
+
 def test_without_replacement():
     buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=8)
     buffer.extend(line(20))
@@ -360,6 +370,8 @@ def test_errors_say_what_to_do(tmp_path):
         ReplayBuffer(storage=LazyTensorStorage(8)).sample()
     with pytest.raises(UsageError, match="positive number of rows"):
         LazyTensorStorage(0)
+    with pytest.raises(UsageError, match="written in turn"):
+        ReplayBuffer(storage=LazyTensorStorage(8), writer=object())
     with pytest.raises(WrongArgument, match="one of them"):
         SliceSampler()
     with pytest.raises(UsageError, match="alpha"):

@@ -20,3 +20,13 @@ def test_every_door_is_measured(tmp_path, monkeypatch, capsys):
     assert small <= 1.15  # bytes do not depend on the machine
     told = capsys.readouterr().out
     assert all(door.name in told for door in DOORS)
+
+
+def test_buffers_are_measured(capsys):
+    pytest.importorskip("torchrl")
+    from benchmarks.buffers import CASES, main
+
+    results = main(["--rows", "20000", "--rounds", "3"])
+    assert list(results) == list(CASES)
+    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend"))
+    assert all(case in capsys.readouterr().out for case in CASES[:1])

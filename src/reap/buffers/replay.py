@@ -55,7 +55,8 @@ class ReplayBuffer:
         collate_fn: called with a sample before the transform.
         pin_memory: samples in pinned memory.
         generator: where random numbers come from; torch's own by default.
-        dim_extend, shared, compilable, writer, delayed_init: as in TorchRL; there is nothing to choose here.
+        writer: rows are written in turn, whatever says so.
+        dim_extend, shared, compilable, delayed_init: accepted as TorchRL has them; there is nothing to choose here.
     """
 
     _as_index = False
@@ -79,6 +80,8 @@ class ReplayBuffer:
     ) -> None:
         self._storage: Storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
         self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
+        if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
+            raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is a positive number, got {batch_size}")
         self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
@@ -88,7 +91,7 @@ class ReplayBuffer:
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._ahead = prefetch or 0
+        self._ahead, self._last = prefetch or 0, False
         self._pool: ThreadPoolExecutor | None = None
         self._prepared: deque[Future[Any]] = deque()
 
@@ -165,29 +168,31 @@ class ReplayBuffer:
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
         if self._ahead and batch_size in (None, self._batch_size):
-            sample, info = self._next_prepared(count)
+            sample, info, self._last = self._next_prepared(count)
         else:
-            sample, info = self._sample(count)
+            sample, info, self._last = self._sample(count)
         return (sample, info) if return_info else sample
 
-    def _sample(self, count: int) -> tuple[Any, dict[Any, Any]]:
-        _, info, columns = self._draw(count)
+    def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
+        """A sample, what is known about it, and whether it is the last of a round."""
+        with self._sampling:
+            _, info, columns = self._draw(count)
+            last = self._sampler.ran_out
         sample = self._deliver(columns, len(info["index"]), info)
         if self._collate is not None:
             sample = self._collate(sample)
         for transform in self._transforms:
             sample = transform(sample)
-        return sample, info
+        return sample, info, last
 
     def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        memory, ring = self._memory, self._memory.ring
-        with self._sampling:
-            for _ in range(0 if self._sampler.alone else _PATIENCE):
-                drawn = self._read(count)
-                if ring.intact(int(drawn[0].min())):
-                    return drawn
-            with memory.ring.gate.locked():  # nobody reserves what we read
-                return self._read(count)
+        ring = self._memory.ring
+        for _ in range(0 if self._sampler.alone else _PATIENCE):
+            drawn = self._read(count)
+            if ring.intact(int(drawn[0].min())):
+                return drawn
+        with ring.gate.locked():  # nobody reserves what we read
+            return self._read(count)
 
     def _read(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
         positions, info = self._sampler.draw(self._memory, count, self._generator)
@@ -215,15 +220,15 @@ class ReplayBuffer:
             return sample.to(self._storage.device)
         return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
 
-    def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any]]:
+    def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
         if not len(self):
             raise nothing()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "reap-prefetch")
         while len(self._prepared) <= self._ahead:
             self._prepared.append(self._pool.submit(self._sample, count))
-        sample, info = self._prepared.popleft().result()
-        return sample, info
+        sample, info, last = self._prepared.popleft().result()
+        return sample, info, last
 
     def _rows(self) -> Rows:
         rows = self._memory.rows
@@ -252,8 +257,8 @@ class ReplayBuffer:
         """Samples; without replacement, until every row was seen, else for ever."""
         if self._batch_size is None:
             raise WrongState("no batch_size: give one to the buffer to iterate over it")
-        self._sampler.ran_out = False
-        while not self._sampler.ran_out:
+        self._last = False
+        while not self._last:
             yield self.sample()
 
     def next(self) -> Any:
@@ -270,7 +275,7 @@ class ReplayBuffer:
         if isinstance(index, tuple):
             index = index[0]
         rows = np.atleast_1d(torch.as_tensor(index).detach().cpu().numpy())
-        values = np.atleast_1d(torch.as_tensor(priority).detach().cpu().float().numpy())
+        values = np.atleast_1d(torch.as_tensor(priority).detach().cpu().double().numpy())
         with self._sampling:
             self._sampler.update_priority(self._memory, rows, values)
 

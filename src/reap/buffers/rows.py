@@ -76,7 +76,8 @@ class Rows:
 
     def read(self, rows: Array) -> dict[Key, Tensor]:
         """Copies of these rows."""
-        layout, found = self.layout, {}
+        layout = self.layout
+        found: dict[Key, Array] = {}
         taken = self._record.take(rows).view(layout.record)
         for name, keys in layout.narrow.items():
             # A tensor is made of each part by itself: views of one tensor would count each other's changes as theirs.

@@ -143,7 +143,6 @@ class PrioritizedSampler(Sampler):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
         reduction: str = "max",
-        **_: Any,
     ) -> None:
         if alpha < 0 or beta < 0:
             raise UsageError(f"alpha and beta are not negative, got alpha={alpha} and beta={beta}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,10 +17,19 @@ class Storage:
     Args:
         max_size: how many rows there may be; the oldest make room for new ones.
         device: where samples are delivered; the rows themselves are in the memory of the host.
-        ndim: accepted as TorchRL has it; a row is one frame, whatever the shape of the batches.
+        ndim: a row is one frame, whatever the shape of the batches.
+        shared_init, compilable: accepted as TorchRL has them; whoever writes first decides the columns.
     """
 
-    def __init__(self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1, **_: Any) -> None:
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        ndim: int = 1,
+        shared_init: bool = False,
+        compilable: bool = False,
+    ) -> None:
         if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
             raise UsageError(f"a storage holds a positive number of rows, got {max_size!r}")
         self.max_size, self.ndim = max_size, ndim
@@ -67,7 +75,8 @@ class LazyMemmapStorage(Storage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         existsok: bool = False,
-        **_: Any,
+        shared_init: bool = False,
+        compilable: bool = False,
     ) -> None:
         super().__init__(max_size, device=device, ndim=ndim)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
