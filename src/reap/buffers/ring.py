@@ -31,7 +31,7 @@ HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT = range(6)  # words of the header
 _ENTRIES = 64  # writers at work at the same time
 _FROM = 64  # the word where the entries begin: (from, to) each; to 0 is nobody's
 HEADER = 8 * (_FROM + 2 * _ENTRIES)
-_LAP = 0.0005  # seconds between looks at a writer that is a whole ring behind
+_LAP = 0.0005  # seconds between looks at a writer that is half a ring behind
 
 
 class Ring:
@@ -52,9 +52,12 @@ class Ring:
             with self.gate.locked():
                 # A writer that died between its two words below has an entry beyond the head: those rows are its own.
                 head = max(int(self.words[HEAD]), int(self._entries[:, 1].max()))
-                self._bury(before=head + count - self.capacity)
+                # Not only never over rows still being written: a slow writer holds the frontier, and half of the ring
+                # is to stay readable behind it, however far ahead the others could run.
+                limit = head + count - self.capacity // 2
+                self._bury(before=limit)
                 active = self._entries[:, 1] > 0
-                if not (active & (self._entries[:, 0] < head + count - self.capacity)).any():
+                if not (active & (self._entries[:, 0] < limit)).any():
                     for entry in np.flatnonzero(~active).tolist():
                         if self.gate.claim(entry):
                             self._entries[entry] = head, head + count  # before the head: nobody passes it unseen
