@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,13 +25,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from reap.buffers.feed import Feed
+from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
-from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLES
+from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLES, SAMPLED
 from reap.buffers.rows import Rows, as_array
 from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
 from reap.buffers.storages import LazyTensorStorage, Storage
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, as_key, show
 
 _MASK: Key = ("collector", "mask")
@@ -57,6 +60,7 @@ class ReplayBuffer:
         generator: where random numbers come from; torch's own by default.
         writer: rows are written in turn, whatever says so.
         dim_extend, shared, compilable, delayed_init: accepted as TorchRL has them; there is nothing to choose here.
+        limiter: `SamplesPerInsert` keeps a collector in the background and what is sampled in proportion.
     """
 
     _as_index = False
@@ -77,6 +81,7 @@ class ReplayBuffer:
         shared: bool = False,
         compilable: bool | None = None,
         delayed_init: bool | None = None,
+        limiter: SamplesPerInsert | None = None,
     ) -> None:
         self._storage: Storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
         self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
@@ -87,13 +92,18 @@ class ReplayBuffer:
         self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
         self._transforms: list[Any] = [] if transform is None else [transform]
         self._collate = collate_fn
+        if limiter is not None and not isinstance(limiter, SamplesPerInsert):
+            raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
+        if limiter is not None and limiter.min_size > self._storage.max_size:
+            raise UsageError(f"min_size={limiter.min_size} rows never fit into {self._storage.max_size}")
+        self.limiter, self.feed = limiter, Feed()
         self._memory: Memory = self._storage.open()
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
         self._ahead, self._last = prefetch or 0, False
         self._pool: ThreadPoolExecutor | None = None
-        self._prepared: deque[Future[Any]] = deque()
+        self._prepared: deque[Future[tuple[Any, dict[Any, Any], bool]]] = deque()
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -175,9 +185,19 @@ class ReplayBuffer:
 
     def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
         """A sample, what is known about it, and whether it is the last of a round."""
-        with self._sampling:
-            _, info, columns = self._draw(count)
-            last = self._sampler.ran_out
+        began = time.monotonic()
+        while True:
+            try:
+                with self._sampling:
+                    if self.limiter is not None:
+                        self.limiter.check(self._memory.ring)
+                    _, info, columns = self._draw(count)
+                    last = self._sampler.ran_out
+                break
+            except Starved as why:
+                self.feed.wait(why, began, None if self.limiter is None else self.limiter.timeout)
+        if self.limiter is not None:
+            self.limiter.count(self._memory.ring, len(info["index"]))
         sample = self._deliver(columns, len(info["index"]), info)
         if self._collate is not None:
             sample = self._collate(sample)
@@ -221,14 +241,15 @@ class ReplayBuffer:
         return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
 
     def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
-        if not len(self):
-            raise nothing()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "reap-prefetch")
         while len(self._prepared) <= self._ahead:
             self._prepared.append(self._pool.submit(self._sample, count))
-        sample, info, last = self._prepared.popleft().result()
-        return sample, info, last
+        try:
+            return self._prepared.popleft().result()
+        except Starved:
+            self._prepared.clear()  # what else was begun is as old
+            raise
 
     def _rows(self) -> Rows:
         rows = self._memory.rows
@@ -291,14 +312,16 @@ class ReplayBuffer:
         >>> fds, description = buffer.handle()            # here
         >>> buffer = ReplayBuffer.open(fds, description)  # there, with the numbers the descriptors have there
         """
-        return self._memory.fds, {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
+        about = {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
+        return self._memory.fds, {**about, "limiter": self.limiter}
 
     @classmethod
     def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
         """A buffer that another process made. It owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
         storage.memory = Memory(description["capacity"], fds)
-        buffer = cls(storage=storage, **{"batch_size": description["batch"], **options})
+        known = {"batch_size": description["batch"], "limiter": description["limiter"]}
+        buffer = cls(storage=storage, **{**known, **options})
         buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])
         return buffer
 
@@ -317,6 +340,7 @@ class ReplayBuffer:
                 "capacity": ring.capacity,
                 "words": {"head": high, "holes": int(ring.words[HOLES]), "base": int(ring.words[BASE])},
                 "count": self.write_count,
+                "sampled": int(ring.words[SAMPLED]),
                 "marks": torch.from_numpy(ring.marks_of(low, high).copy()),
                 "rows": {} if rows is None else rows.read(used),
                 "sampler": self._sampler.state_dict(),
@@ -339,7 +363,7 @@ class ReplayBuffer:
             self._sampler.load_state_dict(state["sampler"], shift)
             words = {name: value + shift for name, value in state["words"].items()}
             ring.words[HOLES], ring.words[BASE] = words["holes"], words["base"]
-            ring.words[COUNT] = state["count"]
+            ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
             ring.words[HEAD] = words["head"]
             ring.words[FRONTIER] = words["head"]  # last: now they may be read
 
@@ -349,7 +373,7 @@ class ReplayBuffer:
         path.mkdir(parents=True, exist_ok=True)
         state = self.state_dict()
         torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
-        about = {name: state[name] for name in ("capacity", "words", "count")}
+        about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}
         (path / "buffer.json").write_text(json.dumps(about))  # last: a directory without it is not complete
 
     def loads(self, path: str | Path) -> None:
@@ -371,6 +395,11 @@ class ReplayBuffer:
         return int(self._memory.ring.words[COUNT])
 
     @property
+    def may_write(self) -> bool:
+        """Whether a collector in the background is to go on; False while the limiter has it rest."""
+        return self.limiter is None or self.limiter.may_write(self._memory.ring)
+
+    @property
     def storage(self) -> Storage:
         """Where the rows are."""
         return self._storage
@@ -389,6 +418,11 @@ class ReplayBuffer:
     def initialized(self) -> bool:
         """Whether the columns are known."""
         return self._memory.rows is not None
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """Called with every sample, in this order; their inverses with what is written, in the other."""
+        return tuple(self._transforms)
 
     def append_transform(self, transform: Any) -> ReplayBuffer:
         """One more transform, after the others."""

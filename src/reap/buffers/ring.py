@@ -27,7 +27,7 @@ from reap.buffers.gate import Gate
 Array = np.ndarray[Any, Any]
 GOES_ON, BEGINS, HOLE = 0, 1, 2
 
-HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT = range(6)  # words of the header
+HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT, SAMPLED = range(7)  # words of the header
 _ENTRIES = 64  # writers at work at the same time
 _FROM = 64  # the word where the entries begin: (from, to) each; to 0 is nobody's
 HEADER = 8 * (_FROM + 2 * _ENTRIES)
@@ -146,5 +146,5 @@ class Ring:
         with self.gate.locked():
             base = -(-int(self.words[HEAD]) // self.capacity) * self.capacity
             self.words[BASE] = base  # first: from here on nothing old can be read
-            self.words[HEAD], self.words[COUNT] = base, 0
+            self.words[HEAD], self.words[COUNT], self.words[SAMPLED] = base, 0, 0
             self._advance()

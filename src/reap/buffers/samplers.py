@@ -17,7 +17,7 @@ from reap.buffers.memory import Memory
 from reap.buffers.ring import HOLE
 from reap.buffers.runs import Cuts
 from reap.buffers.tree import SumTree
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, as_key
 
 Array = np.ndarray[Any, Any]
@@ -54,9 +54,9 @@ class Sampler:
         return f"{type(self).__name__}()"
 
 
-def nothing() -> WrongState:
+def nothing() -> Starved:
     """The error for a buffer without rows."""
-    return WrongState("cannot sample: the buffer is empty; extend it first")
+    return Starved("cannot sample: the buffer is empty; extend it first")
 
 
 class RandomSampler(Sampler):
@@ -268,7 +268,7 @@ class SliceSampler(Sampler):
             if not fit.all():
                 starts, lengths = starts[fit], lengths[fit]
             if not len(starts):
-                raise WrongState(f"no episode has {length} rows yet; shorter slices, or strict_length=False")
+                raise Starved(f"no episode has {length} rows yet; shorter slices, or strict_length=False")
         which = _integers(len(starts), slices, generator)
         starts, sizes = starts[which], np.minimum(lengths[which], length)
         room = lengths[which] - sizes + 1

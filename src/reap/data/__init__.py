@@ -6,6 +6,7 @@
 >>> buffer.sample()
 """
 
+from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.replay import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -30,6 +31,7 @@ __all__ = [
     "ReplayBuffer",
     "Sampler",
     "SamplerWithoutReplacement",
+    "SamplesPerInsert",
     "SliceSampler",
     "Storage",
     "TensorDictPrioritizedReplayBuffer",
