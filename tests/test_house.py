@@ -17,7 +17,7 @@ FLOORS = [
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},
-    {"collectors", "modules"},
+    {"collectors", "data", "modules"},
     {"testing", "cli"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
@@ -51,7 +51,15 @@ def test_imports_go_down(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["reap.collectors", "reap.collectors.utils", "reap.envs", "reap.modules", "reap.testing", "reap.weight_update"],
+    [
+        "reap.collectors",
+        "reap.collectors.utils",
+        "reap.data",
+        "reap.envs",
+        "reap.modules",
+        "reap.testing",
+        "reap.weight_update",
+    ],
 )
 def test_public_names_exist_and_are_documented(module):
     found = importlib.import_module(module)
@@ -65,7 +73,7 @@ def test_importing_changes_nothing():
 import multiprocessing, os, threading, torch, random, numpy, tensordict.nn.probabilistic as p
 before = (torch.get_num_threads(), multiprocessing.get_start_method(allow_none=True), dict(os.environ),
           threading.active_count(), torch.initial_seed(), random.getstate(), p._interaction_type)
-import reap, reap.collectors, reap.envs, reap.testing, reap.collectors.utils
+import reap, reap.collectors, reap.data, reap.envs, reap.testing, reap.collectors.utils
 after = (torch.get_num_threads(), multiprocessing.get_start_method(allow_none=True), dict(os.environ),
          threading.active_count(), torch.initial_seed(), random.getstate(), p._interaction_type)
 assert before == after

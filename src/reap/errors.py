@@ -4,6 +4,7 @@
     ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
     │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
+    │   │   └── Starved                          a sample needs rows that are not there, and nobody brings them
     │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
     ├── WorkerError (RuntimeError)       collecting failed
     │   ├── WorkerRaised                     env or policy raised; the original exception is the cause
@@ -54,6 +55,10 @@ class WrongArgument(UsageError, TypeError):
 
 class WrongState(UsageError, RuntimeError):
     """A right call at the wrong time."""
+
+
+class Starved(WrongState):
+    """A sample needs rows that are not there, and nobody is about to bring them."""
 
 
 class SpecMismatch(UsageError, RuntimeError):

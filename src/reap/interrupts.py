@@ -40,6 +40,11 @@ class Interrupts:
         """For selectors."""
         return self._ours
 
+    def wake(self) -> None:
+        """End a wait in any thread, for another reason than Ctrl-C."""
+        if self._theirs >= 0:
+            os.write(self._theirs, b"!")
+
     def close(self) -> None:
         """Give back the descriptors."""
         if self._ours >= 0:

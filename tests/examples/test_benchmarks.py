@@ -72,3 +72,13 @@ def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
     assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
     assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
     assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_buffers_are_measured(capsys):
+    pytest.importorskip("torchrl")
+    from benchmarks.buffers import CASES, main
+
+    results = main(["--rows", "20000", "--rounds", "3"])
+    assert list(results) == list(CASES)
+    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend"))
+    assert all(case in capsys.readouterr().out for case in CASES[:1])

@@ -7,7 +7,7 @@ A taken rollout is the consumer's; its slot is released when the last tensor on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,10 @@ class Rollout:
     parts: Sequence[Rollout] = ()  # where workers' rollouts have different lengths: one by one
 
 
+class Halted(BaseException):
+    """Raised by a take that was broken off on purpose, from another thread."""
+
+
 class Backend(Protocol):
     """What every way of running workers can do."""
 
@@ -38,6 +42,9 @@ class Backend(Protocol):
 
     def take(self, *, random: bool = False) -> Rollout:
         """The next full rollout; `random` asks for random actions."""
+
+    def breaker(self) -> Callable[[], None]:
+        """From now on a take can be broken off from another thread, by calling this; it raises `Halted`."""
 
     def publish(self, weights: Any = None) -> int:
         """Give workers new weights (None: those of the policy they were built with); returns the new version."""

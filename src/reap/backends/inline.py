@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from reap.backends.base import Rollout
+from reap.backends.base import Halted, Rollout
 from reap.core.device_worker import DeviceWorker, device_worker
 from reap.core.worker import Plan, Worker
 from reap.errors import WrongState
@@ -41,6 +42,19 @@ class InlineBackend:
             raise
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
+
+    def breaker(self) -> Callable[[], None]:
+        asked, usual = threading.Event(), self.worker.halting
+
+        def stop() -> bool:
+            if asked.is_set():
+                raise Halted
+            return usual is not None and usual()
+
+        self.worker.halting = self.worker.loop.stop = (
+            stop  # asked after every step, as an interruptor is
+        )
+        return asked.set
 
     def publish(self, weights: Any = None) -> int:
         model = self.worker.model

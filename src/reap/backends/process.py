@@ -31,21 +31,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.backends.base import Rollout
-from reap.backends.process_worker import (
-    CLAIMED,
-    HELLO,
-    NOWHERE,
-    RANDOM,
-    STOP,
-    About,
-    Answer,
-    Full,
-    Job,
-    Memory,
-    control_words,
-    run_worker,
-)
+from reap.backends.base import Halted, Rollout
+from reap.backends.control import ALL, NOWHERE, Control
+from reap.backends.process_worker import HELLO, Answer, Full, Job, Memory, Writer, run_worker
+from reap.backends.remote import Free, Remote
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
@@ -59,67 +48,9 @@ from reap.weights.shared import SharedWeights
 
 _DEADLINE = 5.0  # seconds within which `close` has ended every worker
 _OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
+_AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
-_ALL = 2**62
 _FIRST = 0  # the number of what workers say unasked, when they start
-
-
-class _Free:
-    """The parent's end of a worker's free pipe. Used by finalizers, in any thread: one atomic write, no lock.
-
-    In a fork of the parent finalizers give nothing back: the slot they speak of is still in use here.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._owner = fd, os.getpid()
-
-    def give(self, slot: int) -> None:
-        if self._fd >= 0 and self._owner == os.getpid():
-            with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
-                os.write(self._fd, bytes([slot]))
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1  # first: a finalizer must never write to a number that is somebody else's
-        if fd >= 0:
-            os.close(fd)
-
-
-class _Remote:
-    """One worker as the parent sees it."""
-
-    def __init__(self, index: int, child: Child, free: _Free) -> None:
-        self.index, self.child, self.free = index, child, free
-        self.about: About
-        self.inbox: deque[Any] = deque()
-        self.slots: SharedSlots  # its own, if asynchronous
-        self.lent: set[int] = set()
-        self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
-        self.working: set[int] = set()  # slots it may fill; single operations only, finalizers come in between
-        self.asked: int | None = None  # the call it has not answered yet
-        self.stats: dict[str, Any] = {}
-        self.frames = self.rollouts = 0  # made so far
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is to come from it."""
-        return bool(self.working) or self.asked is not None
-
-    def give(self, slot: int) -> None:
-        """A slot to fill."""
-        if not self.busy:
-            self.busy_since = time.monotonic()
-        self.working.add(slot)
-        self.free.give(slot)
-
-    def ask(self, call: int) -> None:
-        """Something is to be answered."""
-        if not self.busy:
-            self.busy_since = time.monotonic()
-        self.asked = call
-
-    @property
-    def name(self) -> str:
-        return f"{self.index} (pid {self.child.pid})"
 
 
 class ProcessBackend:
@@ -138,18 +69,23 @@ class ProcessBackend:
         start_method: StartMethod = "forkserver",
         random_frames: int = 0,
         road: Road | None = None,
+        writer: Callable[[Sequence[int]], Writer] | None = None,
+        buffer: Sequence[int] = (),
     ) -> None:
         self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method = threads, init, start_method
         self._random_frames, self._road = random_frames, road
+        self._writer, self._buffer = writer, tuple(buffer)  # workers write their rollouts themselves, through these
+        self.wanted: float = ALL  # frames that may still be asked for, where they are written as they are made
+        self._halted = False
         self.version = 0
-        self.workers: list[_Remote] = []
+        self.workers: list[Remote] = []
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
         self._filling: Slot | None = None
-        self._arrived: deque[tuple[_Remote, Full]] = deque()
+        self._arrived: deque[tuple[Remote, Full]] = deque()
         self._begun = False
         self._calls = 0
         self._failure: ReapError | None = None  # of the first worker that failed
@@ -170,15 +106,14 @@ class ProcessBackend:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
         jobs = [
-            Job(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count)
+            Job(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
             for w, plan in enumerate(self._plans)
         ]
         targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
-        self._control = control.map(8 * control_words(count)).view(np.int64)
-        self._steps = self._control[CLAIMED + count :]
-        self._steps[:] = NOWHERE
-        self._control[RANDOM] = 0 if self._sync else self._random_frames
+        self.control = Control(control, count)
+        self.control.step[:] = NOWHERE
+        self.control.random = 0 if self._sync else self._random_frames
         self._parcels = [self._file("parcel") for _ in jobs]
         common, slots = self._file("slots"), [self._file("slots") for _ in jobs]
         self._selector = selectors.DefaultSelector()
@@ -186,6 +121,7 @@ class ProcessBackend:
         for job, target in zip(jobs, targets):
             theirs, ours = os.pipe()
             fds = [theirs, common.fd, slots[job.index].fd, weights.fd, control.fd, self._parcels[job.index].fd]
+            fds += self._buffer
             try:
                 child = Child(target, fds=fds, start=self._start_method, name=f"reap-worker-{job.index}")
             except BaseException:
@@ -193,7 +129,7 @@ class ProcessBackend:
                 raise
             finally:
                 os.close(theirs)
-            remote = _Remote(job.index, child, _Free(ours))
+            remote = Remote(job.index, child, Free(ours))
             self.workers.append(remote)
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
@@ -254,11 +190,16 @@ class ProcessBackend:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def _listen(self, *, first: bool = False) -> None:
-        """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure."""
+    def _listen(self, *, first: bool = False, now: bool = False) -> None:
+        """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure.
+
+        `now`: file what is there, and do not wait.
+        """
         if self._failure is None:
-            ready = self._selector.select(self._patience())
+            ready = self._selector.select(0 if now else self._patience())
             self._interrupts.let_in()
+            if self._halted:
+                raise Halted
             for remote in {key.data.index: key.data for key, _ in ready if key.data is not None}.values():
                 self._flush(remote)
                 self._hear(remote)
@@ -266,18 +207,18 @@ class ProcessBackend:
         if self._failure is not None and not (first and self._arrived):
             raise self._failure
 
-    def _say(self, remote: _Remote, data: bytes) -> None:
+    def _say(self, remote: Remote, data: bytes) -> None:
         remote.child.line.say(data)
         self._flush(remote)
 
-    def _flush(self, remote: _Remote) -> None:
+    def _flush(self, remote: Remote) -> None:
         """Send on what did not go at once; what is left is sent when its line can take it."""
         line = remote.child.line
         wanted = selectors.EVENT_READ if line.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
         if self._selector.get_key(line).events != wanted:
             self._selector.modify(line, wanted, remote)
 
-    def _hear(self, remote: _Remote) -> None:
+    def _hear(self, remote: Remote) -> None:
         gone = remote.child.gone()  # asked first: what it said before is all there then
         for data in remote.child.line.hear():
             message = pickle.loads(data)
@@ -300,12 +241,12 @@ class ProcessBackend:
         if gone:
             self._failure = self._failure or self._death(remote)
 
-    def _death(self, remote: _Remote) -> WorkerDied:
+    def _death(self, remote: Remote) -> WorkerDied:
         return remote.child.death().at(worker=remote.name, **self._place(remote))
 
-    def _place(self, remote: _Remote) -> dict[str, int]:
+    def _place(self, remote: Remote) -> dict[str, int]:
         """Step and lane, as far as they can be known from outside."""
-        step = int(self._steps[remote.index])
+        step = int(self.control.step[remote.index])
         if step == NOWHERE:
             return {}
         return {"step": step, "lane": 0} if remote.about.layout.lanes == 1 else {"step": step}
@@ -327,7 +268,7 @@ class ProcessBackend:
                 self._failure = error.at(worker=remote.name, **self._place(remote))
                 return
 
-    def _answers(self, remotes: Sequence[_Remote], call: int, grace: float = 0.0) -> list[Any]:
+    def _answers(self, remotes: Sequence[Remote], call: int, grace: float = 0.0) -> list[Any]:
         """What each says to this call."""
         for remote in remotes:
             remote.inbox.clear()
@@ -350,7 +291,8 @@ class ProcessBackend:
                 raise answer.unpack().at(worker=remote.name)
         return answers
 
-    def _everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
+    def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
+        """The same for all workers."""
         return {remote.index: arguments for remote in self.workers}
 
     # ---- data -----------------------------------------------------------------------------------------------------
@@ -368,7 +310,7 @@ class ProcessBackend:
         if self._pending is None:  # else a Ctrl-C interrupted the last take: the workers are at it
             self._filling = self._pool.acquire() if self._together else None
             self._pending = self._filling.index % _COMMON_SLOTS if self._filling is not None else 0
-            self._control[STOP], self._control[RANDOM] = 0, _ALL if random else 0
+            self.control.stop, self.control.random = False, ALL if random else 0
             for remote in self.workers:
                 remote.give(self._pending)
         self._wait_for_all()
@@ -377,8 +319,13 @@ class ProcessBackend:
         parts = [full[remote.index] for remote in self.workers]
         frames, version = sum(part.frames for part in parts), parts[0].version
         if slot is None:
+            if self._writer is not None:
+                return Rollout({}, self.workers[0].about.layout, frames, version)
             apart = [self._apart(remote, part) for remote, part in zip(self.workers, parts)]
             return Rollout({}, self.workers[0].about.layout, frames, version, parts=apart)
+        if self._writer is not None:
+            self._pool.release(slot)
+            return Rollout({}, slot.layout, frames, version)
         arrays = self._pool.lend(slot)
         for key in parts[0].loose:
             arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
@@ -387,7 +334,7 @@ class ProcessBackend:
     def _wait_for_all(self) -> None:
         while len(self._arrived) < len(self.workers):
             if len(self._arrived) >= self._enough:
-                self._control[STOP] = 1
+                self.control.stop = True
             self._listen()
 
     def _filled(self) -> Slot | None:
@@ -396,7 +343,7 @@ class ProcessBackend:
         self._arrived.clear()
         return slot
 
-    def _apart(self, remote: _Remote, full: Full) -> Rollout:
+    def _apart(self, remote: Remote, full: Full) -> Rollout:
         arrays = {**remote.slots.slot(full.slot).copied(), **full.loose}
         return Rollout(arrays, remote.about.layout, full.frames, full.version, worker=remote.index)
 
@@ -413,7 +360,9 @@ class ProcessBackend:
         )
 
     def _take_first(self) -> Rollout:
-        if not self._begun:
+        if self._writer is not None:
+            self._ask_for_more()
+        elif not self._begun:
             self._begun = True
             for remote in self.workers:
                 for slot in range(_OWN_SLOTS):
@@ -421,6 +370,8 @@ class ProcessBackend:
         while not self._arrived:
             self._listen(first=True)
         remote, full = self._arrived.popleft()
+        if self._writer is not None:
+            return Rollout({}, remote.about.layout, full.frames, full.version, worker=remote.index)
         return Rollout(
             {**self._lend(remote, full.slot), **full.loose},
             remote.about.layout,
@@ -430,7 +381,17 @@ class ProcessBackend:
             finals=full.finals,
         )
 
-    def _lend(self, remote: _Remote, index: int) -> dict[Key, np.ndarray[Any, Any]]:
+    def _ask_for_more(self) -> None:
+        """Rollouts are written as they are made: workers are asked for no more than are wanted."""
+        asked = sum(full.frames for _, full in self._arrived)
+        asked += sum(len(remote.working) * remote.size for remote in self.workers)
+        for ahead in range(1, _AHEAD + 1):
+            for remote in self.workers:
+                if len(remote.working) < ahead and asked < self.wanted:
+                    remote.give(next(slot for slot in range(_AHEAD) if slot not in remote.working))
+                    asked += remote.size
+
+    def _lend(self, remote: Remote, index: int) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
         slot = remote.slots.slot(index)
         if len(remote.lent) >= _OWN_SLOTS - 2:
@@ -444,6 +405,32 @@ class ProcessBackend:
             remote.give(index)
 
         return slot.lend(give_back)
+
+    def breaker(self) -> Callable[[], None]:
+        def break_off() -> None:
+            self._halted = True
+            self._interrupts.wake()
+
+        return break_off
+
+    def settle(self) -> tuple[int, int]:
+        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+        with self._talking, self._interrupts.held():
+            while any(remote.working for remote in self.workers):
+                self._listen()
+            found = sum(full.frames for _, full in self._arrived), len(self._arrived)
+            slot = self._filled()
+            if slot is not None:
+                self._pool.release(slot)
+        return found
+
+    def look(self) -> None:
+        """Raise what went wrong with a worker, if anything has. Does not wait."""
+        if self._talking.acquire(blocking=False):  # else somebody listens already
+            try:
+                self._listen(now=True)
+            finally:
+                self._talking.release()
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -510,7 +497,7 @@ class ProcessBackend:
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self.call("reset", self._everyone(None))
+        self.call("reset", self.everyone(None))
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         """Each worker's lanes take the links of the chain that follow the last worker's."""
@@ -523,7 +510,7 @@ class ProcessBackend:
             self.call("set_seed", calls)
             for _ in range(len(self._arrived)):
                 remote, full = self._arrived.popleft()
-                if full.seeded == self._calls:
+                if full.seeded == self._calls or self._writer is not None:
                     self._arrived.append((remote, full))
                 else:  # filled before
                     remote.give(full.slot)
@@ -538,7 +525,7 @@ class ProcessBackend:
                 self._pool.release(slot)
 
     def state_dict(self) -> dict[str, Any]:
-        states = self.call("state", self._everyone())
+        states = self.call("state", self.everyone())
         return {
             "traj_pool": {"traj_id": torch.tensor(max(state.pop("traj_id") for state in states))},
             **{

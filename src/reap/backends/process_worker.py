@@ -1,9 +1,11 @@
 """The other side of the process backend: what runs in a worker's process.
 
-    free pipe ──► slot number ──► refresh weights ──► fill ──► "full" ──► connection
+    free pipe ──► slot number ──► refresh weights ──► fill ──┬──────────► "full" ──► connection
+                                                             └► writer ─► "full" ──► connection    (a replay buffer)
     connection ──► call (seed, reset, state …), answered between two rollouts
 
-The worker waits for a free slot and for nothing else; it ends when the connection does.
+The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
+let run free: then it waits for nobody, and says what it has made in the control block.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from reap.backends.control import NOWHERE, Control
 from reap.children import Raised, dumps, send
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
@@ -34,14 +36,27 @@ from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing, SharedWeights
 
-STOP, RANDOM, CLAIMED = 0, 1, 2  # words of the control block; from CLAIMED on one per worker, then its step
 HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
-NOWHERE = -1  # the step of a worker that is in no rollout
+_LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
 
 
-def control_words(workers: int) -> int:
-    """How many there are."""
-    return CLAIMED + 2 * workers
+class Writer(Protocol):
+    """What brings full slots to where they belong."""
+
+    before: Callable[[], Any] | None  # called before each rollout
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is time for another rollout."""
+
+    def write(self, slot: Slot) -> None:
+        """Bring it there."""
+
+    def forget(self) -> None:
+        """What is held back belongs to the time before."""
+
+    def set_hook(self, packed: bytes) -> None:
+        """What to call with each batch from now on."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class Job:
     entropy: int
     init: Callable[[], Any] | None = None
     preempted: bool = False
+    writer: Callable[[Sequence[int]], Writer] | None = None  # from descriptors
 
 
 @dataclass(frozen=True)
@@ -104,10 +120,10 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     send(connection, HELLO)
     torch.set_num_threads(job.threads)
     seed_process(job.entropy)
-    free, common, own, weights, control, parcel = fds
+    free, common, own, weights, control, parcel, *buffer = fds
     host = None
     try:
-        host = _Host(job, connection, control=SharedFile(fd=control), parcel=parcel)
+        host = _Host(job, connection, control=SharedFile(fd=control), parcel=parcel, buffer=buffer)
         send(connection, host.about)
         memory = connection.recv()
         host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
@@ -125,11 +141,13 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
 class _Host:
     """A worker and what ties it to the parent."""
 
-    def __init__(self, job: Job, connection: Connection, *, control: SharedFile, parcel: int) -> None:
-        self._connection, self._job, self._parcel, self._control_file = connection, job, parcel, control
-        self._control = control.map(8 * control_words(job.workers)).view(np.int64)
-        self._claimed = self._control[CLAIMED : CLAIMED + job.workers]
-        self._at = self._control[CLAIMED + job.workers + job.index :][:1]
+    def __init__(
+        self, job: Job, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
+    ) -> None:
+        self._connection, self._job, self._parcel = connection, job, parcel
+        self._control = Control(control, job.workers)
+        self._at = self._control.step[job.index :][:1]
+        self._free = self._resting = False  # whether it runs free, and whether it is paused then
         self.doing = "starting"
         self._seeded = 0
         if job.init is not None:
@@ -137,8 +155,9 @@ class _Host:
         plan = job.plan
         if job.preempted:
             words = self._control
-            plan = replace(plan, stop=lambda: bool(words[STOP]))
+            plan = replace(plan, stop=lambda: words.stop)
         self.worker = Worker(plan, ids=TrajectoryIds(job.index, job.workers))
+        self._writer = None if job.writer is None else job.writer(buffer)
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
@@ -165,11 +184,13 @@ class _Host:
     def serve(self, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
         calls = self._connection.fileno()
-        poll = select.poll()
-        poll.register(calls, select.POLLIN)
-        poll.register(free, select.POLLIN)
+        both, only_calls = select.poll(), select.poll()
+        both.register(free, select.POLLIN)
+        for poll in (both, only_calls):
+            poll.register(calls, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            poll = only_calls if self._free else both
+            ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
             if calls in ready:
                 call, name, arguments = self._connection.recv()
                 self.doing = name
@@ -179,6 +200,8 @@ class _Host:
                 except UsageError as error:
                     value = Raised.of(error)
                 send(self._connection, Answer(call, value))
+            elif self._free:
+                self._run_free()
             else:
                 data = os.read(free, 1)
                 if not data:
@@ -187,38 +210,69 @@ class _Host:
 
     def _fill(self, slot: Slot) -> None:
         worker = self.worker
-        self.doing = "collecting"
-        self._refresh()
-        frames = worker.fill(slot, random=self._random())
-        loose = slot.hand_over()
-        stats = worker.stats.summary()
-        full = Full(slot.index, frames, worker.loop.version, stats, slot.finals, loose, self._seeded)
-        self._at[0] = NOWHERE
+        claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
+        frames = self._collect(slot, random=claimed is not None)
+        loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
+        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), finals, loose, self._seeded)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
+
+    def _collect(self, slot: Slot, *, random: bool) -> int:
+        """One rollout, brought to the buffer if there is one; returns the frames made."""
+        self.doing = "collecting"
+        writer = self._writer
+        if writer is not None and writer.before is not None:
+            writer.before()
+        self._refresh()
+        frames = self.worker.fill(slot, random=random)
+        self._at[0] = NOWHERE
+        if writer is not None:
+            self.doing = "writing to the replay buffer"
+            writer.write(slot)
+        return frames
+
+    def _rest(self) -> int | None:
+        """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
+        if self._resting or self._control.claimed.sum() >= self._control.total:
+            return None
+        return 0 if self._writer is not None and self._writer.wanted else _LOOK
+
+    def _run_free(self) -> None:
+        words, index = self._control, self._job.index
+        if self._writer is None or not self._writer.wanted:
+            return
+        before = words.claim(index, self._size, most=words.total)
+        if before is not None:
+            frames = self._collect(self._slots[0], random=before < words.random)
+            words.finish(index, frames, self._size, self.worker.stats.summary())
+
+    @property
+    def _size(self) -> int:
+        return self.worker.layout.steps * self.worker.layout.lanes
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
         if self._shared is not None and (version := self._shared.refresh(self._tensors)) is not None:
             self.worker.loop.version = version
 
-    def _random(self) -> bool:
-        """Whether this rollout is one of the first, random ones; its frames are claimed, whoever else is about to."""
-        words = self._control
-        if self._claimed.sum() >= words[RANDOM]:
-            return False
-        with self._control_file.locked():
-            mine = bool(self._claimed.sum() < words[RANDOM])
-            if mine:
-                layout = self.worker.layout
-                self._claimed[self._job.index] += layout.steps * layout.lanes
-        return mine
-
     # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_run(self) -> None:
+        """From here on it needs no slots."""
+        self._free = True
+
+    def do_rest(self, resting: bool) -> None:
+        """Pause, or go on."""
+        self._resting = resting
+
+    def do_hook(self, packed: bytes) -> None:
+        if self._writer is not None:
+            self._writer.set_hook(packed)
 
     def do_reset(self, lanes: Sequence[int] | None) -> None:
         self.worker.reset(lanes)
 
     def do_set_seed(self, seed: int, static: bool) -> int:
+        self._forget()
         return self.worker.set_seed(seed, static=static)
 
     def do_state(self) -> dict[str, Any]:
@@ -231,6 +285,11 @@ class _Host:
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], version)
         self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._writer is not None:
+            self._writer.forget()
 
     def do_load_weights(self, size: int, version: int) -> None:
         """Weights that came as a parcel, for this worker alone."""

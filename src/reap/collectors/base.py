@@ -1,6 +1,7 @@
 """BaseCollector: what all collectors have in common, which is everything but where their workers live.
 
-options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─► consumer
+options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─┬─► consumer
+                                                                          └─► sink ─► replay buffer
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -19,14 +19,14 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from reap.backends.base import Backend, Rollout
+from reap.buffers.replay import ReplayBuffer
+from reap.collectors.background import Paused, Runner, ThreadRunner
 from reap.collectors.options import Options
+from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
 from reap.core.exploration import exploration_type
-from reap.core.frames import mark_frames
 from reap.core.paths import follow
 from reap.core.ragged import assembler
-from reap.core.slot import FRAME, MASK, Layout
-from reap.errors import UsageError, WorkerError, WrongArgument, WrongState
-from reap.spec import Key
+from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -38,6 +38,8 @@ _SHOWN = (
     "trajs_per_batch",
     "worker_idx",
 )
+T = TypeVar("T")
+_DEADLINE = 5.0  # seconds a thread in the background has to end
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -55,7 +57,12 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._version = 0
         self._why_closed: str | None = None
         self._busy = False
-        self._taken: TensorDictBase | None = None  # a batch that is to be split, post-processed and shown to the hook
+        self.replay_buffer = options.replay_buffer
+        self._sink = self._make_sink()
+        if isinstance(self.replay_buffer, ReplayBuffer):
+            self.replay_buffer.feed.attach(self)
+        self._runner: Runner | None = None  # who collects in the background
+        self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
@@ -67,10 +74,15 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self.policy_device, self.storing_device = options.devices
         for name in _SHOWN:
             setattr(self, name, getattr(options, name))
-        self._whole = None if options.trajs_per_batch is None else WholeTrajectories()
+        whole = options.trajs_per_batch is not None and options.replay_buffer is None
+        self._whole = WholeTrajectories() if whole else None
         self._storing = options.devices[1]
         if self._storing is not None and hasattr(self.postproc, "to"):
             self.postproc.to(self._storing)  # type: ignore[union-attr]
+
+    def _make_sink(self) -> Sink | None:
+        buffer = self.replay_buffer
+        return None if buffer is None else sink_for(Way.of(self.options), buffer)
 
     def _check_sizes(self, lanes: int) -> None:
         """How many frames a batch really holds; warns about every rounding."""
@@ -100,28 +112,33 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase]:
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
         return self.iterator()
 
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Batches until `total_frames`; a new iterator goes on where the last one stopped."""
-        self._open()
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Batches until `total_frames`; a new iterator goes on where the last one stopped.
+
+        With a replay buffer: None for each batch that was written.
+        """
+        self._in_front()
         return self._iterate()
 
-    def _iterate(self) -> Iterator[TensorDictBase]:
+    def _iterate(self) -> Iterator[TensorDictBase | None]:
         while self._why_closed is None and self._more():
+            self._in_front()
             batch = self._collect()
-            if batch is None:
+            if batch is None and self.replay_buffer is None:
                 return
             yield batch
 
     def next(self) -> TensorDictBase | None:
-        """The next batch, or None when `total_frames` is reached."""
-        self._open()
+        """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
+        self._in_front()
         return self._collect() if self._more() else None
 
     def rollout(self) -> TensorDictBase:
-        """One rollout as it comes: not counted, split or post-processed."""
+        """One rollout as it comes: not counted, split, post-processed or written."""
+        self._in_front()
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
@@ -152,24 +169,22 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _finish(self) -> TensorDictBase | None:
         """A batch as it is delivered. Each stage is put down before the next: Ctrl-C in a hook loses none."""
-        options = self.options
-        if self._taken is None:
+        if not self._taken:
             if self.pre_collect_hook is not None:
                 self.pre_collect_hook()
             self._fetch()
-        out = self._taken
-        if out is None:
+        if not self._taken:
             return None
-        if options.split_trajs:
-            out = self._split(out)
-        if self.postproc is not None:
-            out = self.postproc(out)
-            if out is None:
-                raise UsageError("postproc returned None; it must return the batch")
-        if self.post_collect_hook is not None:
-            self.post_collect_hook(out)
+        out: TensorDictBase | None = None
+        while self._taken:
+            part = self._taken[0]
+            split = self._split if self.options.split_trajs else None
+            out = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            if self._sink is not None:
+                self._sink.take(out, part.worker)
+                out = None
+            self._taken = self._taken[1:]
         self._batches += 1
-        self._taken = None
         return out
 
     def _fetch(self) -> None:
@@ -177,27 +192,31 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _forget(self) -> None:
         """What is held belongs to the time before."""
-        self._taken = self._ready = None
+        self._taken, self._ready = [], None
+        if self._sink is not None:
+            self._sink.forget()
         self._whole = None if self._whole is None else WholeTrajectories()
 
     def _more(self) -> bool:
         """Whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
         left = self._whole is not None and len(self._whole) >= (self.options.trajs_per_batch or 0)
-        return left or self._frames < self.options.total or self._taken is not None or self._ready is not None
+        return left or self._frames < self.options.total or bool(self._taken) or self._ready is not None
 
-    def _next_batch(self) -> TensorDictBase | None:
-        """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, None if they never come."""
+    def _next_batch(self) -> list[Part]:
+        """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
             if whole is not None and wanted is not None and len(whole) >= wanted:
-                return whole.take(wanted, self.options.traj_format or "padded")
+                return [Part(whole.take(wanted, self.options.traj_format or "padded"))]
             if self._frames >= self.options.total:
-                return None
+                return []
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
+            if self._sink is not None:
+                return self._by_worker(batch, rollout)
             if whole is None:
-                return self._arrange(batch, rollout)
+                return [Part(self._arrange(batch, rollout))]
             before, begin = len(whole), 0
             for part in rollout.parts or (rollout,):
                 whole.feed(batch[..., begin : begin + part.layout.steps], part.worker)
@@ -219,7 +238,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _assembled(self, rollout: Rollout) -> TensorDictBase:
         """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
-            _mark_truncated(rollout.arrays, rollout.layout)
+            mark_truncated(rollout.arrays, rollout.layout)
         if self._same is None:
             batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
@@ -238,6 +257,10 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         """The batch `[lanes, T]` in the shape this collector delivers."""
         return batch
+
+    def _by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
+        """The batch `[lanes, T]` as the workers made it, for a buffer."""
+        return [Part(self._arrange(batch, rollout), rollout.worker)]
 
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch as `[trajectories, time]`."""
@@ -288,8 +311,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             chosen = weights_dict["policy"]
         if model_id not in (None, "policy"):
             raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
-        with self._watching():
-            self._version = self._publish(chosen, worker_ids)
+        self._version = self._ask(lambda: self._publish(chosen, worker_ids))
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
@@ -317,19 +339,24 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
-        with self._watching():
+
+        def work() -> int:
             following = self._backend.set_seed(seed, static=static_seed)
-        self._forget()
-        return following
+            self._forget()
+            return following
+
+        return self._ask(work)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to go on: policy, env, counters."""
-        with self._watching():
-            backend = self._backend.state_dict()
-        state = {**backend, "frames": self._frames, "iter": self._batches - 1}
-        if isinstance(self.policy, nn.Module):
-            state["policy_state_dict"] = self.policy.state_dict()
-        return state
+
+        def work() -> dict[str, Any]:
+            state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches - 1}
+            if isinstance(self.policy, nn.Module):
+                state["policy_state_dict"] = self.policy.state_dict()
+            return state
+
+        return self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
@@ -337,13 +364,16 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         needed = {"frames", "iter", "traj_pool"}
         if strict and not needed <= state_dict.keys():
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
-        if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
-            self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
-        with self._watching():
+
+        def work() -> None:
+            if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
+                self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
             self._backend.load_state_dict(dict(state_dict))
-        self._forget()
-        self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
-        self._version = int(state_dict.get("policy_version", self._version))
+            self._forget()
+            self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
+            self._version = int(state_dict.get("policy_version", self._version))
+
+        self._ask(work)
 
     @property
     def policy(self) -> Any:
@@ -386,12 +416,110 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """Counts and rates so far."""
         raise NotImplementedError
 
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return follow(self, f"replay_buffer.{attr}")
+
+    # ---- in the background ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Collect into the replay buffer from now on, in the background, until `total_frames`; see `async_shutdown`.
+
+        >>> collector = Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer)
+        >>> collector.start()
+        >>> sample = buffer.sample()             # waits for the first rows
+        >>> collector.async_shutdown()
+        """
+        self._open()
+        if self.replay_buffer is None:
+            raise WrongState("start() collects into a replay buffer; give replay_buffer")
+        if self._runner is None:
+            self._runner = self._make_runner()
+            self._runner.start()
+
+    def _make_runner(self) -> Runner:
+        buffer = self.replay_buffer
+        return ThreadRunner(
+            self._turn, wanted=lambda: getattr(buffer, "may_write", True), break_off=self._backend.breaker()
+        )
+
+    def _turn(self) -> bool:
+        """One batch in the background; whether there is more to come."""
+        if self._more():
+            self._collect()
+        return self._more()
+
+    def is_running(self) -> bool:
+        """Whether it is collecting in the background; False before `start()` and once `total_frames` are made."""
+        self._look()
+        return self._why_closed is None and self._runner is not None and self._runner.running
+
+    def pause(self) -> Paused:
+        """Stop collecting in the background between two batches; returns when it has. For a block, or until `resume`.
+
+        >>> with collector.pause():
+        ...     buffer.dumps("somewhere")
+        """
+        self._started().pause()
+        return Paused(self.resume)
+
+    def resume(self) -> None:
+        """Go on after `pause()`."""
+        self._started().resume()
+
+    def _started(self) -> Runner:
+        self._open()
+        if self._runner is None:
+            raise WrongState("there is nothing to pause: start() was not called")
+        return self._runner
+
+    def bringing(self) -> bool:
+        """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
+        self._look(again=True)
+        return self.is_running()
+
+    def _look(self, *, again: bool = False) -> None:
+        """What went wrong in the background is raised here: once, or `again` whenever asked."""
+        runner = self._runner
+        error = None if runner is None else runner.failure()
+        if runner is None or error is None:
+            return
+        with contextlib.suppress(Exception):
+            self._close(f"it failed: {error!r}")
+        if again or not runner.told:
+            runner.told = True
+            raise error
+
+    def _in_front(self) -> None:
+        """Batches are taken here, in this thread."""
+        self._open()
+        if self._runner is not None:
+            raise WrongState("this collector fills its replay buffer in the background: sample from there")
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        """Have a worker do something between two batches."""
+        with self._watching():
+            return self._between(work)
+
+    def _between(self, work: Callable[[], T]) -> T:
+        return work() if self._runner is None else self._runner.between(work)
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers and close the envs. May be called twice."""
+        """End the workers and close the envs; what went wrong in the background is raised then. May be called twice.
+
+        `timeout`: seconds to wait for a thread in the background that is in the middle of a step (5 by default).
+        """
         try:
+            if self._runner is not None and self._why_closed is None:
+                try:
+                    self._runner.stop(_DEADLINE if timeout is None else timeout)
+                except WorkerSilent:
+                    self._why_closed = "its thread does not end"
+                    raise
             self._close("shutdown() was called", close_env=close_env)
+            self._look()
         except Exception:
             if raise_on_error:
                 raise
@@ -412,6 +540,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         return self._why_closed is not None
 
     def _open(self) -> None:
+        self._look()
         if self._why_closed is not None:
             raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
 
@@ -429,33 +558,20 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.shutdown()
 
 
+class Part(NamedTuple):
+    """A batch, or what one worker made of it."""
+
+    batch: TensorDictBase
+    worker: int = 0
+
+
 class _UnknownModel(UsageError, KeyError):
     __str__ = UsageError.__str__  # KeyError would print the message in quotes
-
-
-def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> None:
-    """The last frame of every lane ends here, as far as the learner is concerned."""
-    if FRAME in layout.columns:
-        mark_frames(arrays)
-        return
-    marked = [key for key in arrays if (key[0], key[-1]) == ("next", "truncated") and key not in layout.look.hidden]
-    if not marked:
-        raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
-    flags = [(*key[:-1], flag) for key in marked for flag in ("truncated", "done")]
-    if MASK not in arrays:
-        for flag in flags:
-            arrays[flag][-1] = True
-        return
-    mask = arrays[MASK]
-    lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
-    last = len(mask) - 1 - mask[::-1, lane].argmax(0)
-    for flag in flags:
-        arrays[flag][last, lane] = True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,15 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
 
 from reap.backends.base import Rollout
+from reap.backends.free import FreeRunner
 from reap.backends.process import ProcessBackend
+from reap.buffers.replay import ReplayBuffer
 from reap.children import dumps
-from reap.collectors.base import BaseCollector
+from reap.collectors.background import Runner
+from reap.collectors.base import BaseCollector, Part
 from reap.collectors.options import Options, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
+from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
@@ -102,6 +106,7 @@ class MultiCollector(BaseCollector):
             start_method=settings.start_method,
             random_frames=settings.random_frames,
             road=settings.weight_sync_schemes["policy"].road if settings.weight_sync_schemes else None,
+            **self._writing(settings),
         )
         self._backend = self._process
         self._dropped = 0
@@ -115,6 +120,24 @@ class MultiCollector(BaseCollector):
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
+
+    def _make_sink(self) -> Sink | None:
+        """None where workers write into the buffer themselves: reap's own does not mind who writes."""
+        sink = super()._make_sink()  # checks the options
+        self._direct = isinstance(self.replay_buffer, ReplayBuffer)
+        return None if self._direct else sink
+
+    def _writing(self, options: Options) -> dict[str, Any]:
+        """What workers need to write into the buffer themselves."""
+        buffer = self.replay_buffer
+        if not isinstance(buffer, ReplayBuffer):
+            return {}
+        if options.max_lag is not None:
+            raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
+        fds, about = buffer.handle()
+        maker = WriterMaker(Way.of(options), about, buffer.transforms)
+        dumps(maker, "postproc, a hook or a transform of the replay buffer")
+        return {"writer": maker, "buffer": fds}
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
@@ -162,14 +185,48 @@ class MultiCollector(BaseCollector):
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
+    def _finish(self) -> TensorDictBase | None:
+        if not self._direct:
+            return super()._finish()
+        with self._process.uninterrupted():
+            self._before_batch()
+            self._process.wanted = self.options.total - self._frames
+            rollout = self._process.take(random=self._frames < self.options.random_frames)
+            self._count(rollout.frames, 1)
+        return None
+
+    def _count(self, frames: int, batches: int) -> None:
+        self._frames += frames
+        self._batches += batches
+
+    def _make_runner(self) -> Runner:
+        if not self._direct:
+            return super()._make_runner()
+        left, random = self.options.total - self._frames, self.options.random_frames - self._frames
+        return FreeRunner(self._process, left=left, random=random, count=self._count)
+
+    def rollout(self) -> TensorDictBase:
+        if self._direct:
+            raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
+        return super().rollout()
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        super().set_post_collect_hook(hook)
+        if self._direct:
+            packed = dumps(hook, "post_collect_hook")
+            self._ask(lambda: self._process.call("hook", self._process.everyone(packed)))
+
     def _fetch(self) -> None:
         with self._process.uninterrupted():
             super()._fetch()
 
-    def _next_batch(self) -> TensorDictBase | None:
+    def _next_batch(self) -> list[Part]:
+        self._before_batch()
+        return super()._next_batch()
+
+    def _before_batch(self) -> None:
         if self.options.update_at_each_batch:
             self.update_policy_weights_()
-        return super()._next_batch()
 
     @property
     def policy(self) -> Any:
@@ -182,12 +239,11 @@ class MultiCollector(BaseCollector):
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
-        with self._watching():
-            return self._process.weights_of(worker)
+        return self._ask(lambda: self._process.weights_of(worker))
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         self._open()
-        return self._process.find(attr)
+        return self._between(lambda: self._process.find(attr))
 
     def map_fn(
         self,
@@ -196,7 +252,8 @@ class MultiCollector(BaseCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         self._open()
-        return self._process.find(method_name, each_call(self.num_workers, list_of_args, list_of_kwargs))
+        calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
+        return self._between(lambda: self._process.find(method_name, calls))
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
@@ -212,13 +269,13 @@ class MultiCollector(BaseCollector):
         chosen = (
             range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
         )
-        with self._watching():
-            self._process.call("reset", dict.fromkeys(chosen, (None,)))
+        self._ask(lambda: self._process.call("reset", dict.fromkeys(chosen, (None,))))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
+        self.is_running()  # counts what is made in the background, and raises what went wrong there
         remotes = self._process.workers
         alive = sum(not remote.child.gone() for remote in remotes)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
@@ -285,6 +342,14 @@ class MultiSyncCollector(MultiCollector):
         if rollout.finals is not None:
             out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
         return out
+
+    def _by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
+        layouts = [remote.about.layout for remote in self._process.workers]
+        if rollout.parts:
+            each = batch.split([layout.steps for layout in layouts], -1)
+            return [Part(piece, part.worker) for piece, part in zip(each, rollout.parts)]
+        lanes = batch.split([layout.lanes for layout in layouts])
+        return [Part(piece if layouts[w].batched else piece[0], w) for w, piece in enumerate(lanes)]
 
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         out = super()._split(batch)

@@ -22,9 +22,6 @@ _LEGACY = {
     "exploration_mode": "exploration_type",
 }
 _LATER = {
-    "replay_buffer",
-    "extend_buffer",
-    "trajs_per_write",
     "collector_class",
     "weight_updater",
     "weight_recv_schemes",
@@ -45,7 +42,6 @@ WORKERS_ONLY = frozenset(
         "start_method",
     }
 )
-_USUAL = {"extend_buffer": True}  # spelling out what would happen anyway
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync")
 
@@ -69,7 +65,10 @@ class Options:
         reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
         split_trajs: deliver `[trajectories, time]`, zero-padded, with `("collector", "mask")`.
         trajs_per_batch: deliver so many complete episodes at a time, in the order in which they end.
+        trajs_per_write: how many episodes go into the replay buffer in one write; None: all that have ended.
         traj_format: with `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`.
+        replay_buffer: where batches go; iterating then yields None. See docs/background.md.
+        extend_buffer: False writes to the buffer step by step.
         compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
@@ -111,7 +110,10 @@ class Options:
     reset_when_done: bool = True
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
+    trajs_per_write: int | None = None
     traj_format: str | None = None
+    replay_buffer: Any = None
+    extend_buffer: bool = True
     compact_obs: bool = False
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
@@ -152,6 +154,7 @@ class Options:
         if self.split_trajs and not self.track_traj_ids:
             raise UsageError("split_trajs=True needs track_traj_ids=True")
         self._check_trajectories()
+        self._check_buffer()
         self._check_workers()
         if self.compact_obs and (self.split_trajs or self.return_same_td):
             raise UsageError(
@@ -180,6 +183,18 @@ class Options:
         ):
             if bool(getattr(self, name)) is bad:
                 raise UsageError(f"trajs_per_batch delivers whole episodes with ids; {name}={bad} does not go with it")
+
+    def _check_buffer(self) -> None:
+        self._whole("trajs_per_write", least=1, none=True)
+        if self.trajs_per_write is not None and (self.trajs_per_batch is None or self.replay_buffer is None):
+            raise UsageError("trajs_per_write is for episodes in a buffer; give trajs_per_batch and replay_buffer too")
+        if self.replay_buffer is None:
+            return
+        if self.return_same_td:
+            raise WrongArgument("return_same_td delivers batches; with replay_buffer there are none")
+        for name in ("postproc", "split_trajs", "trajs_per_batch"):
+            if not self.extend_buffer and getattr(self, name):
+                raise WrongArgument(f"extend_buffer=False writes step by step; {name} needs whole batches")
 
     def _check_workers(self) -> None:
         self._whole("max_lag", least=0, none=True)
@@ -268,10 +283,12 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
             if given.get(new) is not None:
                 raise UsageError(f"{old} and {new} are the same option; give one")
             given[new] = given.pop(old)
+    if given.get("use_buffers") and given.get("replay_buffer") is not None:
+        raise WrongArgument("use_buffers=True keeps batches; with replay_buffer there are none to keep")
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
     for name in sorted(_LATER & given.keys()):
-        if given.pop(name) not in (None, False, _USUAL.get(name)):
+        if given.pop(name) not in (None, False):
             raise UsageError(f"{owner} does not support {name} yet")
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:

@@ -109,13 +109,15 @@ class Collector(BaseCollector):
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
         self._open()
-        self._inline.reset(None if index is None else _lanes(index, self._inline.worker.lanes))
+        lanes = None if index is None else _lanes(index, self._inline.worker.lanes)
+        self._ask(lambda: self._inline.reset(lanes))
 
     def stats(self) -> dict[str, Any]:
         """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
 
         `collect_seconds` and `frames_per_second` are the collector's own time, without what the consumer does.
         """
+        self._look()
         return {
             "frames": self._frames,
             "batches": self._batches,

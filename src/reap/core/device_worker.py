@@ -6,7 +6,7 @@ fill ─► RolloutLoop.fill (rows are tensors, lanes are reset where they ended
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class DeviceWorker:
 
     def __init__(self, plan: Plan, env: DeviceEnv, model: Any) -> None:
         self.plan, self.env, self.model = plan, env, model
+        self.halting: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
         self.stats = DeviceStats(self.lanes, self.device)

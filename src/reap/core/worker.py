@@ -58,6 +58,7 @@ class Worker:
         self, plan: Plan, *, env: Env | None = None, same_slot: bool = False, ids: TrajectoryIds | None = None
     ) -> None:
         self.plan = plan
+        self.halting = plan.stop  # asked after every step
         self._ids = ids or TrajectoryIds()
         env = env or plan.make_env()
         try:
@@ -220,7 +221,7 @@ class Worker:
         def enough() -> bool:
             nonlocal made
             made += int(np.count_nonzero(mask[at[0]]))
-            return made >= missing
+            return made >= missing or (self.halting is not None and self.halting())
 
         self.loop.stop = enough
 

@@ -1,0 +1,90 @@
+"""Control: the words that the parent and its workers share. Nobody waits for anybody to write one.
+
+stop      whoever is filling a slot is to leave it at that               parent writes
+random    so many frames of the run have random actions                  parent writes
+total     so many frames are to be made by workers that run free         parent writes
+claimed   frames each worker has begun on                                its worker writes, the file locked
+step      where each worker is in its rollout                            its worker writes
+made      frames and rollouts each worker has finished, running free     its worker writes
+told      what each worker has to say about its episodes                 its worker writes
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from reap.core.shared import SharedFile
+
+NOWHERE = -1  # the step of a worker that is in no rollout
+ALL = 2**62
+_FLAGS = 3
+_TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")
+
+
+class Control:
+    """The words, as one process sees them."""
+
+    def __init__(self, file: SharedFile, workers: int) -> None:
+        words = file.map(8 * (_FLAGS + (4 + len(_TOLD)) * workers)).view(np.int64)
+        self.file, self._flags = file, words[:_FLAGS]
+        self.claimed, self.step, self._frames, self._rollouts = words[_FLAGS:][: 4 * workers].reshape(4, workers)
+        self._told = words[_FLAGS + 4 * workers :].view(np.float64).reshape(workers, len(_TOLD))
+
+    @property
+    def stop(self) -> bool:
+        """Whether rollouts are to end where they are."""
+        return bool(self._flags[0])
+
+    @stop.setter
+    def stop(self, value: bool) -> None:
+        self._flags[0] = value
+
+    @property
+    def random(self) -> int:
+        """How many frames of the run have random actions."""
+        return int(self._flags[1])
+
+    @random.setter
+    def random(self, frames: int) -> None:
+        self._flags[1] = frames
+
+    @property
+    def total(self) -> int:
+        """How many frames may be claimed in all."""
+        return int(self._flags[2])
+
+    @total.setter
+    def total(self, frames: int) -> None:
+        self._flags[2] = frames
+
+    def claim(self, worker: int, frames: int, *, most: int) -> int | None:
+        """Begin on so many frames, if fewer than `most` are claimed: how many were. Nobody else claims meanwhile."""
+        if self.claimed.sum() >= most:
+            return None
+        with self.file.locked():
+            before = int(self.claimed.sum())
+            if before >= most:
+                return None
+            self.claimed[worker] += frames
+        return before
+
+    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any]) -> None:
+        """A rollout is where it belongs. What was claimed and not made is for others to make."""
+        self.claimed[worker] += frames - claimed
+        self._told[worker] = [np.nan if stats[name] is None else stats[name] for name in _TOLD]
+        self._rollouts[worker] += 1
+        self._frames[worker] += frames  # last: who has seen all frames has seen all else
+
+    def made(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Frames and rollouts of each worker: `[2, workers]`, a copy."""
+        return np.stack([self._frames, self._rollouts])
+
+    def stats(self, worker: int) -> dict[str, Any]:
+        """What it has to say; empty before its first rollout."""
+        if not self._rollouts[worker]:
+            return {}
+        values = self._told[worker].tolist()
+        told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, values)}
+        return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}

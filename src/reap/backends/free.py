@@ -1,0 +1,92 @@
+"""Running free: workers that write into a buffer by themselves, until so many frames are made. Nobody waits for them.
+
+start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
+pause ──► "rest" ─► answered between two rollouts: from then on nothing is written
+look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from reap.backends.control import ALL
+from reap.backends.process import ProcessBackend
+from reap.errors import WorkerError
+
+T = TypeVar("T")
+
+
+class FreeRunner:
+    """Lets workers run free. `count` is told of frames and rollouts as they are found to be made."""
+
+    def __init__(self, backend: ProcessBackend, *, left: float, random: int, count: Callable[[int, int], None]) -> None:
+        self._backend, self._words, self._count = backend, backend.control, count
+        self._left, self._random = left, random
+        self._began = self._counted = backend.control.made()
+        self._before, self._pauses, self._over = 0, 0, False
+        self._lock = threading.RLock()
+        self._failure: WorkerError | None = None
+        self.told = False
+
+    def start(self) -> None:
+        """Workers first finish what they were asked for."""
+        words = self._words
+        frames, rollouts = self._backend.settle()
+        self._count(frames, rollouts)
+        self._before = int(words.claimed.sum())
+        words.stop, words.random = False, max(self._before + self._random - frames, 0)
+        words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
+        self._backend.call("run", self._backend.everyone())
+
+    def pause(self) -> None:
+        """Workers rest between two rollouts; returns when they do. Pauses add up."""
+        with self._lock:
+            self._pauses += 1
+            if self._pauses == 1:
+                self._backend.call("rest", self._backend.everyone(True))
+
+    def resume(self) -> None:
+        """Go on, after as many of these as there were pauses."""
+        with self._lock:
+            self._pauses = max(self._pauses - 1, 0)
+            if not self._pauses:
+                self._backend.call("rest", self._backend.everyone(False))
+
+    def stop(self, timeout: float) -> None:
+        """Count what was made; workers end with the backend."""
+        self._catch_up()
+        self._over = True
+
+    def _catch_up(self) -> None:
+        with self._lock:
+            made = self._words.made()
+            new, self._counted = made - self._counted, made
+            for remote, frames, rollouts in zip(self._backend.workers, *new.tolist()):
+                remote.frames, remote.rollouts = remote.frames + frames, remote.rollouts + rollouts
+                remote.stats = self._words.stats(remote.index) or remote.stats
+            frames, rollouts = new.sum(1).tolist()
+            self._count(frames, rollouts)
+
+    @property
+    def running(self) -> bool:
+        """Whether frames are still to be made, or written."""
+        self._catch_up()
+        claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
+        left = claimed < self._words.total or claimed - self._before > made
+        return left and not self._over and self._failure is None
+
+    def failure(self) -> WorkerError | None:
+        """What went wrong with a worker."""
+        if self._failure is None and not self._over:
+            try:
+                self._backend.look()
+            except WorkerError as error:
+                self.stop(0)
+                self._failure = error
+        return self._failure
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Workers answer between two rollouts whatever they are asked."""
+        return work()

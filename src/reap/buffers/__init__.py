@@ -1,0 +1,1 @@
+"""Replay memory. Knows batches, knows nothing of collectors."""

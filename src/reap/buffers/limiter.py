@@ -1,0 +1,80 @@
+"""SamplesPerInsert: collecting and learning kept in proportion.
+
+    inserted · ratio - sampled          how many samples the learner is behind
+    ════════╤══════════════╤════════
+      no sample          no rollout     learner and collector wait for each other, never both at once
+    ◄─ -tolerance ─── 0 ─── +tolerance ─►
+
+Each asks before it acts whether it may, and then acts in full: so one of the two always may, whatever the sizes of
+batches and samples, and what is overshot is at most one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reap.buffers.ring import COUNT, SAMPLED, Ring
+from reap.errors import Starved, UsageError
+
+
+class SamplesPerInsert:
+    """How many rows are sampled for each row that is written.
+
+    >>> limiter = SamplesPerInsert(8, tolerance=10_000, min_size=1_000)
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256, limiter=limiter)
+
+    A collector in the background rests while the learner is behind; `sample` waits while it is ahead, and raises
+    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds.
+
+    Args:
+        ratio: rows sampled per row written, on average.
+        tolerance: how many samples either side may be ahead; by default those of 1000 rows.
+        min_size: rows that are there before the first sample; they are not counted.
+        timeout: seconds `sample` waits at most.
+    """
+
+    def __init__(
+        self, ratio: float, *, tolerance: float | None = None, min_size: int = 1, timeout: float = 60.0
+    ) -> None:
+        if not _number(ratio) or ratio <= 0:
+            raise UsageError(f"ratio is a number of samples per row > 0, got {ratio!r}")
+        if tolerance is not None and (not _number(tolerance) or tolerance < 0):
+            raise UsageError(f"tolerance is a number of samples >= 0, got {tolerance!r}")
+        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
+            raise UsageError(f"min_size is a number of rows >= 1, got {min_size!r}")
+        if not _number(timeout) or timeout <= 0:
+            raise UsageError(f"timeout is a number of seconds > 0, got {timeout!r}")
+        self.ratio, self.min_size, self.timeout = float(ratio), min_size, float(timeout)
+        self.tolerance = 1000.0 * self.ratio if tolerance is None else float(tolerance)
+
+    def behind(self, ring: Ring) -> float:
+        """How many samples the learner is behind; below 0: ahead."""
+        return (int(ring.words[COUNT]) - self.min_size) * self.ratio - int(ring.words[SAMPLED])
+
+    def may_write(self, ring: Ring) -> bool:
+        """Whether more rows are wanted now."""
+        return int(ring.words[COUNT]) < self.min_size or self.behind(ring) <= self.tolerance
+
+    def check(self, ring: Ring) -> None:
+        """Raise `Starved` if a sample must wait."""
+        written = int(ring.words[COUNT])
+        if written < self.min_size:
+            raise Starved(f"cannot sample: {written} rows are written, min_size is {self.min_size}")
+        if self.behind(ring) < -self.tolerance:
+            sampled = int(ring.words[SAMPLED])
+            raise Starved(
+                f"cannot sample: {sampled:,} rows were sampled and {written:,} written, at {self.ratio:g} samples per "
+                f"row that is {-self.behind(ring):,.0f} too many (tolerance {self.tolerance:,.0f})"
+            )
+
+    def count(self, ring: Ring, rows: int) -> None:
+        """So many were sampled."""
+        with ring.gate.locked():
+            ring.words[SAMPLED] += rows
+
+    def __repr__(self) -> str:
+        return f"SamplesPerInsert({self.ratio:g}, tolerance={self.tolerance:g}, min_size={self.min_size})"
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,90 @@
+"""Memory: the three files of a buffer. Without a name, or with the rows in a directory of the user's.
+
+    book    header words │ marks │ which columns there are      mapped by all
+    data    the rows                                            mapped as soon as the columns are known
+    lock    nothing                                             only locked, never mapped: see gate.py
+
+The first writer knows the columns and writes them down; whoever comes later, in whatever process, finds them.
+Descriptors are all another process needs: `fds` to inherit, `Memory(capacity, fds)` to open.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from reap.buffers.gate import gate
+from reap.buffers.ring import HEADER, LAYOUT, Ring
+from reap.buffers.rows import RowLayout, Rows
+from reap.buffers.runs import Runs
+from reap.core.shared import SharedFile
+from reap.errors import SpecMismatch, UsageError
+from reap.spec import Key, Leaf, show
+
+_COLUMNS = 1 << 18  # bytes for the description of the columns; pages nobody touches cost nothing
+
+
+class Memory:
+    """Ring and rows of one buffer, as this process sees them."""
+
+    def __init__(self, capacity: int, fds: Sequence[int] | None = None, *, path: Path | None = None) -> None:
+        self.capacity = capacity
+        book, data, lock = fds or (SharedFile("reap-book").fd, _data(path), SharedFile("reap-lock").fd)
+        self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
+        self._gate = gate(lock)
+        self.fds = (book, data, lock)
+        mapped = self._book.map(HEADER + capacity + _COLUMNS)
+        self._columns = mapped[HEADER + capacity :]
+        self.ring = Ring(mapped, self._gate, capacity)
+        self.runs = Runs(self.ring)
+        self._rows: Rows | None = None
+        weakref.finalize(self, _close, self._book, self._data)
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows, once somebody has written one."""
+        if self._rows is None and (length := int(self.ring.words[LAYOUT])):
+            columns = pickle.loads(self._columns[:length].tobytes())
+            layout = RowLayout({key: Leaf(shape, dtype) for key, (shape, dtype) in columns.items()}, self.capacity)
+            self._rows = Rows(layout, self._data.map(layout.nbytes))
+        return self._rows
+
+    def rows_for(self, columns: Mapping[Key, tuple[tuple[int, ...], torch.dtype]]) -> Rows:
+        """The rows for data like this; the first to ask decides what they look like."""
+        if self.rows is None:
+            with self._gate.locked():
+                if not self.ring.words[LAYOUT]:
+                    text = pickle.dumps(dict(columns))
+                    if len(text) > _COLUMNS:
+                        raise UsageError(f"{len(columns)} columns are more than a buffer can describe")
+                    self._columns[: len(text)] = memoryview(text)
+                    self.ring.words[LAYOUT] = len(text)
+        assert self.rows is not None
+        known = self.rows.layout.columns
+        if columns.keys() != known.keys():
+            lost, new = [k for k in known if k not in columns], [k for k in columns if k not in known]
+            what = f"misses {show(lost[0])}" if lost else f"brings {show(new[0])}"
+            raise SpecMismatch(f"this batch {what}; the buffer's rows are {', '.join(map(show, known))}")
+        for key, (shape, dtype) in columns.items():
+            if (shape, dtype) != (known[key].shape, known[key].dtype):
+                raise SpecMismatch(f"{show(key)} is {Leaf(shape, dtype)}, the buffer's rows have {known[key]}")
+        return self.rows
+
+
+def _data(path: Path | None) -> int:
+    if path is None:
+        return SharedFile("reap-rows").fd
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already; another scratch_dir, or existsok=True to write over it") from None
+
+
+def _close(*files: SharedFile) -> None:
+    for file in files:
+        file.close()

@@ -1,0 +1,563 @@
+"""ReplayBuffer: frames of any number of writers, samples for any number of readers.
+
+    extend ──► reserve → write → commit ──► rows ──► draw → read → still there? ──► sample
+    (any process or thread)                         (any process or thread)
+
+Guarantees: a sample holds committed rows only, each as its writer wrote it; a writer that dies, however it dies, costs
+its own unfinished rows and nothing else; slices never cross an episode, a writer, the end of the ring or a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from torch import Tensor
+
+from reap.buffers.feed import Feed
+from reap.buffers.limiter import SamplesPerInsert
+from reap.buffers.memory import Memory
+from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLES, SAMPLED
+from reap.buffers.rows import Rows, as_array
+from reap.buffers.runs import Marker
+from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
+from reap.buffers.storages import LazyTensorStorage, Storage
+from reap.errors import Starved, UsageError, WrongArgument, WrongState
+from reap.spec import AnyKey, Key, as_key, show
+
+_MASK: Key = ("collector", "mask")
+_PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
+_PATIENCE = 4  # reads that may be overtaken before writers are held off for one
+_DEFAULT_SIZE = 1000
+
+
+class ReplayBuffer:
+    """Frames in, samples out.
+
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)
+    >>> buffer.extend(batch)                    # [T] or [N, T]: a row for each frame
+    >>> sample = buffer.sample()                # [256]
+
+    Args:
+        storage: how many rows, and where: `LazyTensorStorage` (memory), `LazyMemmapStorage` (disk).
+        sampler: `RandomSampler()` by default.
+        batch_size: of a sample; `sample(n)` goes before it.
+        prefetch: how many samples a thread prepares ahead.
+        transform: called with every sample; its `inv`, if it has one, with what is written.
+        collate_fn: called with a sample before the transform.
+        pin_memory: samples in pinned memory.
+        generator: where random numbers come from; torch's own by default.
+        writer: rows are written in turn, whatever says so.
+        dim_extend, shared, compilable, delayed_init: accepted as TorchRL has them; there is nothing to choose here.
+        limiter: `SamplesPerInsert` keeps a collector in the background and what is sampled in proportion.
+    """
+
+    _as_index = False
+
+    def __init__(
+        self,
+        *,
+        storage: Storage | Callable[[], Storage] | None = None,
+        sampler: Sampler | Callable[[], Sampler] | None = None,
+        writer: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        batch_size: int | None = None,
+        dim_extend: int | None = None,
+        generator: torch.Generator | None = None,
+        shared: bool = False,
+        compilable: bool | None = None,
+        delayed_init: bool | None = None,
+        limiter: SamplesPerInsert | None = None,
+    ) -> None:
+        self._storage: Storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
+        self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
+        if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
+            raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
+        if batch_size is not None and batch_size < 1:
+            raise UsageError(f"batch_size is a positive number, got {batch_size}")
+        self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
+        self._transforms: list[Any] = [] if transform is None else [transform]
+        self._collate = collate_fn
+        if limiter is not None and not isinstance(limiter, SamplesPerInsert):
+            raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
+        if limiter is not None and limiter.min_size > self._storage.max_size:
+            raise UsageError(f"min_size={limiter.min_size} rows never fit into {self._storage.max_size}")
+        self.limiter, self.feed = limiter, Feed()
+        self._memory: Memory = self._storage.open()
+        self._cuts = self._sampler.cuts
+        self._marker = Marker(self._cuts)
+        self._sampling = threading.RLock()  # samplers remember; rows need no lock
+        self._ahead, self._last = prefetch or 0, False
+        self._pool: ThreadPoolExecutor | None = None
+        self._prepared: deque[Future[tuple[Any, dict[Any, Any], bool]]] = deque()
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def extend(self, data: TensorDictBase | Tensor) -> Tensor:
+        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out."""
+        index = self._write(self._batch(data))
+        return torch.from_numpy(index)
+
+    def add(self, data: TensorDictBase | Tensor) -> int:
+        """Write one frame; its row's number."""
+        batch = self._batch(data.unsqueeze(0))
+        return int(self._write(batch)[0])
+
+    def _batch(self, data: Any) -> TensorDictBase:
+        if isinstance(data, Tensor):
+            return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
+        if not is_tensor_collection(data):
+            raise WrongArgument(f"a buffer takes TensorDicts or tensors, got {type(data).__name__}")
+        for transform in reversed(self._transforms):
+            if (inverse := getattr(transform, "inv", None)) is not None:
+                data = inverse(data)
+        if data.ndim == 0:
+            raise UsageError("extend needs a batch dimension; add takes a single frame")
+        return data
+
+    def _write(self, batch: TensorDictBase) -> np.ndarray[Any, Any]:
+        ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
+        mask = batch.get(_MASK, None)
+        keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
+        values, columns = {}, {}
+        for name, value in batch.items(True, True):
+            key = as_key(name)
+            if not isinstance(value, Tensor):
+                raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
+            columns[key] = tuple(value.shape[lead:]), value.dtype
+            array = as_array(value)
+            array = array.reshape(-1, *array.shape[lead:])
+            values[key] = array if keep is None else array[keep]
+        if not columns:
+            raise UsageError("this batch has no tensors to write")
+        rows = self._memory.rows_for(columns)  # before anything is reserved: a wrong batch costs nothing
+        marks, identity, ended = self._marker.marks(batch, keep)
+        count = len(marks)
+        if not count:
+            return np.zeros(0, np.int64)
+        first, entry = ring.reserve(count)
+        try:
+            self._marker.join(marks, identity, ended, first, first + count, (threading.get_ident(), os.getpid()))
+            skip = max(count - capacity, 0)  # a batch longer than the ring: the last rows stay
+            ring.mark(first + skip, marks[skip:])
+            rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
+        except BaseException:
+            self._marker.forget()  # what comes next must not go on from rows that are not there
+            ring.abandon(entry)
+            raise
+        ring.commit(entry)
+        index: np.ndarray[Any, Any] = np.arange(first, first + count) % capacity
+        return index
+
+    def empty(self) -> None:
+        """Forget every row."""
+        with self._sampling:
+            self._memory.ring.empty()
+            self._sampler.empty()
+            self._prepared.clear()
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
+        count = batch_size or self._batch_size
+        if count is None:
+            raise WrongState("no batch_size: give one to the buffer or to sample()")
+        if self._ahead and batch_size in (None, self._batch_size):
+            sample, info, self._last = self._next_prepared(count)
+        else:
+            sample, info, self._last = self._sample(count)
+        return (sample, info) if return_info else sample
+
+    def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
+        """A sample, what is known about it, and whether it is the last of a round."""
+        began = time.monotonic()
+        while True:
+            try:
+                with self._sampling:
+                    if self.limiter is not None:
+                        self.limiter.check(self._memory.ring)
+                    _, info, columns = self._draw(count)
+                    last = self._sampler.ran_out
+                break
+            except Starved as why:
+                self.feed.wait(why, began, None if self.limiter is None else self.limiter.timeout)
+        if self.limiter is not None:
+            self.limiter.count(self._memory.ring, len(info["index"]))
+        sample = self._deliver(columns, len(info["index"]), info)
+        if self._collate is not None:
+            sample = self._collate(sample)
+        for transform in self._transforms:
+            sample = transform(sample)
+        return sample, info, last
+
+    def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
+        ring = self._memory.ring
+        for _ in range(0 if self._sampler.alone else _PATIENCE):
+            drawn = self._read(count)
+            if ring.intact(int(drawn[0].min())):
+                return drawn
+        with ring.gate.locked():  # nobody reserves what we read
+            return self._read(count)
+
+    def _read(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
+        positions, info = self._sampler.draw(self._memory, count, self._generator)
+        rows = positions % self._memory.capacity
+        return positions, {**info, "index": torch.from_numpy(rows)}, self._rows().read(rows)
+
+    def _deliver(self, columns: Mapping[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
+        if _PLAIN in columns:
+            return self._placed(columns[_PLAIN])
+        if self._as_index:
+            columns = {**columns, **self._told(columns, info)}
+        return self._placed(_tensordict(columns, count))
+
+    def _told(self, columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
+        """What a sample says about itself."""
+        told = {as_key(key): value for key, value in info.items()}
+        for key, ends in list(told.items()):
+            done = (*key[:-1], "done")
+            if key[-1] == "truncated" and done in columns:
+                told[done] = columns[done] | ends.reshape(-1, *[1] * (columns[done].ndim - 1))
+        return told
+
+    def _placed(self, sample: Any) -> Any:
+        if self._storage.device.type != "cpu":
+            return sample.to(self._storage.device)
+        return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
+
+    def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "reap-prefetch")
+        while len(self._prepared) <= self._ahead:
+            self._prepared.append(self._pool.submit(self._sample, count))
+        try:
+            return self._prepared.popleft().result()
+        except Starved:
+            self._prepared.clear()  # what else was begun is as old
+            raise
+
+    def _rows(self) -> Rows:
+        rows = self._memory.rows
+        if rows is None:
+            raise nothing()
+        return rows
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows by number, as they lie in the ring."""
+        size = len(self)
+        if not size:
+            raise WrongState("the buffer is empty: there is no row to look at")
+        if isinstance(index, Tensor):
+            index = index.cpu().numpy()
+        chosen = np.arange(min(self._top(), self._memory.capacity))[index]
+        columns = self._rows().read(np.atleast_1d(chosen).reshape(-1))
+        info = {"index": torch.from_numpy(np.array(chosen).reshape(-1))} if self._as_index else {}
+        sample = self._deliver(columns, chosen.size, info)
+        return sample[0] if np.ndim(chosen) == 0 else sample.reshape(chosen.shape)
+
+    def _top(self) -> int:
+        _, high = self._memory.ring.window()
+        return high - int(self._memory.ring.words[BASE])
+
+    def __iter__(self) -> Iterator[Any]:
+        """Samples; without replacement, until every row was seen, else for ever."""
+        if self._batch_size is None:
+            raise WrongState("no batch_size: give one to the buffer to iterate over it")
+        self._last = False
+        while not self._last:
+            yield self.sample()
+
+    def next(self) -> Any:
+        """The next sample of an endless iteration."""
+        return self.sample()
+
+    def __len__(self) -> int:
+        return len(self._memory.ring)
+
+    # ---- priorities ---------------------------------------------------------------------------------------------
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """New priorities for these rows; nothing happens where the sampler has none."""
+        if isinstance(index, tuple):
+            index = index[0]
+        rows = np.atleast_1d(torch.as_tensor(index).detach().cpu().numpy())
+        values = np.atleast_1d(torch.as_tensor(priority).detach().cpu().double().numpy())
+        with self._sampling:
+            self._sampler.update_priority(self._memory, rows, values)
+
+    # ---- sharing ------------------------------------------------------------------------------------------------
+
+    def share(self, shared: bool = True) -> ReplayBuffer:
+        """Nothing to do: the memory can be shared at any time. See `handle`."""
+        return self
+
+    def handle(self) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """What another process needs: descriptors to inherit, and a description to send.
+
+        >>> fds, description = buffer.handle()            # here
+        >>> buffer = ReplayBuffer.open(fds, description)  # there, with the numbers the descriptors have there
+        """
+        about = {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
+        return self._memory.fds, {**about, "limiter": self.limiter}
+
+    @classmethod
+    def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
+        """A buffer that another process made. It owns the descriptors from now on."""
+        storage = LazyTensorStorage(description["capacity"])
+        storage.memory = Memory(description["capacity"], fds)
+        known = {"batch_size": description["batch"], "limiter": description["limiter"]}
+        buffer = cls(storage=storage, **{**known, **options})
+        buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])
+        return buffer
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a buffer is not copied to another process: send buffer.handle(), ReplayBuffer.open it there")
+
+    # ---- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
+        with self._sampling, self._memory.ring.gate.locked():
+            ring, rows = self._memory.ring, self._memory.rows
+            low, high = ring.window()
+            used = np.arange(low, high) % ring.capacity
+            return {
+                "capacity": ring.capacity,
+                "words": {"head": high, "holes": int(ring.words[HOLES]), "base": int(ring.words[BASE])},
+                "count": self.write_count,
+                "sampled": int(ring.words[SAMPLED]),
+                "marks": torch.from_numpy(ring.marks_of(low, high).copy()),
+                "rows": {} if rows is None else rows.read(used),
+                "sampler": self._sampler.state_dict(),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was."""
+        memory, ring = self._memory, self._memory.ring
+        if state["capacity"] != ring.capacity:
+            raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {ring.capacity}")
+        columns, marks = state["rows"], state["marks"].numpy()
+        with self._sampling, ring.gate.locked():
+            self.empty()
+            shift = int(ring.words[BASE])  # positions only grow: the old ones come back some laps later
+            if columns:
+                rows = memory.rows_for({k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()})
+                first = state["words"]["head"] + shift - len(marks)
+                ring.mark(first, marks)
+                rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})
+            self._sampler.load_state_dict(state["sampler"], shift)
+            words = {name: value + shift for name, value in state["words"].items()}
+            ring.words[HOLES], ring.words[BASE] = words["holes"], words["base"]
+            ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
+            ring.words[HEAD] = words["head"]
+            ring.words[FRONTIER] = words["head"]  # last: now they may be read
+
+    def dumps(self, path: str | Path) -> None:
+        """Write everything to a directory."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        state = self.state_dict()
+        torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
+        about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}
+        (path / "buffer.json").write_text(json.dumps(about))  # last: a directory without it is not complete
+
+    def loads(self, path: str | Path) -> None:
+        """Read back what `dumps` wrote."""
+        path = Path(path)
+        if not (path / "buffer.json").exists():
+            raise UsageError(f"{path} holds no dumped buffer")
+        about = json.loads((path / "buffer.json").read_text())
+        self.load_state_dict({**about, **torch.load(path / "rows.pt", weights_only=True)})
+
+    dump = save = dumps
+    load = loads
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return int(self._memory.ring.words[COUNT])
+
+    @property
+    def may_write(self) -> bool:
+        """Whether a collector in the background is to go on; False while the limiter has it rest."""
+        return self.limiter is None or self.limiter.may_write(self._memory.ring)
+
+    @property
+    def storage(self) -> Storage:
+        """Where the rows are."""
+        return self._storage
+
+    @property
+    def sampler(self) -> Sampler:
+        """What draws them."""
+        return self._sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a sample."""
+        return self._batch_size
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the columns are known."""
+        return self._memory.rows is not None
+
+    @property
+    def transforms(self) -> tuple[Any, ...]:
+        """Called with every sample, in this order; their inverses with what is written, in the other."""
+        return tuple(self._transforms)
+
+    def append_transform(self, transform: Any) -> ReplayBuffer:
+        """One more transform, after the others."""
+        self._transforms.append(transform)
+        return self
+
+    def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
+        """One more transform, before the one at `index`."""
+        self._transforms.insert(index, transform)
+        return self
+
+    def set_rng(self, generator: torch.Generator) -> None:
+        """Where random numbers come from."""
+        self._generator = generator
+
+    def shutdown(self) -> None:
+        """End the thread that prepares samples."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+            self._prepared.clear()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __repr__(self) -> str:
+        parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"
+        return f"{type(self).__name__}({parts}, rows={len(self)}, written={self.write_count})"
+
+
+class TensorDictReplayBuffer(ReplayBuffer):
+    """A buffer whose samples carry their `index`, weights and slice ends, and whose priorities come in a TensorDict.
+
+    >>> sample["td_error"] = loss_per_row
+    >>> buffer.update_tensordict_priority(sample)
+    """
+
+    _as_index = True
+
+    def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
+        super().__init__(**options)
+        self._priority_key = as_key(priority_key)
+
+    def extend(self, data: Any) -> Tensor:
+        index = super().extend(data)
+        if is_tensor_collection(data) and isinstance(self._sampler, PrioritizedSampler):
+            given = data.get(self._priority_key, None)
+            if given is not None:
+                self.update_priority(index, self._reduced(given, data.ndim))
+        return index
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """New priorities for the rows of a sample, which it holds under `priority_key`."""
+        priority = data.get(self._priority_key, None)
+        if priority is None:
+            raise UsageError(f"no {show(self._priority_key)} in this sample: where are its priorities?")
+        self.update_priority(data.get("index"), self._reduced(priority, data.ndim))
+
+    def update_priority(self, index: Any, priority: Any = None) -> None:
+        if priority is None and is_tensor_collection(index):
+            self.update_tensordict_priority(index)
+        else:
+            super().update_priority(index, priority)
+
+    def _reduced(self, priority: Tensor, lead: int) -> Tensor:
+        if priority.ndim == lead:
+            return priority.reshape(-1)
+        flat = priority.flatten(lead).reshape(-1, priority[(0,) * lead].numel())
+        how = self._sampler.reduction if isinstance(self._sampler, PrioritizedSampler) else "max"
+        if how == "median":
+            return flat.quantile(0.5, dim=1)
+        if how == "mean":
+            return flat.mean(dim=1)
+        return flat.amax(dim=1) if how == "max" else flat.amin(dim=1)
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A buffer that samples by priority.
+
+    >>> buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000), batch_size=256)
+    >>> buffer.update_priority(info["index"], priority)
+    """
+
+    def __init__(
+        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Storage | None = None, **options: Any
+    ) -> None:
+        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
+        super().__init__(storage=storage, sampler=PrioritizedSampler(storage.max_size, alpha, beta, eps), **options)
+
+
+class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
+    """Both: samples by priority, and carries index and weights in the sample.
+
+    >>> buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000))
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        priority_key: AnyKey = "td_error",
+        eps: float = 1e-8,
+        storage: Storage | None = None,
+        reduction: str = "max",
+        **options: Any,
+    ) -> None:
+        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
+        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
+        super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **options)
+
+
+def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
+    """A part of a buffer: given, given as its maker, or the usual one."""
+    if isinstance(part, kind):
+        return part
+    part = default if part is None else part
+    made = part() if callable(part) else part
+    if not isinstance(made, kind):
+        raise WrongArgument(f"expected a {kind.__name__} of reap.data, got {type(made).__name__}")
+    return made
+
+
+def _tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
+    tree: dict[str, Any] = {}
+    for key, value in columns.items():
+        node = tree
+        for part in key[:-1]:
+            node = node.setdefault(part, {})
+        node[key[-1]] = value
+    return _branch(tree, torch.Size([count]))
+
+
+def _branch(tree: dict[str, Any], size: torch.Size) -> TensorDict:
+    leaves = {key: _branch(value, size) if isinstance(value, dict) else value for key, value in tree.items()}
+    return TensorDict._new_unsafe(leaves, batch_size=size)

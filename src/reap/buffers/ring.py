@@ -1,0 +1,150 @@
+"""Ring: who may write which row, and which rows may be read.   reserve → write → commit
+
+    position   base ………… head - capacity ══════════ frontier ░░░░░░░░░░ head        row = position % capacity
+                          └─ may be read ─┘          └ being written ┘
+
+Positions only grow. A writer reserves the next ones under the gate, copies its rows without it, and commits. Up to the
+frontier everything is committed; a reader looks there only, and asks afterwards whether the head has come around to
+what it read meanwhile.
+
+A writer that is killed leaves its entry behind, and the kernel drops the lock that said it lives: whoever meets the
+entry turns its rows into a hole, which no reader counts and the next lap overwrites.
+Every row has a mark: GOES_ON from the row before it, BEGINS a run, or HOLE. A run is one lane's rows of one episode by
+one writer, without a gap.
+
+Words change in an order that lets a process die between any two of them: see the notes at each.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from reap.buffers.gate import Gate
+
+Array = np.ndarray[Any, Any]
+GOES_ON, BEGINS, HOLE = 0, 1, 2
+
+HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT, SAMPLED = range(7)  # words of the header
+_ENTRIES = 64  # writers at work at the same time
+_FROM = 64  # the word where the entries begin: (from, to) each; to 0 is nobody's
+HEADER = 8 * (_FROM + 2 * _ENTRIES)
+_LAP = 0.0005  # seconds between looks at a writer that is half a ring behind
+
+
+class Ring:
+    """The shared words and marks of a buffer; any number of writers and readers."""
+
+    def __init__(self, book: Array, gate: Gate, capacity: int) -> None:
+        self.gate, self.capacity = gate, capacity
+        self.words = book[:HEADER].view(np.int64)
+        self.marks = book[HEADER : HEADER + capacity]
+        self._entries = self.words[_FROM:].reshape(_ENTRIES, 2)
+        self._stuck: tuple[int, int] | None = None
+
+    # ---- writers ------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> tuple[int, int]:
+        """The next `count` positions: the first of them, and the entry to commit."""
+        while True:
+            with self.gate.locked():
+                # A writer that died between its two words below has an entry beyond the head: those rows are its own.
+                head = max(int(self.words[HEAD]), int(self._entries[:, 1].max()))
+                # Not only never over rows still being written: a slow writer holds the frontier, and half of the ring
+                # is to stay readable behind it, however far ahead the others could run.
+                limit = head + count - self.capacity // 2
+                self._bury(before=limit)
+                active = self._entries[:, 1] > 0
+                if not (active & (self._entries[:, 0] < limit)).any():
+                    for entry in np.flatnonzero(~active).tolist():
+                        if self.gate.claim(entry):
+                            self._entries[entry] = head, head + count  # before the head: nobody passes it unseen
+                            self.words[HEAD] = head + count
+                            return head, entry
+            time.sleep(_LAP)
+
+    def commit(self, entry: int) -> None:
+        """Let readers see what was written."""
+        with self.gate.locked():
+            first, end = self._entries[entry].tolist()
+            self._entries[entry, 1] = 0
+            self._advance()
+            if first >= self.words[BASE]:
+                self.words[COUNT] += end - first
+            self.gate.release(entry)
+
+    def abandon(self, entry: int) -> None:
+        """What was written is not to be seen: an error came in between."""
+        with self.gate.locked():
+            self._make_hole(entry)
+            self.gate.release(entry)
+
+    def _advance(self) -> None:
+        active = self._entries[self._entries[:, 1] > 0, 0]
+        self.words[FRONTIER] = active.min() if len(active) else self.words[HEAD]
+
+    def _bury(self, before: int | None = None) -> None:
+        """Holes where dead writers were at work."""
+        for entry in np.flatnonzero(self._entries[:, 1] > 0).tolist():
+            if (before is None or self._entries[entry, 0] < before) and self.gate.claim(entry):
+                self._make_hole(entry)
+                self.gate.release(entry)
+
+    def _make_hole(self, entry: int) -> None:
+        first, end = self._entries[entry].tolist()
+        self.mark(max(first, end - self.capacity), np.full(min(end - first, self.capacity), HOLE, np.uint8))
+        self.words[HEAD] = max(int(self.words[HEAD]), end)
+        self.words[HOLES] = max(int(self.words[HOLES]), end)
+        self._entries[entry, 1] = 0  # after the marks: a reader may look as soon as the frontier moves
+        self._advance()
+
+    def mark(self, first: int, marks: Array) -> None:
+        """Marks of the rows from position `first` on."""
+        at = first % self.capacity
+        head = min(len(marks), self.capacity - at)
+        self.marks[at : at + head] = marks[:head]
+        self.marks[: len(marks) - head] = marks[head:]
+
+    # ---- readers ------------------------------------------------------------------------------------------------
+
+    def window(self) -> tuple[int, int]:
+        """Positions [low, high) that may be read, holes among them."""
+        high, head = int(self.words[FRONTIER]), int(self.words[HEAD])  # in this order: never rows not yet committed
+        if high < head:
+            if self._stuck == (high, head):  # nothing moved since the last look: perhaps nobody is there to move it
+                with self.gate.locked():
+                    self._bury()
+                high, head = int(self.words[FRONTIER]), int(self.words[HEAD])
+            self._stuck = high, head
+        low = max(int(self.words[BASE]), head - self.capacity)
+        return low, max(low, high)
+
+    def intact(self, lowest: int) -> bool:
+        """Whether rows from this position on are still what they were."""
+        return lowest >= max(int(self.words[BASE]), int(self.words[HEAD]) - self.capacity)
+
+    def holes(self, low: int) -> bool:
+        """Whether there may be holes at or above this position."""
+        return bool(self.words[HOLES] > low)
+
+    def marks_of(self, low: int, high: int) -> Array:
+        """The marks of positions [low, high)."""
+        a, b = low % self.capacity, (high - 1) % self.capacity + 1
+        if high <= low:
+            return self.marks[:0]
+        return self.marks[a:b] if a < b else np.concatenate([self.marks[a:], self.marks[:b]])
+
+    def __len__(self) -> int:
+        low, high = self.window()
+        lost = int((self.marks_of(low, high) == HOLE).sum()) if self.holes(low) else 0
+        return high - low - lost
+
+    def empty(self) -> None:
+        """Forget every row: the next one is row 0 again."""
+        with self.gate.locked():
+            base = -(-int(self.words[HEAD]) // self.capacity) * self.capacity
+            self.words[BASE] = base  # first: from here on nothing old can be read
+            self.words[HEAD], self.words[COUNT], self.words[SAMPLED] = base, 0, 0
+            self._advance()

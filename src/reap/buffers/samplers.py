@@ -1,0 +1,321 @@
+"""Samplers: which rows make the next sample. They draw positions, never rows: see ring.py.
+
+RandomSampler                every row alike
+SamplerWithoutReplacement    every row once, then again
+PrioritizedSampler           in proportion to priority ** alpha
+SliceSampler                 runs of rows, none over the end of an episode, a writer, the ring or a crash
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.buffers.memory import Memory
+from reap.buffers.ring import HOLE
+from reap.buffers.runs import Cuts
+from reap.buffers.tree import SumTree
+from reap.errors import Starved, UsageError, WrongArgument, WrongState
+from reap.spec import AnyKey, Key, as_key
+
+Array = np.ndarray[Any, Any]
+Info = dict[Any, torch.Tensor]
+_TRIES = 16
+
+
+class Sampler:
+    """Draws `count` positions of committed rows."""
+
+    alone = False  # whether writers must wait while it draws and reads: for samplers that cannot draw again
+    ran_out = False
+    cuts = Cuts()  # what it needs runs to be cut by
+
+    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        """Positions, and what is to be known about them."""
+        raise NotImplementedError
+
+    def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
+        """Only some samplers have priorities."""
+
+    def empty(self) -> None:
+        """Forget what is known about rows."""
+        self.ran_out = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on from here."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+        """Go on from there, with positions that have moved on by `shift`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def nothing() -> Starved:
+    """The error for a buffer without rows."""
+    return Starved("cannot sample: the buffer is empty; extend it first")
+
+
+class RandomSampler(Sampler):
+    """Every row alike, with replacement.
+
+    >>> ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=RandomSampler(), batch_size=256)
+    """
+
+    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        ring = memory.ring
+        low, high = ring.window()
+        if low == high:
+            raise nothing()
+        positions = _integers(high - low, count, generator) + low
+        if not ring.holes(low):
+            return positions, {}
+        for _ in range(_TRIES):
+            bad = np.flatnonzero(ring.marks[positions % ring.capacity] == HOLE)
+            if not len(bad):
+                return positions, {}
+            positions[bad] = _integers(high - low, len(bad), generator) + low
+        live = _live(memory, low, high)
+        return live[_integers(len(live), count, generator)], {}
+
+
+class SamplerWithoutReplacement(Sampler):
+    """Every row once, in random order, then all over again; iterating over the buffer ends with the round.
+
+    Rows that arrive during a round are drawn from the next one on, those that are overwritten are left out.
+
+    Args:
+        drop_last: leave out what is left of a round when it is less than a batch.
+        shuffle: False for the order in which rows were written.
+    """
+
+    alone = True
+
+    def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
+        self.drop_last, self.shuffle = drop_last, shuffle
+        self._left = np.zeros(0, np.int64)
+
+    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        low, high = memory.ring.window()
+        left = self._left[self._left >= low]
+        if len(left) < (count if self.drop_last else 1):
+            left = _live(memory, low, high)
+            if self.shuffle:
+                left = left[torch.randperm(len(left), generator=generator).numpy()]
+            if self.drop_last and len(left) < count:
+                raise WrongState(f"{len(left)} rows do not make a batch of {count}, and drop_last=True")
+        self._left = left[count:]
+        self.ran_out = len(self._left) < (count if self.drop_last else 1)
+        return left[:count], {}
+
+    def empty(self) -> None:
+        super().empty()
+        self._left = np.zeros(0, np.int64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": torch.from_numpy(self._left.copy()), "ran_out": self.ran_out}
+
+    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+        self._left, self.ran_out = state["left"].numpy() + shift, state["ran_out"]
+
+
+class PrioritizedSampler(Sampler):
+    """In proportion to `(priority + eps) ** alpha`; new rows have the largest priority seen so far.
+
+    Samples carry `priority_weight`, `(probability / smallest) ** -beta`, to correct for it.
+
+    Args:
+        max_capacity: as many rows as the storage holds.
+        alpha: 0 is uniform, 1 is in proportion.
+        beta: how much of it the weights correct.
+        eps: added to every priority, so that none is zero.
+        reduction: of a priority with several values per row: "max", "min", "mean" or "median".
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
+        reduction: str = "max",
+    ) -> None:
+        if alpha < 0 or beta < 0:
+            raise UsageError(f"alpha and beta are not negative, got alpha={alpha} and beta={beta}")
+        if reduction not in ("max", "min", "mean", "median"):
+            raise UsageError(f"reduction is 'max', 'min', 'mean' or 'median', got {reduction!r}")
+        self.alpha, self.beta, self.eps, self.dtype, self.reduction = alpha, beta, eps, dtype, reduction
+        self.max_size = max_capacity
+        self.empty()
+
+    def empty(self) -> None:
+        self._tree = SumTree(self.max_size)
+        self._low = self._high = 0
+        self._largest = 0.0
+        self._known = False
+
+    @property
+    def default_priority(self) -> float:
+        """What a new row gets."""
+        return self._largest if self._known else 1.0
+
+    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        self.follow(memory)
+        tree, total = self._tree, self._tree.total
+        if not total:
+            raise nothing()
+        rows = tree.draw(torch.rand(count, dtype=torch.float64, generator=generator).numpy())
+        # Weights in float64 and as one power of the ratio: small priorities neither overflow nor lose their digits.
+        weights = (tree[rows] / tree.least) ** -self.beta
+        low = self._low
+        positions = low + (rows - low) % memory.capacity
+        return positions, {"priority_weight": torch.from_numpy(weights).to(self.dtype)}
+
+    def follow(self, memory: Memory) -> None:
+        """Take in the rows that came since, and forget those that went."""
+        if self.max_size != memory.capacity:
+            raise UsageError(f"max_capacity is {self.max_size}, the storage holds {memory.capacity} rows")
+        ring = memory.ring
+        low, high = ring.window()
+        if (low, high) == (self._low, self._high):
+            return
+        value = (self.default_priority + self.eps) ** self.alpha
+        for first, end in _pieces(self._low, min(low, self._high), memory.capacity):
+            self._tree.fill(first, end, 0.0)
+        fresh = max(self._high, low)
+        for first, end in _pieces(fresh, high, memory.capacity):
+            holes = ring.holes(low)
+            self._tree.fill(first, end, np.where(ring.marks[first:end] == HOLE, 0.0, value) if holes else value)
+        self._low, self._high = low, high
+
+    def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
+        self.follow(memory)
+        index, priority = np.broadcast_arrays(index.reshape(-1), priority.reshape(-1))
+        if len(priority) and not (priority >= 0).all():
+            raise UsageError(f"priorities are not negative, got {float(priority.min())}")
+        live = (index - self._low) % memory.capacity < self._high - self._low  # rows that went meanwhile stay away
+        if memory.ring.holes(self._low):
+            live &= memory.ring.marks[index] != HOLE
+        if not live.all():
+            index, priority = index[live], priority[live]
+        if len(index):
+            self._largest, self._known = max(self._largest, float(priority.max())), True
+            self._tree[index] = (priority.astype(np.float64) + self.eps) ** self.alpha
+
+    def state_dict(self) -> dict[str, Any]:
+        rows = self._tree[np.arange(self.max_size)]
+        state = {"tree": torch.from_numpy(rows), "low": self._low, "high": self._high}
+        return {**state, "largest": self._largest, "known": self._known}
+
+    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+        self.empty()
+        self._tree.fill(0, self.max_size, state["tree"].numpy())
+        self._low, self._high = state["low"] + shift, state["high"] + shift
+        self._largest, self._known = state["largest"], state["known"]
+
+    def __repr__(self) -> str:
+        return f"PrioritizedSampler({self.max_size}, alpha={self.alpha}, beta={self.beta}, eps={self.eps})"
+
+
+class SliceSampler(Sampler):
+    """Slices of episodes: `num_slices` of them in a batch, or as many of `slice_len` rows as make one.
+
+    >>> sampler = SliceSampler(slice_len=32)          # batch_size=256: 8 slices, one after another
+
+    An episode is drawn first, all alike, then a place in it. The last row of a slice is marked as truncated.
+
+    Args:
+        num_slices: how many slices make a batch.
+        slice_len: how many rows make a slice.
+        traj_key: where episodes' ids are, if not under ("collector", "traj_ids").
+        end_key: the flag at an episode's last row, if not ("next", "done").
+        truncated_key: where to mark the end of a slice; None for nowhere.
+        strict_length: False lets shorter episodes in, whole; a batch may then be smaller.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        end_key: AnyKey | None = None,
+        traj_key: AnyKey | None = None,
+        cache_values: bool = False,
+        truncated_key: AnyKey | None = ("next", "truncated"),
+        strict_length: bool = True,
+    ) -> None:
+        if (num_slices is None) == (slice_len is None):
+            raise WrongArgument(f"num_slices or slice_len, one of them: got {num_slices} and {slice_len}")
+        self.num_slices, self.slice_len, self.strict_length = num_slices, slice_len, strict_length
+        self.truncated_key: Key | None = None if truncated_key is None else as_key(truncated_key)
+        ids = Cuts.ids if traj_key is None else (as_key(traj_key),)
+        self.cuts = Cuts(ids, Cuts.ends if end_key is None else (as_key(end_key),))
+
+    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        slices, length = self._shape(count)
+        starts, lengths = memory.runs.table()
+        if not len(starts):
+            raise nothing()
+        columns = list(memory.rows.layout.columns) if memory.rows is not None else []
+        if not self.cuts.known(columns):
+            raise UsageError(f"nothing says where episodes end: none of {[*self.cuts.ids, *self.cuts.ends]} is stored")
+        if self.strict_length:
+            fit = lengths >= length
+            if not fit.all():
+                starts, lengths = starts[fit], lengths[fit]
+            if not len(starts):
+                raise Starved(f"no episode has {length} rows yet; shorter slices, or strict_length=False")
+        which = _integers(len(starts), slices, generator)
+        starts, sizes = starts[which], np.minimum(lengths[which], length)
+        room = lengths[which] - sizes + 1
+        starts = starts + (torch.rand(slices, dtype=torch.float64, generator=generator).numpy() * room).astype(np.int64)
+        positions = starts[:, None] + np.arange(length)
+        ends = np.arange(length) == sizes[:, None] - 1
+        if not self.strict_length:
+            inside = np.arange(length) < sizes[:, None]
+            positions, ends = positions[inside], ends[inside]
+        positions, ends = positions.reshape(-1), ends.reshape(-1, 1)
+        return positions, {} if self.truncated_key is None else {self.truncated_key: torch.from_numpy(ends)}
+
+    def _shape(self, count: int) -> tuple[int, int]:
+        slices, length = self.num_slices, self.slice_len
+        if slices is None:
+            assert length is not None
+            if count % length:
+                raise WrongState(f"a batch of {count} rows cannot be cut into slices of {length}")
+            return count // length, length
+        if count % slices:
+            raise WrongState(f"a batch of {count} rows cannot be cut into {slices} slices")
+        return slices, count // slices
+
+    def __repr__(self) -> str:
+        return f"SliceSampler(num_slices={self.num_slices}, slice_len={self.slice_len})"
+
+
+def _integers(below: int, count: int, generator: torch.Generator | None) -> Array:
+    drawn: Array = torch.randint(below, (count,), generator=generator).numpy()
+    return drawn
+
+
+def _live(memory: Memory, low: int, high: int) -> Array:
+    """All positions in [low, high) but holes."""
+    live = np.arange(low, high)
+    if memory.ring.holes(low):
+        live = live[memory.ring.marks_of(low, high) != HOLE]
+    if not len(live):
+        raise nothing()
+    return live
+
+
+def _pieces(low: int, high: int, capacity: int) -> list[tuple[int, int]]:
+    """Positions [low, high) as ranges of rows: one, or two around the end of the ring."""
+    if high <= low:
+        return []
+    if high - low >= capacity:
+        return [(0, capacity)]
+    a, b = low % capacity, (high - 1) % capacity + 1
+    return [(a, b)] if a < b else [(a, capacity), (0, b)]

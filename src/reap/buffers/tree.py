@@ -1,0 +1,89 @@
+"""SumTree: draw indices in proportion to their priority. Whole arrays at each level, no loop over items.
+
+    top      ≤ 4096 sums                one running sum, one binary search
+    …        8 children each            the chosen nodes' children are one cache line: gather, running sum, count
+    leaves   one priority per row       0: never drawn
+
+A sum is always made anew from its children: no error piles up, however many updates there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_TOP = 4096
+_FAN, _EIGHT = 8, np.ones(8)
+_BLOCK = 64  # leaves that share a smallest one
+_BELOW = 1 - 2**-52
+_ONES = np.int64(0x0101010101010101)  # times 8 flags of a byte each: how many there are, in the highest byte
+Array = np.ndarray[Any, Any]
+
+
+class SumTree:
+    """Priorities of `size` items, their sum and the smallest positive one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        size = -(-size // _BLOCK) * _BLOCK
+        self._mins = np.full(size // _BLOCK, np.inf)
+        self._sums = [np.zeros(size)]
+        while size > _TOP:
+            size = -(-size // (_FAN * _FAN)) * _FAN
+            self._sums.append(np.zeros(size))
+
+    def __getitem__(self, index: Array) -> Array:
+        found: Array = self._sums[0].take(index)
+        return found
+
+    def __setitem__(self, index: Array, priority: Array) -> None:
+        leaves, blocks = self._sums[0], index // _BLOCK
+        lost = leaves.take(index) <= self._mins.take(blocks)  # a block's smallest goes: look for the next one
+        leaves[index] = priority
+        np.minimum.at(self._mins, blocks, np.where(priority > 0, priority, np.inf))
+        if lost.any():
+            self._look(blocks[lost])
+        for sums, below in zip(self._sums[1:], self._sums):
+            index = index // _FAN
+            sums[index] = below.reshape(-1, _FAN).take(index, axis=0) @ _EIGHT
+
+    def fill(self, first: int, end: int, priority: Array | float) -> None:
+        """Items [first, end): one value, or one each."""
+        if first == end:
+            return
+        self._sums[0][first:end] = priority
+        self._look(np.arange(first // _BLOCK, (end - 1) // _BLOCK + 1))
+        for sums, below in zip(self._sums[1:], self._sums):
+            first, end = first // _FAN, -(-end // _FAN)
+            sums[first:end] = below[first * _FAN : end * _FAN].reshape(-1, _FAN) @ _EIGHT
+
+    def _look(self, blocks: Array) -> None:
+        leaves = self._sums[0].reshape(-1, _BLOCK).take(blocks, axis=0)
+        self._mins[blocks] = np.where(leaves > 0, leaves, np.inf).min(1)
+
+    @property
+    def total(self) -> float:
+        """The sum of all priorities."""
+        return float(self._sums[-1].sum())
+
+    @property
+    def least(self) -> float:
+        """The smallest priority above zero."""
+        return float(self._mins.min())
+
+    def draw(self, uniform: Array) -> Array:
+        """Items in proportion to their priority, for numbers in [0, 1)."""
+        running = self._sums[-1].cumsum()
+        mass = np.minimum(uniform * running[-1], running[-1] * _BELOW)
+        index: Array = running.searchsorted(mass, "right")
+        mass -= np.where(index > 0, running.take(index - 1), 0.0)
+        rows = np.arange(0, _FAN * len(mass), _FAN)
+        for sums in self._sums[-2::-1]:
+            running = sums.reshape(-1, _FAN).take(index, axis=0).cumsum(1)
+            # Rounding may put the mass at or beyond the end: just before it is the last child that has any.
+            np.minimum(mass, running[:, -1] * _BELOW, out=mass)
+            child = (running <= mass[:, None]).view(np.int64)[:, 0] * _ONES >> 56
+            mass -= np.where(child > 0, running.take(rows + child - 1), 0.0)
+            index = index * _FAN + child
+        return index

@@ -1,0 +1,183 @@
+"""In the background: who goes on collecting while the learner samples.
+
+    ThreadRunner   a thread takes batch after batch; what is asked of the collector meanwhile is done in between
+
+        asked ──► requests ──► ┌─ serve ─► wait while paused, or the buffer has enough ─► one batch ─┐
+                               └─────────────────────────────────────────────────────────────────────┘
+
+    FreeRunner     workers go on by themselves; this process has nothing to do (backends/free.py)
+
+What goes wrong is kept until somebody asks. Stopping is bounded: a rollout is broken off after the step it is in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from reap.backends.base import Halted
+from reap.errors import WorkerSilent
+
+T = TypeVar("T")
+_LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
+
+
+class Runner(Protocol):
+    """Collects in the background."""
+
+    told: bool  # whether its failure has been raised somewhere
+
+    def start(self) -> None:
+        """Begin."""
+
+    def pause(self) -> None:
+        """Rest between two batches; returns when it does. Pauses add up."""
+
+    def resume(self) -> None:
+        """Go on, after as many of these as there were pauses."""
+
+    def stop(self, timeout: float) -> None:
+        """End, or raise after so many seconds. May be called twice."""
+
+    @property
+    def running(self) -> bool:
+        """Whether rows are still to come."""
+
+    def failure(self) -> Exception | None:
+        """What went wrong."""
+
+    def between(self, work: Callable[[], T]) -> T:
+        """What `work` returns, called between two batches."""
+
+
+class Paused:
+    """A pause that ends with the block."""
+
+    def __init__(self, resume: Callable[[], None]) -> None:
+        self._resume = resume
+
+    def __enter__(self) -> None:
+        """Paused it is already."""
+
+    def __exit__(self, *_: object) -> None:
+        self._resume()
+
+
+_threads: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
+
+
+class ThreadRunner:
+    """A thread that calls `turn` until it says that there is no more. It does not keep the collector alive."""
+
+    def __init__(self, turn: Callable[[], bool], *, wanted: Callable[[], bool], break_off: Callable[[], None]) -> None:
+        self._turn, self._wanted, self._break_off = weakref.WeakMethod(turn), wanted, break_off
+        self._change = threading.Condition()
+        self._requests: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._pauses, self._resting, self._stopping, self._over = 0, False, False, False
+        self._failure: Exception | None = None
+        self.told = False
+        self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
+
+    def start(self) -> None:
+        if not _threads:
+            atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
+        _threads.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                turn = self._turn()
+                if turn is None or not turn():
+                    break
+                del turn
+        except Halted:
+            pass
+        except Exception as error:
+            self._failure = error
+        finally:
+            with self._change:
+                self._over = True
+                self._change.notify_all()
+            self._serve()  # those who asked before they could see that it is over
+
+    def _next(self) -> bool:
+        """Do what was asked, then wait until it is time for another batch; False: stop."""
+        while True:
+            self._serve()
+            with self._change:
+                if self._stopping:
+                    return False
+                if self._requests:
+                    continue
+                self._resting = bool(self._pauses)
+                if not self._resting and self._wanted():
+                    return True
+                self._change.notify_all()
+                self._change.wait(None if self._resting else _LOOK)
+
+    def _serve(self) -> None:
+        while self._requests:
+            work, future = self._requests.popleft()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def between(self, work: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+        with self._change:
+            here = self._over or threading.current_thread() is self._thread
+            if not here:
+                self._requests.append((work, future))
+                self._change.notify_all()
+        return work() if here else future.result()
+
+    def pause(self) -> None:
+        with self._change:
+            self._pauses += 1
+            self._change.notify_all()
+            if threading.current_thread() is not self._thread:
+                self._change.wait_for(lambda: self._resting or self._over)
+
+    def resume(self) -> None:
+        with self._change:
+            self._pauses = max(self._pauses - 1, 0)
+            self._resting = self._resting and bool(self._pauses)
+            self._change.notify_all()
+
+    def stop(self, timeout: float) -> None:
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+        self._break_off()
+        if threading.current_thread() is self._thread or not self._thread.ident:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            frame = sys._current_frames().get(self._thread.ident)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
+            raise WorkerSilent(
+                f"the collecting thread did not end within {timeout:.1f} s; its env stays open. Its stack:\n{stack}"
+            )
+
+    @property
+    def running(self) -> bool:
+        return not self._over
+
+    def failure(self) -> Exception | None:
+        return self._failure
+
+
+def _stop_all() -> None:
+    for runner in list(_threads):
+        with contextlib.suppress(WorkerSilent):
+            runner.stop(1.0)

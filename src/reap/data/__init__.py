@@ -1,0 +1,39 @@
+"""Replay buffers, by the names users know.
+
+>>> from reap.data import LazyTensorStorage, ReplayBuffer
+>>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)
+>>> buffer.extend(batch)
+>>> buffer.sample()
+"""
+
+from reap.buffers.limiter import SamplesPerInsert
+from reap.buffers.replay import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from reap.buffers.samplers import (
+    PrioritizedSampler,
+    RandomSampler,
+    Sampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
+from reap.buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+
+__all__ = [
+    "LazyMemmapStorage",
+    "LazyTensorStorage",
+    "PrioritizedReplayBuffer",
+    "PrioritizedSampler",
+    "RandomSampler",
+    "ReplayBuffer",
+    "Sampler",
+    "SamplerWithoutReplacement",
+    "SamplesPerInsert",
+    "SliceSampler",
+    "Storage",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+]

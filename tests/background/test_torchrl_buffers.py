@@ -1,0 +1,103 @@
+"""TorchRL's own buffers, filled by every kind of collector. (What TorchRL writes there: tests/interop.)"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    SliceSampler,
+    TensorDictReplayBuffer,
+)
+
+from reap.collectors import Collector, MultiSyncCollector
+from reap.envs import GymEnv
+from reap.errors import UsageError
+from tests.background.worlds import KINDS, EchoPolicy, check_rows, check_streams, lanes, make
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage], ids=["tensor", "memmap"])
+def test_every_lane_is_a_row_of_its_worker(kind, storage):
+    """`[P, T]` into one dimension: rows of length T, as TorchRL has it; with ndim=2 they are steps."""
+    memory = ReplayBuffer(storage=storage(1000), batch_size=8)
+    collector = make(kind, memory, total_frames=200)
+    assert list(collector) == [None] * 10
+    steps = 5 if kind == "sync" else 10  # a worker's share of the batch
+    assert memory[:].batch_size == torch.Size([200 // steps, steps])
+    assert sum(check_streams(memory[:].reshape(-1)).values()) == 200
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_episodes_as_flat_rows(kind):
+    sampler = SliceSampler(slice_len=2, traj_key=("collector", "traj_ids"))
+    memory = TensorDictReplayBuffer(storage=LazyTensorStorage(1000), sampler=sampler, batch_size=16)
+    collector = make(kind, memory, total_frames=200, trajs_per_batch=2, trajs_per_write=2)
+    assert list(collector) == [None] * 10
+    rows = memory[:]
+    assert rows.ndim == 1
+    assert sum(check_streams(rows, whole=True).values()) >= 150
+    pairs = memory.sample()["observation"].reshape(-1, 2, 3)
+    assert (pairs[:, 1] - pairs[:, 0] == torch.tensor([0.0, 0.0, 1.0])).all()
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_background(kind):
+    memory = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2), batch_size=8)
+    collector = make(kind, memory, total_frames=400)
+    collector.start()
+    for _ in range(3):
+        with collector.pause():
+            count = memory.write_count
+            collector.update_policy_weights_()
+            assert memory.write_count == count
+        while collector.is_running() and memory.write_count == count:
+            time.sleep(0.001)
+    while collector.is_running():
+        time.sleep(0.001)
+    assert collector.stats()["frames"] == 400
+    collector.async_shutdown()
+    assert sum(check_streams(memory[:].reshape(-1)).values()) == 400
+
+
+def test_list_storage_keeps_frames_that_do_not_change():
+    memory = ReplayBuffer(storage=ListStorage(1000), collate_fn=torch.stack, batch_size=8)
+    collector = Collector(lambda: GymEnv("CartPole-v1"), frames_per_batch=10, total_frames=100, replay_buffer=memory)
+    seen = []
+    collector.set_post_collect_hook(lambda batch: seen.append(batch["observation"].clone()))
+    list(collector)
+    kept = torch.stack([memory[i]["observation"] for i in range(100)])
+    assert torch.equal(kept, torch.cat(seen))
+
+
+def test_rows_of_two_dimensions_hold_no_episodes():
+    with pytest.raises(UsageError, match="ndim=1"):
+        make("single", ReplayBuffer(storage=LazyTensorStorage(100, ndim=2)), trajs_per_batch=2)
+
+
+def test_workers_of_different_lengths():
+    memory = ReplayBuffer(storage=ListStorage(1000), collate_fn=lambda rows: rows, batch_size=4)
+    collector = MultiSyncCollector(
+        [lanes(0), lanes(2)],
+        EchoPolicy(),
+        frames_per_batch=[8, 12],
+        cat_results=-1,
+        total_frames=100,
+        replay_buffer=memory,
+    )
+    list(collector)
+    rows = torch.cat([memory[i] for i in range(len(memory))])
+    assert sum(check_streams(rows).values()) == 100
+    check_rows(rows)
+    collector.shutdown()

@@ -1,0 +1,414 @@
+"""What users do with a buffer, on data they can predict: every frame says which episode it is of, and which step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from reap.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedReplayBuffer,
+    PrioritizedSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def frames(ids, steps, done=None, *, pixels=False):
+    ids, steps = torch.as_tensor(ids), torch.as_tensor(steps)
+    done = torch.zeros(ids.shape, dtype=torch.bool) if done is None else torch.as_tensor(done)
+    leaves = {
+        "observation": torch.stack([ids, steps], -1).float(),
+        "step": steps,
+        "next": {"done": done.unsqueeze(-1), "reward": (ids * 1000 + steps).double().unsqueeze(-1)},
+        "collector": {"traj_ids": ids},
+    }
+    if pixels:
+        leaves["pixels"] = (ids * 7 + steps).to(torch.uint8)[..., None, None].expand(*ids.shape, 20, 20).contiguous()
+        leaves["half"] = steps.to(torch.bfloat16)
+    return TensorDict(leaves, batch_size=ids.shape)
+
+
+def line(n, first=0):
+    return frames(torch.zeros(n, dtype=torch.int64), torch.arange(first, first + n))
+
+
+def check_row(sample):
+    obs = sample["observation"].double()
+    assert (sample["next", "reward"][..., 0] == obs[..., 0] * 1000 + obs[..., 1]).all()
+    assert (sample["step"] == obs[..., 1]).all()
+    assert (sample["collector", "traj_ids"] == obs[..., 0]).all()
+
+
+@pytest.fixture(params=["memory", "disk", "named"])
+def storage(request, tmp_path):
+    def make(size):
+        if request.param == "memory":
+            return LazyTensorStorage(size)
+        return LazyMemmapStorage(size, scratch_dir=tmp_path / "rows" if request.param == "named" else None)
+
+    return make
+
+
+def test_rows_come_back_as_they_went_in(storage):
+    buffer = TensorDictReplayBuffer(storage=storage(35), batch_size=64)
+    assert buffer.extend(line(20)).tolist() == list(range(20))
+    assert buffer.extend(line(20, 20)).tolist() == [*range(20, 35), *range(5)]
+    assert buffer.add(line(1, 40)[0]) == 5
+    assert (len(buffer), buffer.write_count) == (35, 41)
+    expected = torch.tensor([*range(35, 41), *range(6, 35)])
+    assert (buffer[:]["step"] == expected).all()
+    assert buffer[3]["step"] == 38
+    assert buffer[3].batch_size == torch.Size([])
+    assert buffer[torch.tensor([7, 1])]["step"].tolist() == [7, 36]
+    assert buffer[-1]["step"] == 34
+    sample = buffer.sample()
+    check_row(sample)
+    assert (sample["step"] == expected[sample["index"]]).all()
+    assert buffer.sample(5).batch_size == torch.Size([5])
+    buffer.empty()
+    assert (len(buffer), buffer.write_count) == (0, 0)
+    assert buffer.extend(line(3)).tolist() == [0, 1, 2]
+
+
+def test_more_than_the_ring_holds():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    assert buffer.extend(line(3)).tolist() == [0, 1, 2]
+    assert buffer.extend(line(25, 3)).tolist() == [i % 10 for i in range(3, 28)]
+    assert buffer[:]["step"].tolist() == [20, 21, 22, 23, 24, 25, 26, 27, 18, 19]
+    assert buffer.write_count == 28
+
+
+def test_wide_and_odd_leaves(storage):
+    buffer = ReplayBuffer(storage=storage(50), batch_size=32)
+    buffer.extend(frames(torch.arange(30) // 7, torch.arange(30) % 7, pixels=True))
+    sample = buffer.sample()
+    check_row(sample)
+    assert sample["half"].dtype is torch.bfloat16
+    assert (sample["half"].long() == sample["step"]).all()
+    assert (sample["pixels"] == (sample["collector", "traj_ids"] * 7 + sample["step"])[:, None, None]).all()
+    assert all(value.is_contiguous() for value in sample.values(True, True))
+
+
+def test_samples_are_the_callers_own():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    buffer.extend(line(10))
+    buffer.sample()["observation"].fill_(-1)
+    assert (buffer[:]["observation"] >= 0).all()
+
+
+def test_bare_tensors():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=8)
+    buffer.extend(torch.arange(12))
+    assert set(buffer.sample().tolist()) <= set(range(2, 12))
+    assert buffer[0] == 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(4, 40), st.booleans(), st.booleans())
+def test_slices_never_cross(data, capacity, with_ids, flat):
+    """Several writers with several lanes each, in any order; episodes of any length; the ring wraps."""
+    length = data.draw(st.integers(1, 4))
+    sampler = SliceSampler(slice_len=length)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=8 * length)
+    writers = [buffer, *(TensorDictReplayBuffer.open(*_again(buffer)) for _ in range(2))]
+    lanes = {w: data.draw(st.integers(1, 3)) if with_ids or not flat else 1 for w in range(3)}
+    state = {(w, lane): None for w in range(3) for lane in range(lanes[w])}
+    serial = 0
+    written = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        w, steps = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 6))
+        ids, at, done = np.zeros((lanes[w], steps), int), np.zeros((lanes[w], steps), int), []
+        for lane in range(lanes[w]):
+            for t in range(steps):
+                if state[w, lane] is None:
+                    serial += 1
+                    state[w, lane] = (serial, 0)
+                ids[lane, t], at[lane, t] = state[w, lane]
+                end = data.draw(st.integers(0, 4)) == 0
+                state[w, lane] = None if end else (ids[lane, t], at[lane, t] + 1)
+                done.append(end)
+        batch = frames(ids, at, np.array(done).reshape(ids.shape))
+        if lanes[w] == 1:
+            batch = batch[0]
+        written += zip(batch["collector", "traj_ids"].reshape(-1).tolist(), batch["step"].reshape(-1).tolist())
+        if not with_ids:
+            batch = batch.exclude(("collector", "traj_ids"))
+            batch["id"] = torch.as_tensor(ids).reshape(batch.batch_size)
+        writers[w].extend(batch)
+    kept = written[-capacity:]
+    assert len(buffer) == len(kept)
+    # What the runs must be: neighbours in the ring that follow each other in an episode.
+    runs = [[kept[0]]]
+    for before, row in itertools.pairwise(kept):
+        if row == (before[0], before[1] + 1):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    _starts, lengths = buffer._memory.runs.table()
+    if with_ids or flat:
+        assert lengths.tolist() == [len(run) for run in runs]
+    if max(lengths) < length:
+        with pytest.raises(WrongState, match="no episode has"):
+            buffer.sample()
+        return
+    sample = buffer.sample().reshape(8, length)
+    ids = sample["collector", "traj_ids"] if with_ids else sample["id"]
+    assert (ids == ids[:, :1]).all()
+    assert (sample["step"].diff(dim=1) == 1).all()
+    assert not sample["next", "done"][:, :-1].any()
+    assert sample["next", "done"][:, -1].all()
+    assert sample["next", "truncated"][:, -1].all()
+
+
+def _again(buffer):
+    import os
+
+    fds, description = buffer.handle()
+    return [os.dup(fd) for fd in fds], description
+
+
+def test_episodes_go_on_from_batch_to_batch():
+    sampler = SliceSampler(slice_len=10)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=20)
+    for t in range(10):
+        buffer.add(line(1, t)[0])
+    assert buffer.sample()["step"].tolist() == [*range(10)] * 2
+    buffer.extend(line(5, 10))
+    assert buffer._memory.runs.table()[1].tolist() == [15]
+
+
+def test_slices_of_short_episodes():
+    sampler = SliceSampler(slice_len=8, strict_length=False)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=16)
+    buffer.extend(frames(torch.arange(30) // 3, torch.arange(30) % 3))
+    sample = buffer.sample()
+    assert sample["step"].tolist() == [0, 1, 2] * 2
+    assert sample["next", "done"][:, 0].tolist() == [False, False, True] * 2
+
+
+def test_frames_that_are_none_are_left_out():
+    batch = frames([[0, 0, 0], [1, 1, 1]], [[0, 1, 2], [0, 1, 2]])
+    batch["collector", "mask"] = torch.tensor([[True, True, False], [True, True, True]])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=4)
+    assert len(buffer.extend(batch)) == 5
+    assert buffer[:]["step"].tolist() == [0, 1, 0, 1, 2]
+    assert buffer._memory.runs.table()[1].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("prefetch", [None, 4])
+def test_a_round_is_a_round(prefetch):
+    sampler = SamplerWithoutReplacement()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=sampler, batch_size=8, prefetch=prefetch)
+    buffer.extend(line(20))
+    for _ in range(3):
+        assert torch.cat([batch["step"] for batch in buffer]).sort().values.tolist() == list(range(20))
+    buffer.shutdown()
+
+
+def test_without_replacement():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=8)
+    buffer.extend(line(20))
+    for _ in range(2):
+        batches = [batch["step"].tolist() for batch in buffer]
+        assert [len(b) for b in batches] == [8, 8, 4]
+        assert sorted(functools.reduce(operator.iadd, batches, [])) == list(range(20))
+    whole = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(True, False), batch_size=8)
+    whole.extend(line(20))
+    assert [batch["step"].tolist() for batch in whole] == [[*range(8)], [*range(8, 16)]]
+    whole.sample()
+    whole.extend(line(16, 20))  # what was left of the round is written over: a new one begins
+    assert whole.sample()["step"].tolist() == [16, 17, 18, 19, 20, 21, 22, 23]
+
+
+def test_priorities_decide():
+    buffer = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, eps=0.0, storage=LazyTensorStorage(8), batch_size=4000
+    )
+    buffer.extend(line(8))
+    assert (buffer.sample()["priority_weight"] == 1).all()
+    buffer.update_priority(torch.arange(8), torch.tensor([0, 0, 1, 0, 0, 3, 0, 4.0]) + 1e-12)
+    sample = buffer.sample()
+    counts = torch.bincount(sample["index"], minlength=8)
+    assert counts[[0, 1, 3, 4, 6]].sum() == 0
+    assert torch.allclose(counts[[2, 5, 7]] / 4000, torch.tensor([1, 3, 4]) / 8, atol=0.04)
+    sample["td_error"] = torch.ones(4000, 1)
+    buffer.update_tensordict_priority(sample)
+    assert buffer.sampler.default_priority == 4
+    buffer.extend(line(1, 8))  # a new row has the largest priority seen
+    assert buffer.sampler._tree[np.array([0])] < 1e-11
+    buffer.sample()
+    assert buffer.sampler._tree[np.array([0])] == 4
+    with pytest.raises(UsageError, match="td_error"):
+        buffer.update_tensordict_priority(sample.exclude("td_error"))
+
+
+def test_priorities_that_come_with_the_data():
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(8), batch_size=100)
+    buffer.extend(line(4).set("td_error", torch.tensor([0.0, 5, 0, 0])))
+    assert set(buffer.sample()["step"].tolist()) == {1}
+
+
+def test_plain_prioritized_buffer():
+    buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(8), batch_size=16)
+    buffer.extend(line(8))
+    sample, info = buffer.sample(return_info=True)
+    buffer.update_priority(info["index"], torch.rand(16))
+    assert set(info) == {"index", "priority_weight"}
+    assert "index" not in sample.keys()
+
+
+@pytest.mark.parametrize("where", ["dict", "disk"])
+@pytest.mark.parametrize("kind", [RandomSampler, SliceSampler, PrioritizedSampler, SamplerWithoutReplacement])
+def test_state_comes_back(where, kind, tmp_path):
+    def make():
+        sampler = {
+            SliceSampler: lambda: SliceSampler(slice_len=2),
+            PrioritizedSampler: lambda: PrioritizedSampler(24, 0.7, 0.5),
+        }.get(kind, kind)()
+        return TensorDictReplayBuffer(storage=LazyTensorStorage(24), sampler=sampler, batch_size=6)
+
+    old, new = make(), make()
+    for i in range(10):
+        old.extend(frames(torch.full((4,), i), torch.arange(4)))
+    old.sample()
+    old.update_priority(torch.arange(24), torch.rand(24))
+    new.extend(line(7).exclude("nothing"))
+    if where == "dict":
+        new.load_state_dict(old.state_dict())
+    else:
+        old.dumps(tmp_path / "here")
+        new.loads(tmp_path / "here")
+    assert (len(new), new.write_count) == (24, 40)
+    assert (new[:] == old[:]).all()
+    for _ in range(3):
+        torch.manual_seed(0)
+        first = old.sample()
+        torch.manual_seed(0)
+        assert (new.sample() == first).all()
+        index = [b.extend(frames(torch.full((5,), 99), torch.arange(5))).tolist() for b in (old, new)]
+        assert index[0] == index[1]
+    with pytest.raises(UsageError, match="24 rows"):
+        ReplayBuffer(storage=LazyTensorStorage(5)).load_state_dict(old.state_dict())
+    with pytest.raises(UsageError, match="no dumped buffer"):
+        new.loads(tmp_path / "nowhere")
+
+
+def test_transforms_and_collate():
+    class Double:
+        def inv(self, data):
+            return data.set("observation", data["observation"] / 2)
+
+        def __call__(self, sample):
+            return sample.set("observation", sample["observation"] * 2)
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=5, transform=Double(), collate_fn=lambda x: x)
+    buffer.append_transform(lambda x: x.set("twice", x["observation"] * 2))
+    buffer.extend(line(8).clone())
+    sample = buffer.sample()
+    check_row(sample)
+    assert (sample["twice"] == 2 * sample["observation"]).all()
+
+
+def test_prefetch_and_its_thread():
+    before = threading.active_count()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=5, prefetch=3)
+    with pytest.raises(WrongState):
+        buffer.sample()
+    buffer.extend(line(8))
+    for _ in range(10):
+        check_row(buffer.sample())
+    buffer.shutdown()
+    assert threading.active_count() == before
+
+
+def test_seeds_decide():
+    generator = torch.Generator().manual_seed(3)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(50), batch_size=9, generator=generator)
+    buffer.extend(line(50))
+    first = buffer.sample()
+    generator.manual_seed(3)
+    assert (buffer.sample() == first).all()
+
+
+def test_errors_say_what_to_do(tmp_path):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    with pytest.raises(WrongState, match="empty"):
+        buffer.sample()
+    with pytest.raises(WrongState, match="empty"):
+        buffer[0]
+    buffer.extend(line(4))
+    with pytest.raises(SpecMismatch, match="misses 'observation'"):
+        buffer.extend(line(4).exclude("observation"))
+    with pytest.raises(SpecMismatch, match="brings 'more'"):
+        buffer.extend(line(4).set("more", torch.zeros(4)))
+    with pytest.raises(SpecMismatch, match=r"'step' is float32\[\], the buffer's rows have int64\[\]"):
+        buffer.extend(line(4).set("step", torch.zeros(4)))
+    with pytest.raises(UsageError, match="add takes a single frame"):
+        buffer.extend(line(4)[0])
+    with pytest.raises(WrongArgument, match="TensorDicts or tensors"):
+        buffer.extend([1, 2])
+    assert buffer.write_count == 4  # none of this cost a row
+    with pytest.raises(WrongState, match="batch_size"):
+        ReplayBuffer(storage=LazyTensorStorage(8)).sample()
+    with pytest.raises(UsageError, match="positive number of rows"):
+        LazyTensorStorage(0)
+    with pytest.raises(UsageError, match="written in turn"):
+        ReplayBuffer(storage=LazyTensorStorage(8), writer=object())
+    with pytest.raises(WrongArgument, match="one of them"):
+        SliceSampler()
+    with pytest.raises(UsageError, match="alpha"):
+        PrioritizedSampler(8, -1, 0.5)
+    with pytest.raises(WrongArgument, match=r"Storage of reap\.data"):
+        ReplayBuffer(storage=3)
+    sliced = ReplayBuffer(storage=LazyTensorStorage(8), sampler=SliceSampler(slice_len=3), batch_size=4)
+    sliced.extend(line(4).select("observation"))
+    with pytest.raises(WrongState, match="cannot be cut"):
+        sliced.sample()
+    with pytest.raises(UsageError, match="where episodes end"):
+        sliced.sample(3)
+    wrong = ReplayBuffer(storage=LazyTensorStorage(8), sampler=PrioritizedSampler(9, 1, 1), batch_size=4)
+    wrong.extend(line(4))
+    with pytest.raises(UsageError, match="max_capacity is 9"):
+        wrong.sample()
+    first = LazyMemmapStorage(8, scratch_dir=tmp_path)
+    ReplayBuffer(storage=first)
+    with pytest.raises(UsageError, match="existsok"):
+        ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path))
+    ReplayBuffer(storage=LazyMemmapStorage(8, scratch_dir=tmp_path, existsok=True))
+
+
+def test_a_failing_write_leaves_a_hole(monkeypatch):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=2), batch_size=4)
+    buffer.extend(line(5))
+    rows = buffer._memory.rows
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "write", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            buffer.extend(line(3, 5))
+    buffer.extend(line(4, 8))
+    assert (len(buffer), buffer.write_count) == (9, 9)
+    assert buffer._memory.runs.table()[1].tolist() == [5, 4]
+    plain = ReplayBuffer.open(*_again(buffer))
+    assert set(plain.sample(500)["step"].tolist()) == {0, 1, 2, 3, 4, 8, 9, 10, 11}
+    every = ReplayBuffer.open(*_again(buffer), sampler=SamplerWithoutReplacement())
+    assert sorted(every.sample(20)["step"].tolist()) == [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    by_priority = ReplayBuffer.open(*_again(buffer), sampler=PrioritizedSampler(20, 1, 1))
+    assert set(by_priority.sample(500)["step"].tolist()) == {0, 1, 2, 3, 4, 8, 9, 10, 11}
