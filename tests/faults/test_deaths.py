@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from reap.envs import SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, assert_same, inject, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
@@ -64,6 +65,22 @@ def test_in_a_step(kind, fault, at):
             c.next()
         c.shutdown()
         del c, caught
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "segfault"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_of_several_lanes_is_named(kind, fault):
+    error, words = TOLD[fault]
+
+    def lanes():
+        return SerialEnv(3, [healthy(0), healthy(1), faulty(fault, 5)])
+
+    c = collect(kind, [lanes], frames_per_batch=12, **options_for(fault))
+    with pytest.raises(error, match=words) as caught:
+        for _ in range(4):
+            c.next()
+    assert caught.value.lane == 2
+    assert caught.value.step == 5 % 4
 
 
 @pytest.mark.parametrize("fault", mostly_slow("raise", "kill", "hang"))

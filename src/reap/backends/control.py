@@ -5,6 +5,7 @@ random    so many frames of the run have random actions                  parent 
 total     so many frames are to be made by workers that run free         parent writes
 claimed   frames each worker has begun on                                its worker writes, the file locked
 step      where each worker is in its rollout                            its worker writes
+lane      which of its lanes is being stepped, if it can tell            its worker writes
 made      frames and rollouts each worker has finished, running free     its worker writes
 told      what each worker has to say about its episodes                 its worker writes
 """
@@ -27,10 +28,11 @@ class Control:
     """The words, as one process sees them."""
 
     def __init__(self, file: SharedFile, workers: int) -> None:
-        words = file.map(8 * (_FLAGS + (4 + len(_TOLD)) * workers)).view(np.int64)
+        words = file.map(8 * (_FLAGS + (5 + len(_TOLD)) * workers)).view(np.int64)
         self.file, self._flags = file, words[:_FLAGS]
-        self.claimed, self.step, self._frames, self._rollouts = words[_FLAGS:][: 4 * workers].reshape(4, workers)
-        self._told = words[_FLAGS + 4 * workers :].view(np.float64).reshape(workers, len(_TOLD))
+        each = words[_FLAGS:][: 5 * workers].reshape(5, workers)
+        self.claimed, self.step, self.lane, self._frames, self._rollouts = each
+        self._told = words[_FLAGS + 5 * workers :].view(np.float64).reshape(workers, len(_TOLD))
 
     @property
     def stop(self) -> bool:

@@ -112,7 +112,7 @@ class ProcessBackend:
         targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
         self.control = Control(control, count)
-        self.control.step[:] = NOWHERE
+        self.control.step[:] = self.control.lane[:] = NOWHERE
         self.control.random = 0 if self._sync else self._random_frames
         self._parcels = [self._file("parcel") for _ in jobs]
         common, slots = self._file("slots"), [self._file("slots") for _ in jobs]
@@ -249,7 +249,8 @@ class ProcessBackend:
         step = int(self.control.step[remote.index])
         if step == NOWHERE:
             return {}
-        return {"step": step, "lane": 0} if remote.about.layout.lanes == 1 else {"step": step}
+        lane = 0 if remote.about.layout.lanes == 1 else int(self.control.lane[remote.index])
+        return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
 
     def _patience(self) -> float | None:
         """How long until somebody may be called silent."""

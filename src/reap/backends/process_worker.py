@@ -159,6 +159,7 @@ class _Host:
         self.worker = Worker(plan, ids=TrajectoryIds(job.index, job.workers))
         self._writer = None if job.writer is None else job.writer(buffer)
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
+        self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
         model = self.worker.model
