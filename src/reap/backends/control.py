@@ -75,7 +75,7 @@ class Control:
     def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any]) -> None:
         """A rollout is where it belongs. What was claimed and not made is for others to make."""
         self.claimed[worker] += frames - claimed
-        self._told[worker] = [np.nan if stats[name] is None else stats[name] for name in _TOLD]
+        self._told[worker] = numbers_of(stats)
         self._rollouts[worker] += 1
         self._frames[worker] += frames  # last: who has seen all frames has seen all else
 
@@ -87,6 +87,15 @@ class Control:
         """What it has to say; empty before its first rollout."""
         if not self._rollouts[worker]:
             return {}
-        values = self._told[worker].tolist()
-        told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, values)}
-        return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
+        return stats_of(self._told[worker])
+
+
+def numbers_of(stats: dict[str, Any]) -> list[float]:
+    """What a worker has to say about its episodes, as numbers."""
+    return [np.nan if stats[name] is None else stats[name] for name in _TOLD]
+
+
+def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """And back."""
+    told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, numbers.tolist())}
+    return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}

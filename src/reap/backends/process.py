@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import selectors
 import signal
 import threading
@@ -33,7 +32,8 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.process_worker import HELLO, Answer, Full, Job, Memory, Writer, run_worker
+from reap.backends.host import Answer, Full
+from reap.backends.process_worker import HELLO, Job, Memory, Writer, run_worker
 from reap.backends.remote import Free, Remote
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
@@ -46,11 +46,11 @@ from reap.weight_update import Road
 from reap.weights.local import fitting
 from reap.weights.shared import SharedWeights
 
-_DEADLINE = 5.0  # seconds within which `close` has ended every worker
-_OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
+DEADLINE = 5.0  # seconds within which `close` has ended every worker
+OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
-_FIRST = 0  # the number of what workers say unasked, when they start
+FIRST = 0  # the number of what workers say unasked, when they start
 
 
 class ProcessBackend:
@@ -134,10 +134,10 @@ class ProcessBackend:
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
             self._flush(remote)
-        for remote, about in zip(self.workers, self._answers(self.workers, _FIRST, grace=BOOT)):
+        for remote, about in zip(self.workers, self._answers(self.workers, FIRST, grace=BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)
-        self._answers(self.workers, _FIRST)  # "ready"
+        self._answers(self.workers, FIRST)  # "ready"
 
     def _file(self, name: str) -> SharedFile:
         self._files.append(SharedFile(f"reap-{name}"))
@@ -155,7 +155,7 @@ class ProcessBackend:
         layouts = [about.layout for about in abouts]
         self._together = self._sync and len({layout.steps for layout in layouts}) == 1
         if self._together:
-            whole = _joined(layouts)
+            whole = joined(layouts)
             shared = SharedSlots(common, whole, _COMMON_SLOTS)
             self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: shared.slot(index))
         first = 0
@@ -164,8 +164,8 @@ class ProcessBackend:
             if self._together:
                 memory = Memory(whole, _COMMON_SLOTS, first, common=True, packing=packing)
             else:
-                remote.slots = SharedSlots(file, own, _OWN_SLOTS)
-                memory = Memory(own, _OWN_SLOTS, 0, common=False, packing=packing)
+                remote.slots = SharedSlots(file, own, OWN_SLOTS)
+                memory = Memory(own, OWN_SLOTS, 0, common=False, packing=packing)
             self._say(remote, dumps(memory, "memory"))
             first += own.lanes
         if packing is not None:
@@ -177,16 +177,19 @@ class ProcessBackend:
             return  # a fork of the process that owns the workers
         with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
             workers, self.workers = self.workers, []
-            for remote in workers:
-                remote.free.close()
-                remote.child.line.close()
-                remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
-            end([remote.child for remote in workers], patience=0.6 * _DEADLINE, deadline=_DEADLINE)
+            self._end(workers)
             if hasattr(self, "_selector"):
                 self._selector.close()
             for file in self._files:
                 file.close()
             self._interrupts.close()
+
+    def _end(self, workers: Sequence[Remote]) -> None:
+        for remote in workers:
+            remote.free.close()
+            remote.child.line.close()
+            remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
+        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
@@ -196,16 +199,23 @@ class ProcessBackend:
         `now`: file what is there, and do not wait.
         """
         if self._failure is None:
-            ready = self._selector.select(0 if now else self._patience())
+            ready = self._speaking(0 if now else self._patience())
             self._interrupts.let_in()
             if self._halted:
                 raise Halted
-            for remote in {key.data.index: key.data for key, _ in ready if key.data is not None}.values():
-                self._flush(remote)
+            for remote in ready:
                 self._hear(remote)
             self._check_silence()  # after hearing: whoever has spoken is not silent, however long nobody listened
         if self._failure is not None and not (first and self._arrived):
             raise self._failure
+
+    def _speaking(self, patience: float | None) -> list[Remote]:
+        """Wait for so long (None: as long as it takes) until somebody speaks or is gone: who it is."""
+        ready = self._selector.select(patience)
+        found = {key.data.index: key.data for key, _ in ready if key.data is not None}
+        for remote in found.values():
+            self._flush(remote)
+        return list(found.values())
 
     def _say(self, remote: Remote, data: bytes) -> None:
         remote.child.line.say(data)
@@ -220,8 +230,7 @@ class ProcessBackend:
 
     def _hear(self, remote: Remote) -> None:
         gone = remote.child.gone()  # asked first: what it said before is all there then
-        for data in remote.child.line.hear():
-            message = pickle.loads(data)
+        for message in remote.messages():
             remote.busy_since = time.monotonic()
             if message == HELLO:
                 continue
@@ -234,7 +243,7 @@ class ProcessBackend:
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
                 continue
-            call = message.call if isinstance(message, Answer) else _FIRST
+            call = message.call if isinstance(message, Answer) else FIRST
             if call == remote.asked:  # else the caller was interrupted, and has gone
                 remote.asked = None
                 remote.inbox.append(message)
@@ -366,7 +375,7 @@ class ProcessBackend:
         elif not self._begun:
             self._begun = True
             for remote in self.workers:
-                for slot in range(_OWN_SLOTS):
+                for slot in range(OWN_SLOTS):
                     remote.give(slot)
         while not self._arrived:
             self._listen(first=True)
@@ -395,7 +404,7 @@ class ProcessBackend:
     def _lend(self, remote: Remote, index: int) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
         slot = remote.slots.slot(index)
-        if len(remote.lent) >= _OWN_SLOTS - 2:
+        if len(remote.lent) >= OWN_SLOTS - 2:
             arrays = slot.copied()
             remote.give(index)
             return arrays
@@ -546,7 +555,7 @@ class ProcessBackend:
         self.call("load_state", {w: (own[w], first, self.version) for w in own})
 
 
-def _joined(layouts: Sequence[Layout]) -> Layout:
+def joined(layouts: Sequence[Layout]) -> Layout:
     """One layout with the lanes of all."""
     first = layouts[0]
     for w, layout in enumerate(layouts):

@@ -13,27 +13,21 @@ from __future__ import annotations
 import os
 import pickle
 import select
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
-from torch import Tensor, nn
 
 from reap.backends.control import NOWHERE, Control
-from reap.children import Raised, dumps, send
-from reap.core.ledger import TrajectoryIds
-from reap.core.paths import follow
+from reap.backends.host import Full, Host
+from reap.children import Raised, send
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.core.worker import Plan, Worker
-from reap.errors import UsageError
+from reap.core.worker import Plan
 from reap.seeding import seed_process
-from reap.spec import Key
-from reap.weights import local
 from reap.weights.shared import Packing, SharedWeights
 
 HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
@@ -74,16 +68,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class About:
-    """What a worker says of itself once it is built."""
-
-    layout: Layout
-    packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
-    needed: tuple[str, ...]  # the names an update may not leave out
-    weighs: bool  # whether its policy has weights at all
-
-
-@dataclass(frozen=True)
 class Memory:
     """Where its slots are: `count` slots of `layout`, its own lanes from `first` on; in the common file or its own."""
 
@@ -92,27 +76,6 @@ class Memory:
     first: int
     common: bool
     packing: Packing | None
-
-
-@dataclass(frozen=True)
-class Full:
-    """One rollout is in a slot."""
-
-    slot: int
-    frames: int
-    version: int
-    stats: dict[str, Any]
-    finals: Any = None
-    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
-    seeded: int = 0  # the call that seeded it
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
-
-    call: int
-    value: Any
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -138,7 +101,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
             host.worker.close()
 
 
-class _Host:
+class _Host(Host):
     """A worker and what ties it to the parent."""
 
     def __init__(
@@ -148,30 +111,18 @@ class _Host:
         self._control = Control(control, job.workers)
         self._at = self._control.step[job.index :][:1]
         self._free = self._resting = False  # whether it runs free, and whether it is paused then
-        self.doing = "starting"
-        self._seeded = 0
         if job.init is not None:
             job.init()
         plan = job.plan
         if job.preempted:
             words = self._control
             plan = replace(plan, stop=lambda: words.stop)
-        self.worker = Worker(plan, ids=TrajectoryIds(job.index, job.workers))
+        super().__init__(plan, job.index, job.workers)
         self._writer = None if job.writer is None else job.writer(buffer)
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
-        model = self.worker.model
-        named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
-        plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-        self._tensors: list[Tensor] = list(plain.values())
-        self.about = About(
-            layout=self.worker.layout,
-            packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
-            needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
-            weighs=isinstance(model, nn.Module),
-        )
 
     def remember(self, memory: Memory, slots: SharedFile, weights: SharedFile) -> None:
         """Map the memory the parent has made."""
@@ -180,7 +131,7 @@ class _Host:
         if memory.packing is not None:
             self._shared = SharedWeights(weights, memory.packing)
             if self._job.index == 0:
-                self._shared.begin_with(self._tensors)
+                self._shared.begin_with(self.tensors)
 
     def serve(self, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
@@ -194,13 +145,7 @@ class _Host:
             ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
             if calls in ready:
                 call, name, arguments = self._connection.recv()
-                self.doing = name
-                self._seeded = call if name == "set_seed" else self._seeded
-                try:
-                    value = getattr(self, f"do_{name}")(*arguments)
-                except UsageError as error:
-                    value = Raised.of(error)
-                send(self._connection, Answer(call, value))
+                send(self._connection, self.answer(call, name, arguments))
             elif self._free:
                 self._run_free()
             else:
@@ -214,7 +159,7 @@ class _Host:
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         frames = self._collect(slot, random=claimed is not None)
         loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), finals, loose, self._seeded)
+        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), finals, loose, self.seeded)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
@@ -252,7 +197,7 @@ class _Host:
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
-        if self._shared is not None and (version := self._shared.refresh(self._tensors)) is not None:
+        if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
             self.worker.loop.version = version
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -269,52 +214,10 @@ class _Host:
         if self._writer is not None:
             self._writer.set_hook(packed)
 
-    def do_reset(self, lanes: Sequence[int] | None) -> None:
-        self.worker.reset(lanes)
-
-    def do_set_seed(self, seed: int, static: bool) -> int:
-        self._forget()
-        return self.worker.set_seed(seed, static=static)
-
-    def do_state(self) -> dict[str, Any]:
-        state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
-        return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
-
-    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
-        self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        self.worker.ledger.counter.skip_to(first_id)
-        if self.about.weighs and state.get("policy_state_dict"):
-            self._load(state["policy_state_dict"], version)
-        self.worker.reset()  # episodes that were open elsewhere do not go on here
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._writer is not None:
-            self._writer.forget()
-
     def do_load_weights(self, size: int, version: int) -> None:
         """Weights that came as a parcel, for this worker alone."""
         self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)
 
-    def _load(self, weights: Any, version: int) -> None:
-        self._refresh()  # older ones, seen now so that they are not taken for newer later
-        local.load(self.worker.model, weights)
-        self.worker.loop.version = version
-
-    def do_find(self, path: str, packed: bytes | None) -> Any:
-        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
-        worker = self.worker
-        try:
-            found = follow(SimpleNamespace(policy=worker.model, env=worker.env, worker_idx=self._job.index), path)
-            if packed is not None:
-                args, kwargs = cloudpickle.loads(packed)
-                found = found(*args, **kwargs)
-            dumps(found, path)  # here, where what cannot travel can still be told
-            return found
-        except Exception as error:
-            return Raised.of(error, path)
-
-    def do_weights(self) -> dict[str, Any]:
-        self._refresh()
-        named = local.named_tensors(self.worker.model)
-        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+    def _forget(self) -> None:
+        if self._writer is not None:
+            self._writer.forget()

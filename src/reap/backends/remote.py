@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import time
 from collections import deque
 from typing import Any
 
-from reap.backends.process_worker import About
+from reap.backends.host import About
 from reap.children import Child
 from reap.core.shared import SharedSlots
 
@@ -67,6 +68,10 @@ class Remote:
         if not self.busy:
             self.busy_since = time.monotonic()
         self.asked = call
+
+    def messages(self) -> list[Any]:
+        """What it has said since."""
+        return [pickle.loads(data) for data in self.child.line.hear()]
 
     @property
     def size(self) -> int:

@@ -95,19 +95,7 @@ class MultiCollector(BaseCollector):
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
         plans = self._plans(workers, makers, policy, frames)
-        self._process = ProcessBackend(
-            plans,
-            sync=bool(self._sync),
-            source=policy if isinstance(policy, torch.nn.Module) else None,
-            timeout=settings.timeout,
-            threshold=settings.preemptive_threshold if self._sync else None,
-            threads=settings.num_sub_threads,
-            init=settings.init_fn,
-            start_method=settings.start_method,
-            random_frames=settings.random_frames,
-            road=settings.weight_sync_schemes["policy"].road if settings.weight_sync_schemes else None,
-            **self._writing(settings),
-        )
+        self._process = self._make_backend(plans, settings)
         self._backend = self._process
         self._dropped = 0
         self._why_closed = None  # from here on there is something to close
@@ -120,6 +108,25 @@ class MultiCollector(BaseCollector):
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
+
+    def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
+        """Where the workers live."""
+        return ProcessBackend(
+            plans, start_method=settings.start_method, **self._running(settings), **self._writing(settings)
+        )
+
+    def _running(self, settings: Options) -> dict[str, Any]:
+        """What workers are told wherever they live."""
+        return {
+            "sync": bool(self._sync),
+            "source": self._policy if isinstance(self._policy, torch.nn.Module) else None,
+            "timeout": settings.timeout,
+            "threshold": settings.preemptive_threshold if self._sync else None,
+            "threads": settings.num_sub_threads,
+            "init": settings.init_fn,
+            "random_frames": settings.random_frames,
+            "road": settings.weight_sync_schemes["policy"].road if settings.weight_sync_schemes else None,
+        }
 
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""

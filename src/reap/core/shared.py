@@ -70,7 +70,11 @@ class SharedSlots:
         whole = self._arrays(index)
         return Slot(layout, index, {key: whole[key][:, first : first + layout.lanes] for key in whole})
 
-    def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
+    def block(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of a slot."""
         size = self.layout.nbytes
         at = index % self.count * size
-        return self.layout.arrays(self._bytes[at : at + size])
+        return self._bytes[at : at + size]
+
+    def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
+        return self.layout.arrays(self.block(index))

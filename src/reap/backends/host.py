@@ -1,0 +1,132 @@
+"""Host: a worker and what it can be asked between two rollouts, wherever it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import cloudpickle
+from torch import Tensor, nn
+
+from reap.children import Raised, dumps
+from reap.core.ledger import TrajectoryIds
+from reap.core.paths import follow
+from reap.core.slot import Layout
+from reap.core.worker import Plan, Worker
+from reap.errors import UsageError
+from reap.spec import Key
+from reap.weights import local
+from reap.weights.shared import Packing
+
+
+@dataclass(frozen=True)
+class About:
+    """What a worker says of itself once it is built."""
+
+    layout: Layout
+    packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
+    needed: tuple[str, ...]  # the names an update may not leave out
+    weighs: bool  # whether its policy has weights at all
+
+
+@dataclass(frozen=True)
+class Full:
+    """One rollout is in a slot."""
+
+    slot: int
+    frames: int
+    version: int
+    stats: dict[str, Any]
+    finals: Any = None
+    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
+    seeded: int = 0  # the call that seeded it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
+
+    call: int
+    value: Any
+
+
+class Host:
+    """A worker, by its number among so many."""
+
+    def __init__(self, plan: Plan, index: int, workers: int) -> None:
+        self.index = index
+        self.doing = "starting"
+        self.seeded = 0  # the call that seeded it
+        self.worker = Worker(plan, ids=TrajectoryIds(index, workers))
+        model = self.worker.model
+        named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
+        plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        self.tensors: list[Tensor] = list(plain.values())
+        self.about = About(
+            layout=self.worker.layout,
+            packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
+            needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
+            weighs=isinstance(model, nn.Module),
+        )
+
+    def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
+        """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
+        self.doing = name
+        self.seeded = call if name == "set_seed" else self.seeded
+        try:
+            value = getattr(self, f"do_{name}")(*arguments)
+        except UsageError as error:
+            value = Raised.of(error)
+        return Answer(call, value)
+
+    def _refresh(self) -> None:
+        """Act with the latest weights from here on."""
+
+    def _forget(self) -> None:
+        """What is held back belongs to the time before."""
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_reset(self, lanes: Sequence[int] | None) -> None:
+        self.worker.reset(lanes)
+
+    def do_set_seed(self, seed: int, static: bool) -> int:
+        self._forget()
+        return self.worker.set_seed(seed, static=static)
+
+    def do_state(self) -> dict[str, Any]:
+        state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
+        return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
+
+    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+        self.worker.env.load_state_dict(state.get("env_state_dict", {}))
+        self.worker.ledger.counter.skip_to(first_id)
+        if self.about.weighs and state.get("policy_state_dict"):
+            self._load(state["policy_state_dict"], version)
+        self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self._forget()
+
+    def _load(self, weights: Any, version: int) -> None:
+        self._refresh()  # older ones, seen now so that they are not taken for newer later
+        local.load(self.worker.model, weights)
+        self.worker.loop.version = version
+
+    def do_find(self, path: str, packed: bytes | None) -> Any:
+        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        worker = self.worker
+        try:
+            found = follow(SimpleNamespace(policy=worker.model, env=worker.env, worker_idx=self.index), path)
+            if packed is not None:
+                args, kwargs = cloudpickle.loads(packed)
+                found = found(*args, **kwargs)
+            dumps(found, path)  # here, where what cannot travel can still be told
+            return found
+        except Exception as error:
+            return Raised.of(error, path)
+
+    def do_weights(self) -> dict[str, Any]:
+        self._refresh()
+        named = local.named_tensors(self.worker.model)
+        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
