@@ -1,0 +1,242 @@
+"""Far workers: they share no memory with this process. The same takes, calls and versions; slots are carried.
+
+    take ── gifts: free slots ──► order ──► road ──► station
+     ▲                                                  │
+     └── slot ◄── bell: somebody has spoken ◄── road ◄──┘ news
+
+Threads of the road put what they hear into a worker's ear and ring; whoever takes listens. A slot that is free again is
+handed out with the next take: nothing is sent from finalizers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.backends.base import Rollout
+from reap.backends.control import NOWHERE, Control
+from reap.backends.far_worker import FarJob, Header, News, Order, pack, parcel_size
+from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
+from reap.backends.remote import Remote
+from reap.children import BOOT, dumps
+from reap.core.shared import SharedSlots
+from reap.core.slot import Pool
+from reap.errors import UsageError
+from reap.weights.local import fitting
+from reap.weights.shared import Packing
+
+
+class Bell:
+    """Rung from any thread; wakes a selector."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = os.pipe()
+        for fd in (self._ours, self._theirs):
+            os.set_blocking(fd, False)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._ours
+
+    def ring(self) -> None:
+        """Somebody has spoken."""
+        with contextlib.suppress(BlockingIOError, OSError):  # it rings already; or nobody listens any more
+            os.write(self._theirs, b"!")
+
+    def quiet(self) -> None:
+        """It was heard."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._ours, 4096)
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        ours, theirs, self._ours, self._theirs = self._ours, self._theirs, -1, -1
+        os.close(ours)
+        os.close(theirs)
+
+
+class Gifts:
+    """Slots a worker may fill, until they are sent. Used by finalizers: one append, no lock."""
+
+    def __init__(self) -> None:
+        self.slots: deque[int] = deque()
+
+    def give(self, slot: int) -> None:
+        """Permission to fill it."""
+        self.slots.append(slot)
+
+    def close(self) -> None:
+        """No more of it."""
+        self.slots.clear()
+
+
+class FarRemote(Remote):
+    """A far worker as it is seen here. `child` says whether it lives, and how it ended."""
+
+    def __init__(self, index: int, child: Any) -> None:
+        self.gifts = Gifts()
+        super().__init__(index, child, self.gifts)  # type: ignore[arg-type]
+        self.ear: deque[Any] = deque()  # messages, or news whose slot is still to be carried in
+
+    def messages(self) -> list[Any]:
+        found = []
+        while self.ear:
+            message = self.ear.popleft()
+            found.append(self._carried_in(message) if isinstance(message, News) else message)
+        return found
+
+    def _carried_in(self, news: News) -> Any:
+        header = Header(news.header)
+        np.copyto(self.slots.block(header.slot), news.block)
+        return header.full(news.more)
+
+
+class FarWeights:
+    """What `publish` writes to: one parcel per version, for all."""
+
+    def __init__(self, packing: Packing, backend: FarBackend) -> None:
+        self.packing, self._backend = packing, backend
+        self.count = 0
+
+    def publish(self, named: Mapping[str, Tensor], version: int) -> None:
+        """Pack once, send to all."""
+        parcel = torch.zeros(parcel_size(self.packing), dtype=torch.uint8)
+        self.count += 1
+        pack(parcel, self.packing, named, self.count, version)
+        self._backend.broadcast(parcel)
+
+
+class FarBackend(ProcessBackend):
+    """Workers over some road. A road launches them, sends orders and parcels, and ends them."""
+
+    def __init__(self, plans: Sequence[Any], **options: Any) -> None:
+        if options.get("threshold") is not None:
+            raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
+        if options.get("road") == "shared":
+            raise UsageError("SharedMemWeightSyncScheme needs workers on this machine; leave the scheme out")
+        super().__init__(plans, **options)
+        self._random_given = 0
+
+    @abstractmethod
+    def launch(self, jobs: Sequence[FarJob]) -> None:
+        """Start all workers, and put them into `workers`; what they say comes into their ears."""
+
+    @abstractmethod
+    def send(self, remote: FarRemote, order: Order) -> None:
+        """An order for one; in order."""
+
+    def meet(self, packing: Packing) -> None:
+        """All know what parcels of weights will hold, and wait for them."""
+
+    @abstractmethod
+    def broadcast(self, parcel: Tensor) -> None:
+        """A parcel for all of them. It is not written to any more."""
+
+    @abstractmethod
+    def part(self, workers: Sequence[FarRemote]) -> None:
+        """End all of them, within the deadline."""
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        count = len(self._plans)
+        entropy = np.random.SeedSequence().generate_state(count, np.uint32)
+        jobs = [
+            FarJob(w, count, plan, self._threads, int(entropy[w]), self._init) for w, plan in enumerate(self._plans)
+        ]
+        self.control = Control(self._file("control"), count)
+        self.control.step[:] = self.control.lane[:] = NOWHERE
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._interrupts.open(), selectors.EVENT_READ)
+        self.bell = Bell()
+        self._selector.register(self.bell, selectors.EVENT_READ)
+        self.launch(jobs)
+        for remote, about in zip(self.workers, self._answers(self.workers, FIRST, grace=BOOT)):
+            remote.about = about
+        self._make_room()
+        abouts = [remote.about for remote in self.workers]
+        packings = {about.packing for about in abouts}
+        packing = packings.pop() if len(packings) == 1 and self._road not in ("parcel", "none") else None
+        self.call("begin", self.everyone(packing))
+        if packing is not None:
+            self.meet(packing)
+            self._shared = FarWeights(packing, self)  # type: ignore[assignment]
+
+    def _make_room(self) -> None:
+        layouts = [remote.about.layout for remote in self.workers]
+        self._together = self._sync and len({layout.steps for layout in layouts}) == 1
+        if self._together:
+            self._pool = Pool(joined(layouts))
+        for remote in self.workers:
+            count = 1 if self._sync else OWN_SLOTS
+            remote.slots = SharedSlots(self._file("slots"), remote.about.layout, count)
+
+    def _end(self, workers: Sequence[Remote]) -> None:
+        for remote in workers:
+            remote.free.close()
+        if hasattr(self, "bell"):
+            self.part([remote for remote in workers if isinstance(remote, FarRemote)])
+            self._selector.unregister(self.bell)
+            self.bell.close()
+
+    # ---- orders and news ------------------------------------------------------------------------------------------
+
+    def take(self, *, random: bool = False) -> Rollout:
+        with self._talking, self._interrupts.held():
+            self._hand_out()
+            return super().take(random=random)
+
+    def _speaking(self, patience: float | None) -> list[Remote]:
+        self._hand_out()
+        self._selector.select(patience)
+        self.bell.quiet()
+        return [remote for remote in self.workers if remote.ear or remote.child.gone()]  # type: ignore[attr-defined]
+
+    def _hand_out(self) -> None:
+        for remote in self.workers:
+            while remote.gifts.slots:  # type: ignore[attr-defined]
+                slot = remote.gifts.slots.popleft()  # type: ignore[attr-defined]
+                self.send(remote, ("fill", slot, self._is_random(remote), self._parcels_sent))  # type: ignore[arg-type]
+
+    def _is_random(self, remote: Remote) -> bool:
+        if self._sync:
+            return self.control.random > 0
+        self._random_given += remote.size
+        return self._random_given - remote.size < self._random_frames
+
+    @property
+    def _parcels_sent(self) -> int:
+        return 0 if self._shared is None else self._shared.count  # type: ignore[attr-defined]
+
+    def _say(self, remote: Remote, data: bytes) -> None:
+        self.send(remote, ("call", data, self._parcels_sent))  # type: ignore[arg-type]
+
+    def _wait_for_all(self) -> None:
+        super()._wait_for_all()
+        if self._filling is None:
+            return
+        first = 0
+        for remote in self.workers:  # each worker's lanes of the common slot
+            lanes = remote.about.layout.lanes
+            for key, array in remote.slots.slot(0).arrays.items():
+                if key not in remote.about.layout.loose:
+                    self._filling.arrays[key][:, first : first + lanes] = array
+            first += lanes
+
+    def _send_weights(self, weights: Mapping[int, Any], version: int) -> None:
+        calls: dict[int, Sequence[Any]] = {}
+        for w, given in weights.items():
+            about = self.workers[w].about
+            if about.packing is not None:
+                fitting(given, about.packing.shapes, about.needed)
+            calls[w] = (dumps(given, "weights"), version)
+        self.call("load_weights", calls)

@@ -1,0 +1,244 @@
+"""Station: a worker far away, that shares no memory with whoever asked for it.
+
+    order ──► fill ──► block ──► news ──► road        two blocks: one is on its way while the other is filled
+          └─► answer ──────────► news ──► road
+    weights ──► staged, in the background ──► acted with from the next rollout on
+
+An order says which weights it is to find: nobody acts with older ones than were published before it was given.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.backends.control import numbers_of, stats_of
+from reap.backends.host import Full, Host
+from reap.children import Raised
+from reap.core.slot import Slot
+from reap.core.worker import Plan
+from reap.seeding import seed_process
+from reap.weights.shared import Packing
+
+BLOCKS = 2  # of a station
+_WORDS, _STATS = 16, 8  # of a header: how many, and where numbers about episodes begin
+_FIRST = 16  # bytes of a parcel of weights before its marks: count and version
+
+Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
+
+
+@dataclass(frozen=True)
+class FarJob:
+    """What a station is built from."""
+
+    index: int
+    workers: int
+    plan: Plan
+    threads: int
+    entropy: int
+    init: Callable[[], Any] | None = None
+
+
+class News(NamedTuple):
+    """What a station says: a header of numbers, then a slot's bytes, or a message as bytes."""
+
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # None: a message
+    more: bytes  # the message; or what of a rollout has no fixed size
+
+    @classmethod
+    def of(cls, message: Any) -> News:
+        """A message."""
+        data = bytes(cloudpickle.dumps(message))
+        header = np.zeros(_WORDS, np.int64)
+        header[1] = len(data)
+        return cls(header, None, data)
+
+    @classmethod
+    def of_rollout(cls, full: Full, block: np.ndarray[Any, Any]) -> News:
+        """A full slot. References and finals have no fixed size: they are bytes beside it."""
+        loose = bool(full.loose) or full.finals is not None
+        data = bytes(cloudpickle.dumps((full.finals, full.loose))) if loose else b""
+        header = np.zeros(_WORDS, np.int64)
+        header[:6] = 1, len(data), full.slot, full.frames, full.version, full.seeded
+        numbers = numbers_of(full.stats)
+        header[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
+        return cls(header, block, data)
+
+
+class Header:
+    """The numbers of a news, read."""
+
+    def __init__(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self.words = words
+        self.rollout, self.more, self.slot = bool(words[0]), int(words[1]), int(words[2])
+
+    def full(self, more: bytes) -> Full:
+        """The rollout it speaks of."""
+        finals, loose = pickle.loads(more) if more else (None, {})
+        frames, version, seeded = self.words[3:6].tolist()
+        stats = stats_of(self.words[_STATS:].view(np.float64))
+        return Full(self.slot, frames, version, stats, finals, loose, seeded)
+
+
+def header() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Room for one."""
+    return np.zeros(_WORDS, np.int64)
+
+
+class Road(Protocol):
+    """A station's end of the road."""
+
+    def next_order(self) -> Order | None:
+        """Waits for it; None: go home."""
+
+    def send(self, news: News, done: Callable[[], None]) -> None:
+        """Send, some time soon, in this order; `done` is called when its block may be used again."""
+
+    def finish(self) -> None:
+        """Returns when everything is sent."""
+
+
+class Weights:
+    """The latest weights that came, until they are acted with. One thread puts, another takes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._packing: Packing | None = None
+        self._parcel: Tensor | None = None
+        self.count, self._seen = 0, 0
+
+    def expect(self, packing: Packing) -> None:
+        """Which tensors they are."""
+        self._packing = packing
+
+    def put(self, parcel: Tensor) -> None:
+        """A parcel has come, as `pack` makes them; it is kept."""
+        with self._changed:
+            self._parcel, self.count = parcel, int(parcel[:8].view(torch.int64))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """None will come any more."""
+        with self._changed:
+            self.count = 2**62
+            self._changed.notify_all()
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """Wait for the parcel numbered so; copy the latest into `tensors`: its version, or None if nothing is new."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.count >= at_least)
+            parcel, self._parcel = self._parcel, None
+        if parcel is None or self._packing is None:
+            return None
+        marks, values = _unpack(parcel, self._packing)
+        with torch.no_grad():
+            for tensor, marked, value in zip(tensors, marks.tolist(), values):
+                if marked:
+                    tensor.copy_(value)
+        return int(parcel[8:16].view(torch.int64))
+
+
+def parcel_size(packing: Packing) -> int:
+    """Bytes of a parcel."""
+    return _start(packing) + packing.nbytes
+
+
+def pack(parcel: Tensor, packing: Packing, named: Mapping[str, Tensor], count: int, version: int) -> None:
+    """Weights as one flat parcel: their number, their version, a mark for each tensor that is there, the tensors."""
+    parcel[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
+    marks, values = _unpack(parcel, packing)
+    with torch.no_grad():
+        for i, (name, *_) in enumerate(packing.entries):
+            marks[i] = name in named
+            if name in named:
+                values[i].copy_(named[name])
+
+
+def _start(packing: Packing) -> int:
+    return -(-(_FIRST + len(packing.entries)) // 64) * 64
+
+
+def _unpack(parcel: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
+    marks = parcel[_FIRST : _FIRST + len(packing.entries)]
+    return marks, packing.views(parcel[_start(packing) :].numpy())
+
+
+class Station(Host):
+    """The worker, and what it does with orders."""
+
+    def __init__(self, job: FarJob, road: Road, weights: Weights, join: Callable[[Packing], None]) -> None:
+        torch.set_num_threads(job.threads)
+        seed_process(job.entropy)
+        if job.init is not None:
+            job.init()
+        super().__init__(job.plan, job.index, job.workers)
+        self._road, self._weights, self._join, self._at_least = road, weights, join, 0
+        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for index in range(BLOCKS):
+            self._slots.put(Slot(self.worker.layout, index))
+
+    def obey(self, order: Order) -> None:
+        """Do as is said."""
+        self._at_least = order[-1]
+        if order[0] == "fill":
+            self._fill(order[1], order[2])
+        else:
+            call, name, arguments = pickle.loads(order[1])
+            self._road.send(News.of(self.answer(call, name, arguments)), _nothing)
+
+    def _fill(self, number: int, random: bool) -> None:
+        self.doing = "collecting"
+        slot = self._slots.get()
+        self._refresh()
+        worker = self.worker
+        frames = worker.fill(slot, random=random)
+        loose, finals = slot.hand_over(), slot.finals
+        full = Full(number, frames, worker.loop.version, worker.stats.summary(), finals, loose, self.seeded)
+        self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
+
+    def _refresh(self) -> None:
+        version = self._weights.refresh(self.tensors, self._at_least)
+        if version is not None:
+            self.worker.loop.version = version
+
+    def do_begin(self, packing: Packing | None) -> None:
+        """Everybody is there; so are weights, from now on."""
+        if packing is not None:
+            self._weights.expect(packing)
+            self._join(packing)
+
+    def do_load_weights(self, data: bytes, version: int) -> None:
+        """Weights for this worker alone."""
+        self._load(cloudpickle.loads(data), version)
+
+
+def run_station(job: FarJob, road: Road, weights: Weights, join: Callable[[Packing], None] = lambda _: None) -> None:
+    """The life of a station. `join` is called when it is known what parcels of weights will hold."""
+    station = None
+    try:
+        station = Station(job, road, weights, join)
+        road.send(News.of(station.about), _nothing)
+        while (order := road.next_order()) is not None:
+            station.obey(order)
+    except ConnectionError:  # nobody is there any more
+        pass
+    except Exception as error:
+        road.send(News.of(Raised.of(error, "building it" if station is None else station.doing)), _nothing)
+        road.finish()
+    finally:
+        if station is not None:
+            station.worker.close()
+
+
+def _nothing() -> None:
+    pass

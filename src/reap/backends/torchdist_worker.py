@@ -1,0 +1,150 @@
+"""The far side of torch.distributed: orders through the store, rollouts as tensors, weights by broadcast.
+
+Process groups are objects of their own: a trainer's default group, if it has one, is left alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from reap.backends.far_worker import FarJob, News, Order, Road, Weights, parcel_size, run_station
+from reap.backends.seal import Seal
+from reap.weights.shared import Packing
+
+EVER = timedelta(days=3650)  # gloo has no word for it
+JOIN = timedelta(seconds=30)  # for both sides to connect, once both are there
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the store is, what its visitors must know, and on which address of this host to listen."""
+
+    host: str
+    port: int
+    secret: bytes
+    listen: str
+
+    def store(self) -> TCPStore:
+        """A connection of its own: one that waits lets nobody else pass."""
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=JOIN)
+
+    def group(self, name: str, rank: int, size: int) -> ProcessGroupGloo:
+        """Joined when all others have."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]  # type: ignore[call-arg]
+        options._timeout = JOIN
+        return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)  # type: ignore[call-arg,arg-type]
+
+
+def wait(work: Any) -> None:
+    """As long as it takes, or until the other side is gone."""
+    try:
+        work.wait(EVER)
+    except RuntimeError as error:
+        raise ConnectionError(str(error)) from None
+
+
+def receive(group: Any, source: int, size: int) -> bytes:
+    """Bytes."""
+    room = torch.empty(size, dtype=torch.uint8)
+    wait(group.recv([room], source, 0))
+    return bytes(room.numpy())
+
+
+def join_broadcast(group: Any, parcel: torch.Tensor) -> Any:
+    """This side of a broadcast by rank 0."""
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
+    return group.broadcast([parcel], options)
+
+
+class _GlooRoad(Road):
+    """Orders are keys of the store, one after the other. A thread sends, in order."""
+
+    def __init__(self, index: int, address: Address) -> None:
+        self._index, self._seal = index, Seal(address.secret)
+        self._store = address.store()
+        self._store.set(f"here/{index}", b"!")
+        self._group = address.group(f"data/{index}", 1, 2)
+        self._heard = self._said = 0
+        self._outbox: queue.SimpleQueue[tuple[News, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="reap-sender", daemon=True)
+        self._sender.start()
+
+    def next_order(self) -> Order | None:
+        key = f"to/{self._index}/{self._heard}"
+        try:
+            self._store.wait([key], EVER)
+            sealed = self._store.get(key)
+            self._store.delete_key(key)
+        except RuntimeError as error:  # the store ends with whoever made it
+            raise ConnectionError(str(error)) from None
+        self._heard += 1
+        order: Order | None = pickle.loads(self._seal.open(sealed, key))
+        return order
+
+    def send(self, news: News, done: Callable[[], None]) -> None:
+        self._outbox.put((news, done))
+
+    def finish(self) -> None:
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _send_all(self) -> None:
+        try:
+            while (item := self._outbox.get()) is not None:
+                news, done = item
+                place = f"from/{self._index}/{self._said}"
+                more = self._seal.close(news.more, place) if news.more else b""
+                news.header[1] = len(more)
+                self._send(news.header)
+                if news.block is not None:
+                    self._send(news.block)
+                if more:
+                    self._send(np.frombuffer(more, np.uint8).copy())
+                self._said += 1
+                done()
+        except ConnectionError:
+            pass  # nobody is there any more: the next order will not come
+
+    def _send(self, array: np.ndarray[Any, Any]) -> None:
+        if array.size:
+            wait(self._group.send([torch.from_numpy(array)], 0, 0))
+
+
+class _Listener:
+    """The thread that weights come by."""
+
+    def __init__(self, job: FarJob, address: Address) -> None:
+        self.weights = Weights()
+        self._job, self._address = job, address
+
+    def join(self, packing: Packing) -> None:
+        """From now on."""
+        threading.Thread(target=self._receive, args=(packing,), name="reap-weights", daemon=True).start()
+
+    def _receive(self, packing: Packing) -> None:
+        try:
+            group = self._address.group("weights", self._job.index + 1, self._job.workers + 1)
+            while True:
+                parcel = torch.empty(parcel_size(packing), dtype=torch.uint8)
+                wait(join_broadcast(group, parcel))
+                self.weights.put(parcel)
+        except (ConnectionError, RuntimeError):
+            self.weights.close()
+
+
+def run_gloo(connection: Any, fds: Any, job: FarJob, address: Address) -> None:
+    """The life of a worker that was started on this machine."""
+    listener = _Listener(job, address)
+    run_station(job, _GlooRoad(job.index, address), listener.weights, listener.join)

@@ -1,0 +1,10 @@
+"""Collectors over several machines. The same worker, the same slots, other roads."""
+
+from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.torchdist import (
+    DistributedAsyncCollector,
+    DistributedCollector,
+    DistributedSyncCollector,
+)
+
+__all__ = ["DistributedAsyncCollector", "DistributedCollector", "DistributedSyncCollector", "FarCollector"]

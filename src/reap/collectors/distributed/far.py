@@ -1,0 +1,77 @@
+"""What the faces over far workers have in common: how often weights are sent by themselves, and where rollouts go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from reap.backends.far import FarBackend
+from reap.backends.process import ProcessBackend
+from reap.collectors.base import BaseCollector
+from reap.collectors.multi import MultiCollector
+from reap.collectors.options import Options
+from reap.collectors.sinks import Sink
+from reap.errors import UsageError, WrongArgument
+
+
+class FarCollector(MultiCollector):
+    """A `MultiCollector` whose workers share no memory with this process.
+
+    Args:
+        create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
+        policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
+        update_after_each_batch: send the policy's weights after each batch.
+        max_weight_update_interval: send them when this many batches were delivered since they were last sent.
+        **options: see `reap.collectors.options.Options`.
+    """
+
+    _own: ClassVar[Mapping[str, Any]] = {}  # options of this road, and what they are by default
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        update_after_each_batch: bool = False,
+        max_weight_update_interval: int = -1,
+        **options: Any,
+    ) -> None:
+        self._why_closed = "it was never built"
+        if update_after_each_batch and max_weight_update_interval > -1:
+            raise UsageError("update_after_each_batch sends weights already; leave max_weight_update_interval out")
+        if max_weight_update_interval == 0 or max_weight_update_interval < -1:
+            raise UsageError(f"max_weight_update_interval must be at least 1, got {max_weight_update_interval}")
+        self._interval = 1 if update_after_each_batch else max_weight_update_interval
+        self._sent_at = 0
+        self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
+        if options.pop("num_workers_per_collector", 1) != 1:
+            raise UsageError("num_workers_per_collector: a worker is one process here; give more workers")
+        if options.pop("collector_class", None) not in (None, "single"):
+            raise UsageError("collector_class: workers run the loop of Collector; leave it out")
+        collector_kwargs = options.pop("collector_kwargs", None)
+        if collector_kwargs is not None:
+            if not isinstance(collector_kwargs, Mapping):
+                raise WrongArgument(f"collector_kwargs must be a mapping, got {type(collector_kwargs).__name__}")
+            twice = [key for key in collector_kwargs if key in options]
+            if twice:
+                raise UsageError(f"collector_kwargs holds {twice[0]!r}, which is an argument of its own")
+            options.update(collector_kwargs)
+        super().__init__(create_env_fn, policy, sync=sync, **options)
+
+    def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
+        return self._make_far(plans, start_method=settings.start_method, **self._running(settings))
+
+    _make_far: Callable[..., FarBackend]
+
+    def _make_sink(self) -> Sink | None:
+        """Rollouts come here first, and go into the buffer from here."""
+        self._direct = False
+        return BaseCollector._make_sink(self)
+
+    def _before_batch(self) -> None:
+        super()._before_batch()
+        if self._interval > 0 and self._batches - self._sent_at >= self._interval:
+            self._sent_at = self._batches
+            self.update_policy_weights_()
