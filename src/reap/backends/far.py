@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import selectors
 from abc import abstractmethod
 from collections import deque
@@ -85,17 +86,24 @@ class FarRemote(Remote):
     def __init__(self, index: int, child: Any) -> None:
         self.gifts = Gifts()
         super().__init__(index, child, self.gifts)  # type: ignore[arg-type]
-        self.ear: deque[Any] = deque()  # messages, or news whose slot is still to be carried in
+        self.ear: deque[Any] = deque()  # what it has said
+
+    @property
+    def speaks(self) -> bool:
+        """Whether there is something to hear."""
+        return bool(self.ear)
 
     def messages(self) -> list[Any]:
         found = []
         while self.ear:
-            message = self.ear.popleft()
-            found.append(self._carried_in(message) if isinstance(message, News) else message)
+            found.append(self.ear.popleft())
         return found
 
-    def _carried_in(self, news: News) -> Any:
+    def carried_in(self, news: News) -> Any:
+        """The message of a news; a rollout's bytes are in its slot then."""
         header = Header(news.header)
+        if news.block is None:
+            return pickle.loads(news.more)
         np.copyto(self.slots.block(header.slot), news.block)
         return header.full(news.more)
 
@@ -131,8 +139,8 @@ class FarBackend(ProcessBackend):
         """Start all workers, and put them into `workers`; what they say comes into their ears."""
 
     @abstractmethod
-    def send(self, remote: FarRemote, order: Order) -> None:
-        """An order for one; in order."""
+    def send(self, remote: FarRemote, order: Order | None) -> None:
+        """An order for one, after those before it; None: go home."""
 
     def meet(self, packing: Packing) -> None:
         """All know what parcels of weights will hold, and wait for them."""
@@ -199,7 +207,7 @@ class FarBackend(ProcessBackend):
         self._hand_out()
         self._selector.select(patience)
         self.bell.quiet()
-        return [remote for remote in self.workers if remote.ear or remote.child.gone()]  # type: ignore[attr-defined]
+        return [remote for remote in self.workers if remote.speaks or remote.child.gone()]  # type: ignore[attr-defined]
 
     def _hand_out(self) -> None:
         for remote in self.workers:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reap.backends.far import Bell, FarBackend, FarRemote
 from reap.backends.far_worker import FarJob, Header, Order, header
@@ -111,6 +111,7 @@ class GlooBackend(FarBackend):
         self._children: list[Child] = []
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._group: Any = None
+        self._store: Any = None
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
         listening = socket.create_server((_LOOPBACK, self._port), backlog=1024)
@@ -131,10 +132,10 @@ class GlooBackend(FarBackend):
             self.workers.append(remote)
             self._selector.register(child.sentinel, selectors.EVENT_READ)
 
-    def send(self, remote: Any, order: Order) -> None:
+    def send(self, remote: Any, order: Order | None) -> None:
         key = f"to/{remote.index}/{remote.told}"
         remote.told += 1
-        self._store.set(key, self._seal.close(pickle.dumps(order), key))  # type: ignore[arg-type]
+        self._store.set(key, self._seal.close(pickle.dumps(order), key))
 
     def meet(self, packing: Packing) -> None:
         self._group = self._address.group("weights", 0, len(self.workers) + 1)

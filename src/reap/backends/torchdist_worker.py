@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from reap.backends.far_worker import FarJob, News, Order, Road, Weights, parcel_size, run_station
 from reap.backends.seal import Seal
@@ -38,12 +38,12 @@ class Address:
         """A connection of its own: one that waits lets nobody else pass."""
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=JOIN)
 
-    def group(self, name: str, rank: int, size: int) -> ProcessGroupGloo:
+    def group(self, name: str, rank: int, size: int) -> Any:
         """Joined when all others have."""
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]  # type: ignore[call-arg]
+        options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]
         options._timeout = JOIN
-        return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)  # type: ignore[call-arg,arg-type]
+        return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)
 
 
 def wait(work: Any) -> None:
@@ -74,7 +74,7 @@ class _GlooRoad(Road):
     def __init__(self, index: int, address: Address) -> None:
         self._index, self._seal = index, Seal(address.secret)
         self._store = address.store()
-        self._store.set(f"here/{index}", b"!")
+        self._store.set(f"here/{index}", "!")
         self._group = address.group(f"data/{index}", 1, 2)
         self._heard = self._said = 0
         self._outbox: queue.SimpleQueue[tuple[News, Callable[[], None]] | None] = queue.SimpleQueue()

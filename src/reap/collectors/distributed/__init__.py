@@ -1,10 +1,19 @@
 """Collectors over several machines. The same worker, the same slots, other roads."""
 
 from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
 from reap.collectors.distributed.torchdist import (
     DistributedAsyncCollector,
     DistributedCollector,
     DistributedSyncCollector,
 )
 
-__all__ = ["DistributedAsyncCollector", "DistributedCollector", "DistributedSyncCollector", "FarCollector"]
+__all__ = [
+    "DistributedAsyncCollector",
+    "DistributedCollector",
+    "DistributedSyncCollector",
+    "FarCollector",
+    "RayAsyncCollector",
+    "RayCollector",
+    "RaySyncCollector",
+]

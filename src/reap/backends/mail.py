@@ -1,0 +1,102 @@
+"""Mail: a station whose orders are brought and whose news are fetched, by engines that call methods over a network.
+
+    order(n, …) ──► in order of n ──► station, in a thread of its own ──► outbox ──► news() waits for the next
+
+What `news` has returned is on its way until it is called again: then its block is free.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from reap.backends.far_worker import News, Order, Road, Weights, run_station
+
+
+class _Letters(Road):
+    """The station's end."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, Order | None] = {}
+        self._next = 0
+        self._came = threading.Condition()
+        self._outbox: queue.SimpleQueue[tuple[News | None, Callable[[], None]]] = queue.SimpleQueue()
+        self._sent: Callable[[], None] = _nothing
+
+    def bring(self, number: int, order: Order | None) -> None:
+        """Calls over a network may overtake one another; orders do not."""
+        with self._came:
+            self._early[number] = order
+            self._came.notify_all()
+
+    def next_order(self) -> Order | None:
+        with self._came:
+            self._came.wait_for(lambda: self._next in self._early)
+            order = self._early.pop(self._next)
+            self._next += 1
+            return order
+
+    def send(self, news: News, done: Callable[[], None]) -> None:
+        self._outbox.put((news, done))
+
+    def finish(self) -> None:
+        """Nothing is lost: the outbox stays until it is fetched."""
+
+    def end(self) -> None:
+        """There will be no more."""
+        self._outbox.put((None, _nothing))
+
+    def fetch(self) -> News | None:
+        """The next, when there is one; None: there will be no more."""
+        self._sent()
+        news, self._sent = self._outbox.get()
+        return news
+
+
+class MailStation:
+    """What the engine holds and calls."""
+
+    def __init__(self, job: bytes, path: Sequence[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._letters, self._weights = _Letters(), Weights()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="reap-station", daemon=True)
+        self._thread.start()
+
+    def _run(self, job: bytes) -> None:
+        try:
+            run_station(cloudpickle.loads(job), self._letters, self._weights)
+        finally:
+            self._letters.end()
+
+    def pid(self) -> int:
+        """Of the process it lives in."""
+        return os.getpid()
+
+    def order(self, number: int, order: Order | None) -> None:
+        """The order with this number."""
+        self._letters.bring(number, order)
+
+    def news(self) -> tuple[Any, ...] | None:
+        """Waits for the next."""
+        return self._letters.fetch()
+
+    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+        """New weights."""
+        self._weights.put(torch.from_numpy(np.array(parcel)))
+
+    def leave(self, number: int, patience: float) -> None:
+        """Go home after the last order; returns when it has, or after so many seconds."""
+        self._letters.bring(number, None)
+        self._thread.join(patience)
+
+
+def _nothing() -> None:
+    pass
