@@ -13,12 +13,10 @@ import functools
 import pickle
 import secrets
 import selectors
-import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,22 +27,24 @@ from reap.backends.far import Bell, FarBackend, FarRemote
 from reap.backends.far_worker import FarJob, Header, Order, header
 from reap.backends.process import DEADLINE
 from reap.backends.seal import Seal
-from reap.backends.torchdist_worker import Address, join_broadcast, receive, run_gloo, wait
+from reap.backends.torchdist_worker import HERE, Address, join_broadcast, receive, run_gloo, wait
 from reap.children import Child, dumps, end
 from reap.errors import WorkerDied
 from reap.weights.shared import Packing
 
 _LOOPBACK = "127.0.0.1"
+_GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
 _UNDER_WAY = 2  # parcels of weights that may be on their way at a time
-_LOOK = timedelta(milliseconds=100)  # between looks at whether a worker that has not come yet will never come
 
 
 class GlooRemote(FarRemote):
     """A worker and the thread that receives from it."""
 
-    def __init__(self, index: int, child: Child, address: Address, bell: Bell) -> None:
-        super().__init__(index, _Alive(child, self))
-        self._process, self._address, self._bell, self._seal = child, address, bell, Seal(address.secret)
+    over = False  # its connection
+
+    def __init__(self, index: int, child: Child, address: Address, bell: Bell, give_up: Callable[[], None]) -> None:
+        super().__init__(index, _Alive(child, self, give_up))
+        self._address, self._bell, self._seal = address, bell, Seal(address.secret)
         self.told = self._heard = 0  # orders and news so far
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{index}", daemon=True)
         self.thread.start()
@@ -64,17 +64,9 @@ class GlooRemote(FarRemote):
             self.over = True
             self._bell.ring()
 
-    over = False
-
     def _comes(self) -> bool:
-        store = self._address.store()
-        while not self._process.gone():
-            try:
-                store.wait([f"here/{self.index}"], _LOOK)
-                return True
-            except RuntimeError:
-                continue
-        return False
+        """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
+        return bytes(self._address.store().get(f"here/{self.index}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
         if head.rollout and (block := self.slots.block(head.slot)).size:
@@ -88,8 +80,8 @@ class GlooRemote(FarRemote):
 class _Alive:
     """A child that is gone when it has ended and everything it said was heard."""
 
-    def __init__(self, child: Child, remote: GlooRemote) -> None:
-        self._child, self._remote = child, remote
+    def __init__(self, child: Child, remote: GlooRemote, give_up: Callable[[], None]) -> None:
+        self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
         self.silence, self.death, self.signal = child.silence, child.death, child.signal
 
     @property
@@ -97,7 +89,12 @@ class _Alive:
         return self._child.pid
 
     def gone(self) -> bool:
-        return self._remote.over and self._child.gone()
+        if not self._child.gone():
+            return False
+        if not self._told:
+            self._told = True
+            self._give_up()
+        return self._remote.over
 
 
 class GlooBackend(FarBackend):
@@ -128,9 +125,14 @@ class GlooBackend(FarBackend):
         for job, target in zip(jobs, targets):
             child = Child(target, start=self._start_method, name=f"reap-worker-{job.index}")
             self._children.append(child)
-            remote = GlooRemote(job.index, child, self._address, self.bell)
-            self.workers.append(remote)
+            give_up = functools.partial(self._give_up, job.index)
+            self.workers.append(GlooRemote(job.index, child, self._address, self.bell, give_up))
             self._selector.register(child.sentinel, selectors.EVENT_READ)
+
+    def _give_up(self, index: int) -> None:
+        """It ended; whoever waits for its first sign need not any more."""
+        if self._store is not None:
+            self._store.compare_set(f"here/{index}", "", "never")
 
     def send(self, remote: Any, order: Order | None) -> None:
         key = f"to/{remote.index}/{remote.told}"
@@ -153,9 +155,8 @@ class GlooBackend(FarBackend):
 
     def part(self, workers: Sequence[FarRemote]) -> None:
         for remote in workers:
-            self.send(remote, None)  # wakes one that waits for an order
-            remote.child.signal(signal.SIGTERM)  # and one in the middle of a rollout nobody wants any more
-        end(self._children, patience=0.6 * DEADLINE, deadline=DEADLINE)
+            self.send(remote, None)
+        end(self._children, patience=_GOODBYE, deadline=DEADLINE)
         for remote in workers:
             remote.thread.join(DEADLINE)  # type: ignore[attr-defined]
         self._under_way.clear()

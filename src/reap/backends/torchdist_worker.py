@@ -21,6 +21,7 @@ from reap.backends.far_worker import FarJob, News, Order, Road, Weights, parcel_
 from reap.backends.seal import Seal
 from reap.weights.shared import Packing
 
+HERE = b"here"  # the first sign of a worker
 EVER = timedelta(days=3650)  # gloo has no word for it
 JOIN = timedelta(seconds=30)  # for both sides to connect, once both are there
 
@@ -36,7 +37,7 @@ class Address:
 
     def store(self) -> TCPStore:
         """A connection of its own: one that waits lets nobody else pass."""
-        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=JOIN)
+        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:
         """Joined when all others have."""
@@ -74,7 +75,7 @@ class _GlooRoad(Road):
     def __init__(self, index: int, address: Address) -> None:
         self._index, self._seal = index, Seal(address.secret)
         self._store = address.store()
-        self._store.set(f"here/{index}", "!")
+        self._store.set(f"here/{index}", HERE.decode())
         self._group = address.group(f"data/{index}", 1, 2)
         self._heard = self._said = 0
         self._outbox: queue.SimpleQueue[tuple[News, Callable[[], None]] | None] = queue.SimpleQueue()
