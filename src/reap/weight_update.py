@@ -3,6 +3,9 @@
     SharedMemWeightSyncScheme      one flat block all workers read; the choice wherever every weight is a tensor
     MultiProcessWeightSyncScheme   a parcel for each worker, answered when it has arrived
     NoWeightSyncScheme             none: workers keep what they were built with
+    DistributedWeightSyncScheme    one flat parcel per version, broadcast by gloo to workers over torch.distributed
+    RPCWeightSyncScheme            one flat parcel per version, packed once, sent over TensorPipe
+    RayWeightSyncScheme            one flat object per version, put once, pulled by each actor
 
 >>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
 ...                    weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
@@ -15,13 +18,16 @@ from typing import ClassVar, Literal
 from reap.errors import UsageError, nearest
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "WeightSyncScheme",
 ]
 
-Road = Literal["shared", "parcel", "none"]
+Road = Literal["shared", "parcel", "none", "distributed", "rpc", "ray"]
 _NAMES = {
     "none": "NoWeightSyncScheme",
     "direct": "NoWeightSyncScheme",
@@ -29,6 +35,9 @@ _NAMES = {
     "thread": "SharedMemWeightSyncScheme",
     "process": "MultiProcessWeightSyncScheme",
     "multiprocessing": "MultiProcessWeightSyncScheme",
+    "distributed": "DistributedWeightSyncScheme",
+    "rpc": "RPCWeightSyncScheme",
+    "ray": "RayWeightSyncScheme",
 }
 
 
@@ -69,3 +78,21 @@ class NoWeightSyncScheme(WeightSyncScheme):
     """Workers keep the weights they were built with; an update changes nothing and counts no version."""
 
     road = "none"
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """A broadcast to all workers over torch.distributed; the choice of `DistributedCollector`."""
+
+    road = "distributed"
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """One parcel for all workers over TensorPipe; the choice of `RPCCollector`."""
+
+    road = "rpc"
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """One object in Ray's store, pulled by every actor; the choice of `RayCollector`."""
+
+    road = "ray"

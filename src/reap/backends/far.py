@@ -16,8 +16,8 @@ import pickle
 import selectors
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
-from reap.children import BOOT, dumps
+from reap.children import BOOT, Child, dumps
 from reap.core.shared import SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError
+from reap.weight_update import Road
 from reap.weights.local import fitting
 from reap.weights.shared import Packing
 
@@ -83,6 +84,8 @@ class Gifts:
 class FarRemote(Remote):
     """A far worker as it is seen here. `child` says whether it lives, and how it ended."""
 
+    over = False  # its road: nothing more will be heard
+
     def __init__(self, index: int, child: Any) -> None:
         self.gifts = Gifts()
         super().__init__(index, child, self.gifts)  # type: ignore[arg-type]
@@ -108,6 +111,28 @@ class FarRemote(Remote):
         return header.full(news.more)
 
 
+class LocalChild:
+    """A process of this machine. It is gone when it has ended and everything it said was heard."""
+
+    def __init__(self, child: Child, remote: FarRemote, give_up: Callable[[], None]) -> None:
+        self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
+        self.silence, self.death, self.signal = child.silence, child.death, child.signal
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._child.pid
+
+    def gone(self) -> bool:
+        """Whether there is nothing to come from it."""
+        if not self._child.gone():
+            return False
+        if not self._told:
+            self._told = True
+            self._give_up()
+        return self._remote.over
+
+
 class FarWeights:
     """What `publish` writes to: one parcel per version, for all."""
 
@@ -126,11 +151,13 @@ class FarWeights:
 class FarBackend(ProcessBackend):
     """Workers over some road. A road launches them, sends orders and parcels, and ends them."""
 
+    road: ClassVar[Road]  # as weight schemes name it
+
     def __init__(self, plans: Sequence[Any], **options: Any) -> None:
         if options.get("threshold") is not None:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
-        if options.get("road") == "shared":
-            raise UsageError("SharedMemWeightSyncScheme needs workers on this machine; leave the scheme out")
+        if options.get("road") not in (None, "parcel", "none", self.road):
+            raise UsageError(f"weight_sync_schemes: {options['road']!r} is another road than these workers are on")
         super().__init__(plans, **options)
         self._random_given = 0
 

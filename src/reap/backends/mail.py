@@ -92,6 +92,10 @@ class MailStation:
         """New weights."""
         self._weights.put(torch.from_numpy(np.array(parcel)))
 
+    def wait(self) -> None:
+        """Until it has gone home."""
+        self._thread.join()
+
     def leave(self, number: int, patience: float) -> None:
         """Go home after the last order; returns when it has, or after so many seconds."""
         self._letters.bring(number, None)

@@ -72,6 +72,8 @@ class ProcessBackend:
         writer: Callable[[Sequence[int]], Writer] | None = None,
         buffer: Sequence[int] = (),
     ) -> None:
+        if type(self) is ProcessBackend and road not in (None, "shared", "parcel", "none"):
+            raise UsageError(f"weight_sync_schemes: {road!r} is for workers that are not on this machine")
         self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)

@@ -101,6 +101,8 @@ class RayRemote(FarRemote):
 class RayBackend(FarBackend):
     """Workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
+    road = "ray"
+
     def __init__(
         self,
         plans: Sequence[Any],

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from reap.backends.far import Bell, FarBackend, FarRemote
+from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
 from reap.backends.far_worker import FarJob, Header, Order, header
 from reap.backends.process import DEADLINE
 from reap.backends.seal import Seal
@@ -40,10 +40,8 @@ _UNDER_WAY = 2  # parcels of weights that may be on their way at a time
 class GlooRemote(FarRemote):
     """A worker and the thread that receives from it."""
 
-    over = False  # its connection
-
     def __init__(self, index: int, child: Child, address: Address, bell: Bell, give_up: Callable[[], None]) -> None:
-        super().__init__(index, _Alive(child, self, give_up))
+        super().__init__(index, LocalChild(child, self, give_up))
         self._address, self._bell, self._seal = address, bell, Seal(address.secret)
         self.told = self._heard = 0  # orders and news so far
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{index}", daemon=True)
@@ -77,28 +75,10 @@ class GlooRemote(FarRemote):
         return head.full(more) if head.rollout else pickle.loads(more)
 
 
-class _Alive:
-    """A child that is gone when it has ended and everything it said was heard."""
-
-    def __init__(self, child: Child, remote: GlooRemote, give_up: Callable[[], None]) -> None:
-        self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
-        self.silence, self.death, self.signal = child.silence, child.death, child.signal
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def gone(self) -> bool:
-        if not self._child.gone():
-            return False
-        if not self._told:
-            self._told = True
-            self._give_up()
-        return self._remote.over
-
-
 class GlooBackend(FarBackend):
     """Workers over torch.distributed, started on this machine."""
+
+    road = "distributed"
 
     def __init__(
         self, plans: Sequence[Any], *, port: int | None = None, start_method: Any = "forkserver", **options: Any

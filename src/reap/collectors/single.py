@@ -51,7 +51,8 @@ class Collector(BaseCollector):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
             create_env_fn = [create_env_fn] * (count or 1)
-        return MultiCollector(create_env_fn, policy, sync=sync, **rest, **more)
+        kind = MultiCollector if backend == "process" else _far(backend)
+        return kind(create_env_fn, policy, sync=sync, **rest, **more)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
@@ -148,8 +149,20 @@ class Collector(BaseCollector):
 
 
 _FRONT_DOOR = {"backend", "num_collectors", "sync", "backend_options"}
-_BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"}
-_LATER = ("ray", "rpc", "distributed", "submitit")
+_BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"} | {
+    name: name for name in ("distributed", "ray", "rpc")
+}
+_KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc'"
+_LATER = ("submitit",)
+
+
+def _far(backend: str) -> type[MultiCollector]:
+    """The collector over this road, imported when it is asked for."""
+    from reap.collectors import distributed
+
+    names = {"distributed": "DistributedCollector", "ray": "RayCollector", "rpc": "RPCCollector"}
+    found: type[MultiCollector] = getattr(distributed, names[backend])
+    return found
 
 
 def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
@@ -161,9 +174,9 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
     if count is not None and count < 1:
         raise UsageError(f"num_collectors must be at least 1, got {count}")
     if name in _LATER:
-        raise UsageError(f"backend={name!r} is not supported yet; 'direct' and 'process' are")
+        raise UsageError(f"backend={name!r} is not supported yet; {_KNOWN} are")
     if name is not None and name not in _BACKENDS:
-        raise UsageError(f"backend must be 'direct' or 'process', got {name!r}{nearest(str(name), _BACKENDS)}")
+        raise UsageError(f"backend must be one of {_KNOWN}, got {name!r}{nearest(str(name), _BACKENDS)}")
     backend = _BACKENDS[name] if name is not None else "direct" if count is None else "process"
     if sync is not None and not isinstance(sync, bool):
         raise WrongArgument(f"sync must be True or False, got {sync!r}")

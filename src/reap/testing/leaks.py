@@ -48,7 +48,8 @@ def _descendants(ancestor: int) -> set[int]:
     for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, task.read_text().split()):
-                found |= {pid} | _descendants(pid)
+                if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":  # a cluster keeps a pool of its own
+                    found |= {pid} | _descendants(pid)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
+from reap.collectors.distributed.rpc import RPCAsyncCollector, RPCCollector, RPCSyncCollector
 from reap.collectors.distributed.torchdist import (
     DistributedAsyncCollector,
     DistributedCollector,
@@ -13,6 +14,9 @@ __all__ = [
     "DistributedCollector",
     "DistributedSyncCollector",
     "FarCollector",
+    "RPCAsyncCollector",
+    "RPCCollector",
+    "RPCSyncCollector",
     "RayAsyncCollector",
     "RayCollector",
     "RaySyncCollector",

@@ -1,0 +1,57 @@
+"""RPCCollector: workers over torch.distributed.rpc."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import Self
+
+from reap.backends.far import FarBackend
+from reap.backends.rpc import RPCBackend
+from reap.collectors.distributed.far import FarCollector
+from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.errors import UsageError, WrongArgument
+
+
+class RPCCollector(FarCollector):
+    """Collects with workers that are called over TensorPipe.
+
+    >>> collector = RPCCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
+    >>> for batch in collector:
+    ...     collector.update_policy_weights_()
+
+    A process has one RPC agent: one such collector at a time. See `FarCollector`.
+
+    Args:
+        create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
+        policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        sync: True: a batch holds a rollout of every worker. False (the default): of one, first come first served.
+        **options: `launcher` "mp"; `tensorpipe_options`, a mapping for `TensorPipeRpcBackendOptions`; further see
+            `FarCollector`.
+    """
+
+    _own = {"launcher": "mp", "tensorpipe_options": None}
+
+    def __new__(
+        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
+    ) -> Self:
+        if cls is RPCCollector:
+            return object.__new__(RPCSyncCollector if sync else RPCAsyncCollector)  # type: ignore[return-value]
+        return object.__new__(cls)
+
+    def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+        launcher, agent = self._given["launcher"], self._given["tensorpipe_options"] or {}
+        if launcher != "mp":
+            raise UsageError(f"launcher must be 'mp', got {launcher!r}")
+        if not isinstance(agent, Mapping):
+            raise WrongArgument(f"tensorpipe_options must be a mapping, got {type(agent).__name__}")
+        return RPCBackend(plans, agent=agent, **options)
+
+
+class RPCSyncCollector(RPCCollector, MultiSyncCollector):
+    """Every batch holds a rollout of each worker, all made by the same weights. See `RPCCollector`."""
+
+
+class RPCAsyncCollector(RPCCollector, MultiAsyncCollector):
+    """Every batch is one worker's rollout; workers go on while the consumer works. See `RPCCollector`."""
