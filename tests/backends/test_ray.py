@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
+from tests.faults.worlds import all_gone, faulty, healthy, pids
 
 from reap.collectors.distributed import RayCollector
+from reap.errors import UsageError, WorkerDied
+from reap.testing import EchoPolicy
 from reap.testing.backend import backend_checks
 
 ray = pytest.importorskip("ray")
@@ -34,3 +40,58 @@ QUICK = ("exact_lanes", "weights_are_explicit", "errors_name_their_place")  # an
 @pytest.mark.parametrize("kind", MAKERS)
 def test_ray(kind, check):
     backend_checks[check](MAKERS[kind])
+
+
+def test_a_dead_actor_is_named():
+    c = RayCollector([healthy(), faulty("exit", 21)], EchoPolicy(), frames_per_batch=8, remote_configs=SMALL)
+    workers = pids(c)
+    with pytest.raises(WorkerDied, match=rf"worker 1 \(pid {workers[1]}\): its actor died"):
+        while True:
+            c.next()
+    assert c.closed
+    assert all_gone(workers, within=5)
+
+
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_dead_actor_is_replaced(sync, tmp_path):
+    """Once; the new one has the latest weights, and trajectories of its own."""
+    mark = str(tmp_path / "died")
+
+    def dies_once():
+        died = os.path.exists(mark)
+        open(mark, "w").close()
+        return healthy()() if died else faulty("kill", 9)()
+
+    policy = EchoPolicy()
+    c = RayCollector(
+        [healthy(), dies_once],
+        policy,
+        sync=sync,
+        frames_per_batch=8,
+        restart=True,
+        remote_configs=SMALL,
+        track_policy_version=True,
+    )
+    with torch.no_grad():
+        policy.weight.fill_(2.0)
+    c.update_policy_weights_()
+    last = -1
+    while c.stats()["restarts"] == 0:
+        batch = c.next()
+        last = max(last, int(batch["collector", "traj_ids"].max())) if c.stats()["restarts"] == 0 else last
+    for _ in range(8):
+        batch = c.next()
+        echo = (batch["observation"] * torch.tensor([3.0, 5.0, 7.0])).sum(-1, keepdim=True)
+        assert (batch["policy_version"] == 1).all()
+        assert torch.equal(batch["action"], 2 * echo)
+        if batch["collector", "traj_ids"].max() > 2**32:
+            break
+    assert batch["collector", "traj_ids"].max() > 2**32 > last
+    assert c.stats()["restarts"] == 1
+    c.shutdown()
+
+
+@pytest.mark.slow
+def test_no_room():
+    with pytest.raises(UsageError, match="no room for 1 actors"):
+        RayCollector([healthy()], EchoPolicy(), frames_per_batch=8, remote_configs={"num_cpus": 64})

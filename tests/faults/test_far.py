@@ -1,4 +1,4 @@
-"""Workers over torch.distributed: every fault is named soon, everything is closed, strangers are refused."""
+"""Workers over torch.distributed and RPC: every fault is named soon, everything is closed, strangers are refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ import torch
 from torch.distributed import TCPStore
 
 from reap.backends.seal import Forged, Seal
-from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector
+from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors.distributed import (
+    DistributedCollector,
+    DistributedSyncCollector,
+    RPCAsyncCollector,
+    RPCCollector,
+    RPCSyncCollector,
+)
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.weight_update import WeightSyncScheme
 from tests.faults.worlds import BOUND, SOON, all_gone, collect, faulty, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = [DistributedSyncCollector, DistributedCollector]
+ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
 TOLD = {
     "raise": (WorkerRaised, "an injected fault"),
     "exit": (WorkerDied, "exited with code 3"),
@@ -30,13 +39,16 @@ TOLD = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_first_store():
-    """Torch keeps a pipe of the first one for the rest of the process."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def a_first_of_each():
+    """Torch keeps a pipe of the first store, and descriptors of the first agent, for the rest of the process."""
+    for kind in (DistributedCollector, RPCCollector):
+        c = collect(kind, [healthy(), healthy(1)])
+        c.next()
+        c.shutdown()
 
 
-@pytest.mark.parametrize("fault", TOLD)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", [*TOLD][:3] + [pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ALL)
 def test_in_a_step(kind, fault):
     error, words = TOLD[fault]
     with no_leaks():
@@ -55,12 +67,13 @@ def test_in_a_step(kind, fault):
 
 
 @pytest.mark.parametrize("fault", ["raise", "exit"])
-def test_while_it_is_built(fault):
+@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+def test_while_it_is_built(kind, fault):
     with no_leaks(), within(20), pytest.raises(TOLD[fault][0], match=TOLD[fault][1]):
-        collect(KINDS[0], [healthy(), faulty(fault, 0, "reset")])
+        collect(kind, [healthy(), faulty(fault, 0, "reset")])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_killed_from_outside(kind):
     """Also an update finds out."""
     with no_leaks():
@@ -75,9 +88,10 @@ def test_killed_from_outside(kind):
         del c
 
 
-def test_shutdown_in_the_middle_of_a_step():
+@pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
+def test_shutdown_in_the_middle_of_a_step(kind):
     with no_leaks():
-        c = collect(DistributedCollector, [faulty("hang", 2), healthy()])
+        c = collect(kind, [faulty("hang", 2), healthy()])
         c.next()
         workers = pids(c)
         with within(BOUND + 1):
@@ -86,18 +100,62 @@ def test_shutdown_in_the_middle_of_a_step():
         del c
 
 
-def test_two_workers_in_step():
-    """Both workers' lanes, in order, bit for bit; ids of their own."""
+@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+def test_two_workers_in_step(kind):
+    """Both workers' lanes, in order, bit for bit."""
     world = CountingWorld([(3, 1, 5)] * 2)
     with no_leaks():
-        c = DistributedSyncCollector(
-            [healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=16, total_frames=16 * 20, track_traj_ids=False
-        )
+        c = kind([healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=16, total_frames=320, track_traj_ids=False)
         for batch in c:
             want = {key: value for key, value in world.batch(8).items() if key != ("collector", "traj_ids")}
             assert_same(batch, want)
         c.shutdown()
         del c, batch
+
+
+@pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
+def test_ids_are_unique_among_workers(kind):
+    c = kind([healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=8, total_frames=160)
+    seen = {0: set(), 1: set()}
+    for batch in c:
+        seen[batch.origin.worker] |= set(batch["collector", "traj_ids"].tolist())
+    c.shutdown()
+    assert min(map(len, seen.values())) > 0
+    assert not seen[0] & seen[1]
+
+
+@pytest.mark.parametrize("backend", ["distributed", "rpc"])
+def test_by_the_front_door(backend):
+    for sync, kind in (
+        (True, MultiSyncCollector),
+        (False, {"distributed": DistributedCollector, "rpc": RPCCollector}[backend]),
+    ):
+        scheme = WeightSyncScheme.from_backend(backend)
+        c = Collector(
+            healthy(),
+            EchoPolicy(),
+            backend=backend,
+            num_collectors=2,
+            sync=sync,
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": scheme},
+            backend_options={"launcher": "mp"},
+        )
+        assert isinstance(c, kind)
+        c.update_policy_weights_()
+        assert c.next().numel() == 8
+        assert c.policy_version == 1
+        c.shutdown()
+    with pytest.raises(UsageError, match="no road to these workers"):
+        MultiSyncCollector([healthy()], EchoPolicy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
+
+
+def test_one_agent_at_a_time():
+    c = RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8)
+    with pytest.raises(UsageError, match="RPC agent already"):
+        RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8)
+    assert c.next().numel() == 8
+    c.shutdown()
 
 
 def test_random_frames_and_updates_after_each_batch():

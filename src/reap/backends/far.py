@@ -17,7 +17,7 @@ import selectors
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from reap.children import BOOT, Child, dumps
 from reap.core.shared import SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError
-from reap.weight_update import Road
 from reap.weights.local import fitting
 from reap.weights.shared import Packing
 
@@ -151,13 +150,9 @@ class FarWeights:
 class FarBackend(ProcessBackend):
     """Workers over some road. A road launches them, sends orders and parcels, and ends them."""
 
-    road: ClassVar[Road]  # as weight schemes name it
-
     def __init__(self, plans: Sequence[Any], **options: Any) -> None:
         if options.get("threshold") is not None:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
-        if options.get("road") not in (None, "parcel", "none", self.road):
-            raise UsageError(f"weight_sync_schemes: {options['road']!r} is another road than these workers are on")
         super().__init__(plans, **options)
         self._random_given = 0
 

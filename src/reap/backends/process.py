@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ FIRST = 0  # the number of what workers say unasked, when they start
 class ProcessBackend:
     """Workers in processes, one plan each."""
 
+    roads: ClassVar[tuple[Road, ...]] = ("shared", "parcel", "none")  # that weights can take
+
     def __init__(
         self,
         plans: Sequence[Any],
@@ -72,8 +74,8 @@ class ProcessBackend:
         writer: Callable[[Sequence[int]], Writer] | None = None,
         buffer: Sequence[int] = (),
     ) -> None:
-        if type(self) is ProcessBackend and road not in (None, "shared", "parcel", "none"):
-            raise UsageError(f"weight_sync_schemes: {road!r} is for workers that are not on this machine")
+        if road not in (None, *self.roads):
+            raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
         self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)

@@ -101,7 +101,7 @@ class RayRemote(FarRemote):
 class RayBackend(FarBackend):
     """Workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
-    road = "ray"
+    roads = ("ray", "parcel", "none")
 
     def __init__(
         self,

@@ -36,6 +36,12 @@ _INTERFACE = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where agents listen
 # ---- the worker's side ----------------------------------------------------------------------------------------------
 
 _stations: list[MailStation] = []  # of this process: what is called finds it here
+_built = threading.Event()  # once there is one
+
+
+def _station() -> MailStation:
+    _built.wait()
+    return _stations[0]
 
 
 def run_rpc(
@@ -43,19 +49,20 @@ def run_rpc(
 ) -> None:
     """The life of a worker. Its parent has had so many agents before: torch has both sides count them."""
     rpc._init_counter = agents
+    _join(_name(team, index), index + 1, workers + 1, options)  # first: agents wait for all others, dead or alive
     station = MailStation(job, ())
     _stations.append(station)
-    _join(_name(team, index), index + 1, workers + 1, options)
+    _built.set()
     station.wait()
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
 
 
 def _order(number: int, order: Order | None) -> None:
-    _stations[0].order(number, order)
+    _station().order(number, order)
 
 
 def _news() -> tuple[Tensor, Tensor | None, bytes] | None:
-    news = _stations[0].news()
+    news = _station().news()
     if news is None:
         return None
     header, block, more = news
@@ -63,7 +70,7 @@ def _news() -> tuple[Tensor, Tensor | None, bytes] | None:
 
 
 def _parcel(parcel: Tensor) -> None:
-    _stations[0].parcel(parcel.numpy())
+    _station().parcel(parcel.numpy())
 
 
 # ---- the parent's side ----------------------------------------------------------------------------------------------
@@ -133,7 +140,7 @@ class RPCRemote(FarRemote):
 class RPCBackend(FarBackend):
     """Workers over TensorPipe, started on this machine."""
 
-    road = "rpc"
+    roads = ("rpc", "parcel", "none")
 
     def __init__(self, plans: Sequence[Any], *, agent: Mapping[str, Any], **options: Any) -> None:
         super().__init__(plans, **options)

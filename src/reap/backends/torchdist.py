@@ -78,7 +78,7 @@ class GlooRemote(FarRemote):
 class GlooBackend(FarBackend):
     """Workers over torch.distributed, started on this machine."""
 
-    road = "distributed"
+    roads = ("distributed", "parcel", "none")
 
     def __init__(
         self, plans: Sequence[Any], *, port: int | None = None, start_method: Any = "forkserver", **options: Any
