@@ -53,6 +53,7 @@ def test_imports_go_down(path):
     "module",
     [
         "reap.collectors",
+        "reap.collectors.distributed",
         "reap.collectors.utils",
         "reap.data",
         "reap.envs",
