@@ -72,12 +72,14 @@ class Case:
 
 
 CASES = [
-    Case("slow env, 32 envs", Slow, 3200, "threading", ideal=ENVS / MEAN),
+    Case("slow env, 32 envs", Slow, 3200, "multiprocessing", ENVS, True, ideal=ENVS / MEAN),
     Case(
         "slow env, one of 32 is 100× slower",
         lambda number: Slow(number, MEAN if number else 100 * MEAN),
         3200,
-        "threading",
+        "multiprocessing",
+        ENVS,
+        True,
         ideal=(ENVS - 1 + 0.01) / MEAN,
     ),
     Case("CartPole, 32 envs in 2 processes", lambda number: gym.make("CartPole-v1"), 6400, "multiprocessing", 16),
@@ -217,7 +219,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if options.only not in case.name:
             continue
         makers: dict[str, Callable[[Case], Contender]] = {"reap": reap}
-        if case.backend == "threading":
+        if case.threads:
             makers["hand"] = by_hand
         if not options.no_torchrl and "slower" not in case.name:
             makers["torchrl"] = torchrl

@@ -72,3 +72,16 @@ def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
     assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
     assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
     assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
+    from benchmarks.batched import CASES, main
+
+    monkeypatch.chdir(tmp_path)
+    results = main(["--quick", "--no-torchrl"])
+    assert [r["case"] for r in results] == [case.name for case in CASES]
+    assert all(rate > 0 for r in results for rate in r["fps"].values())
+    assert results[0]["to_ideal"].keys() == {"reap", "hand"}
+    assert json.loads((tmp_path / "bench-results/batched.json").read_text()) == {"quick": True, "results": results}
+    told = capsys.readouterr().out
+    assert all(case.name in told for case in CASES)
