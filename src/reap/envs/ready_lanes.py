@@ -66,7 +66,7 @@ class ReadyLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
-        self.crew.gather()
+        self.crew.settle()
         self._answered.clear()
         self.crew.begin(seeds)
         groups = range(len(self._lanes))
