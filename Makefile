@@ -42,6 +42,7 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.doors
 	$(BIN)/python -m benchmarks.multi
 	$(BIN)/python -m benchmarks.buffers
+	$(BIN)/python -m benchmarks.batched
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

@@ -206,12 +206,13 @@ class Worker:
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
-        except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
+            slot.clear_flags()
+            sorter.deliver(slot, self.ledger)
+        except BaseException:  # broken off (Ctrl-C): every lane begins anew
+            self.loop.begin_anew()
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
-        slot.clear_flags()
-        sorter.deliver(slot, self.ledger)
 
     def _stop_after(self, missing: int) -> None:
         """Let the loop stop when it has made so many frames: what comes later is for later."""

@@ -66,9 +66,8 @@ class ReadyLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
-        self.crew.gather()
-        self._answered.clear()
         self.crew.begin(seeds)
+        self._answered.clear()
         groups = range(len(self._lanes))
         self._take_in_hand(list(groups[: self._most]))
         self._just_reset = deque(groups[self._most :])
