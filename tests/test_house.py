@@ -18,7 +18,7 @@ FLOORS = [
     {"weights"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors"},
-    {"testing", "cli"},
+    {"testing", "cli", "compat"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -50,7 +50,8 @@ def test_imports_go_down(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["reap.collectors", "reap.collectors.utils", "reap.envs", "reap.testing", "reap.weight_update"]
+    "module",
+    ["reap.collectors", "reap.collectors.utils", "reap.compat", "reap.envs", "reap.testing", "reap.weight_update"],
 )
 def test_public_names_exist_and_are_documented(module):
     found = importlib.import_module(module)
