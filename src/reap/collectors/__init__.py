@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from reap.collectors.base import BaseCollector
+from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
@@ -12,6 +13,7 @@ __all__ = [
     "AsyncCollector",
     "BaseCollector",
     "Collector",
+    "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",
