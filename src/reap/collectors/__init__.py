@@ -7,6 +7,12 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
+from reap.collectors.updaters import (
+    MultiProcessedWeightUpdater,
+    PolicyVersion,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from reap.core.policy import RandomPolicy
 
 __all__ = [
@@ -16,8 +22,12 @@ __all__ = [
     "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
+    "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
+    "PolicyVersion",
     "RandomPolicy",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
 ]
 
 _LEGACY = {

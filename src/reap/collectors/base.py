@@ -20,12 +20,13 @@ from typing_extensions import Self
 
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
+from reap.collectors.updaters import as_updater
 from reap.core.exploration import exploration_type
 from reap.core.frames import mark_frames
 from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, MASK, Layout
-from reap.errors import UsageError, WorkerError, WrongArgument, WrongState
+from reap.errors import UsageError, WorkerError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
@@ -60,6 +61,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
+        self._updater = as_updater(options.weight_updater)
+        if self._updater is not None and hasattr(self._updater, "register_collector"):
+            self._updater.register_collector(self)
         # Names scripts look at.
         self.total_frames, self.init_random_frames = options.total, options.random_frames
         self.split_trajs = bool(options.split_trajs)
@@ -281,15 +285,36 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if weights_dict is not None and model_id is not None:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
-        if weights_dict is not None:
-            unknown = [k for k in weights_dict if k != "policy"]
-            if unknown:
-                raise _UnknownModel(f"weights_dict names model {unknown[0]!r}; this collector has 'policy'")
-            chosen = weights_dict["policy"]
-        if model_id not in (None, "policy"):
-            raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
+        models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
         with self._watching():
-            self._version = self._publish(chosen, worker_ids)
+            for name, one in models.items():
+                if name != "policy":
+                    self._load_model(name, one)
+                elif self._updater is not None:
+                    self._updater.push_weights(one, worker_ids)
+                else:
+                    self._take_weights(one, worker_ids)
+
+    def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        self._version = self._publish(weights, worker_ids)
+        count = getattr(self.options.track_policy_version, "increment_version", None)
+        if count is not None:
+            count()
+
+    def _load_model(self, path: str, weights: Any) -> None:
+        """New weights for a module elsewhere than in the policy, by its path: a transform of the env."""
+        if weights is None:
+            raise UsageError(f"model {path!r} needs weights; only 'policy' knows where its own come from")
+        if isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        elif isinstance(weights, TensorDictBase):
+            weights = dict(weights.flatten_keys(".").items())
+        try:
+            self.map_fn(f"{path}.load_state_dict", [(weights,)] * getattr(self, "num_workers", 1))
+        except (AttributeError, WorkerRaised) as cause:
+            raise _UnknownModel(
+                f"model {path!r} is not here; this collector has 'policy', and paths in 'env'"
+            ) from cause
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
