@@ -41,6 +41,7 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.single
 	$(BIN)/python -m benchmarks.doors
 	$(BIN)/python -m benchmarks.multi
+	$(BIN)/python -m benchmarks.dropin
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

@@ -72,3 +72,12 @@ def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
     assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
     assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
     assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_torchrls_envs_in_three_hands():
+    pytest.importorskip("torchrl")
+    from benchmarks.dropin import envs, measure
+
+    make, width, actions = envs()["TransformedEnv: counters"]
+    found = measure(make, width, actions, frames=40, rounds=2)
+    assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
