@@ -7,7 +7,7 @@ A taken rollout is the consumer's; its slot is released when the last tensor on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,8 @@ class Rollout:
 
 class Backend(Protocol):
     """What every way of running workers can do."""
+
+    on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
     def start(self) -> None:
         """Build the workers. Errors of their construction are raised here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class InlineBackend:
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
         self.worker: Worker
+        self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
         self.worker = Worker(self._plan, same_slot=self._same_slot)
@@ -32,6 +33,8 @@ class InlineBackend:
         except BaseException:
             worker.pool.release(slot)
             raise
+        if self.on_rollout is not None:
+            self.on_rollout(0, worker.stats.span, frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 

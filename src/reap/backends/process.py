@@ -145,6 +145,7 @@ class ProcessBackend:
         self._threads, self._init, self._start_method = threads, init, start_method
         self._random_frames, self._road = random_frames, road
         self.version = 0
+        self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.workers: list[_Remote] = []
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
@@ -292,6 +293,8 @@ class ProcessBackend:
                 remote.stats = message.stats
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
+                if self.on_rollout is not None:
+                    self.on_rollout(remote.index, message.span, frames=message.frames, version=message.version)
                 continue
             call = message.call if isinstance(message, Answer) else _FIRST
             if call == remote.asked:  # else the caller was interrupted, and has gone

@@ -89,6 +89,7 @@ class Full:
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     seeded: int = 0  # the call that seeded it
+    span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class _Host:
         frames = worker.fill(slot, random=self._random())
         loose = slot.hand_over()
         stats = worker.stats.summary()
-        full = Full(slot.index, frames, worker.loop.version, stats, slot.finals, loose, self._seeded)
+        full = Full(slot.index, frames, worker.loop.version, stats, slot.finals, loose, self._seeded, worker.stats.span)
         self._at[0] = NOWHERE
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 

@@ -7,6 +7,7 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
+from reap.collectors.timeline import ProfileConfig
 from reap.collectors.updaters import (
     MultiProcessedWeightUpdater,
     PolicyVersion,
@@ -25,6 +26,7 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
     "PolicyVersion",
+    "ProfileConfig",
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

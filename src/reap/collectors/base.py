@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from typing_extensions import Self
 
 from reap.backends.base import Backend, Rollout
 from reap.collectors.options import Options
+from reap.collectors.timeline import Profiled
 from reap.collectors.updaters import as_updater
 from reap.core.exploration import exploration_type
 from reap.core.frames import mark_frames
@@ -42,7 +44,7 @@ _SHOWN = (
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -141,7 +143,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _collect(self) -> TensorDictBase | None:
         if self._busy:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy = True
+        self._busy, began = True, time.perf_counter()
         try:
             if self._ready is None:  # else Ctrl-C came when it was about to be delivered
                 self._ready = self._finish()
@@ -151,6 +153,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise
         finally:
             self._busy = False
+        if self._timeline is not None:
+            self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
@@ -428,6 +432,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:
             self._why_closed = why
+            self.disable_profile()
             if close_env:
                 self._backend.close()
 
