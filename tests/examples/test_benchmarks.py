@@ -95,3 +95,12 @@ def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "bench-results/batched.json").read_text()) == {"quick": True, "results": results}
     told = capsys.readouterr().out
     assert all(case.name in told for case in CASES)
+
+
+def test_torchrls_envs_in_three_hands():
+    pytest.importorskip("torchrl")
+    from benchmarks.dropin import envs, measure
+
+    make, width, actions = envs()["TransformedEnv: counters"]
+    found = measure(make, width, actions, frames=40, rounds=2)
+    assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))

@@ -22,6 +22,7 @@ class InlineBackend:
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
         self.worker: Worker | DeviceWorker
+        self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
         env = self._plan.make_env()
@@ -40,6 +41,8 @@ class InlineBackend:
         except BaseException:
             worker.pool.release(slot)
             raise
+        if self.on_rollout is not None:
+            self.on_rollout(0, worker.stats.span, frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
@@ -51,9 +54,7 @@ class InlineBackend:
                 raise Halted
             return usual is not None and usual()
 
-        self.worker.halting = self.worker.loop.stop = (
-            stop  # asked after every step, as an interruptor is
-        )
+        self.worker.halting = self.worker.loop.stop = stop  # asked after every step, as an interruptor is
         return asked.set
 
     def publish(self, weights: Any = None) -> int:

@@ -82,6 +82,7 @@ class ProcessBackend:
         self._halted = False
         self.version = 0
         self.workers: list[Remote] = []
+        self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
         self._filling: Slot | None = None
@@ -233,6 +234,8 @@ class ProcessBackend:
                 remote.stats = message.stats
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
+                if self.on_rollout is not None:
+                    self.on_rollout(remote.index, message.span, frames=message.frames, version=message.version)
                 continue
             call = message.call if isinstance(message, Answer) else _FIRST
             if call == remote.asked:  # else the caller was interrupted, and has gone

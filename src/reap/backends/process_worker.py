@@ -105,6 +105,7 @@ class Full:
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     seeded: int = 0  # the call that seeded it
+    span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,8 @@ class _Host:
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         frames = self._collect(slot, random=claimed is not None)
         loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), finals, loose, self._seeded)
+        stats, version = worker.stats.summary(), worker.loop.version
+        full = Full(slot.index, frames, version, stats, finals, loose, self._seeded, worker.stats.span)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:

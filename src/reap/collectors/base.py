@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +24,12 @@ from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Paused, Runner, ThreadRunner
 from reap.collectors.options import Options
 from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
+from reap.collectors.timeline import Profiled
+from reap.collectors.updaters import as_updater
 from reap.core.exploration import exploration_type
 from reap.core.paths import follow
 from reap.core.ragged import assembler
-from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.errors import UsageError, WorkerError, WorkerRaised, WorkerSilent, WrongArgument, WrongState
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -43,7 +46,7 @@ _DEADLINE = 5.0  # seconds a thread in the background has to end
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -67,6 +70,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
+        self._updater = as_updater(options.weight_updater)
+        if self._updater is not None and hasattr(self._updater, "register_collector"):
+            self._updater.register_collector(self)
         # Names scripts look at.
         self.total_frames, self.init_random_frames = options.total, options.random_frames
         self.split_trajs = bool(options.split_trajs)
@@ -154,7 +160,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _collect(self) -> TensorDictBase | None:
         if self._busy:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy = True
+        self._busy, began = True, time.perf_counter()
         try:
             if self._ready is None:  # else Ctrl-C came when it was about to be delivered
                 self._ready = self._finish()
@@ -164,6 +170,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise
         finally:
             self._busy = False
+        if self._timeline is not None:
+            self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
@@ -304,14 +312,35 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if weights_dict is not None and model_id is not None:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
-        if weights_dict is not None:
-            unknown = [k for k in weights_dict if k != "policy"]
-            if unknown:
-                raise _UnknownModel(f"weights_dict names model {unknown[0]!r}; this collector has 'policy'")
-            chosen = weights_dict["policy"]
-        if model_id not in (None, "policy"):
-            raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
-        self._version = self._ask(lambda: self._publish(chosen, worker_ids))
+        models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
+        for name, one in models.items():
+            if name != "policy":
+                self._load_model(name, one)
+            elif self._updater is not None:
+                self._updater.push_weights(one, worker_ids)
+            else:
+                self._take_weights(one, worker_ids)
+
+    def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        self._version = self._ask(lambda: self._publish(weights, worker_ids))
+        count = getattr(self.options.track_policy_version, "increment_version", None)
+        if count is not None:
+            count()
+
+    def _load_model(self, path: str, weights: Any) -> None:
+        """New weights for a module elsewhere than in the policy, by its path: a transform of the env."""
+        if weights is None:
+            raise UsageError(f"model {path!r} needs weights; only 'policy' knows where its own come from")
+        if isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        elif isinstance(weights, TensorDictBase):
+            weights = dict(weights.flatten_keys(".").items())
+        try:
+            self.map_fn(f"{path}.load_state_dict", [(weights,)] * getattr(self, "num_workers", 1))
+        except (AttributeError, WorkerRaised) as cause:
+            raise _UnknownModel(
+                f"model {path!r} is not here; this collector has 'policy', and paths in 'env'"
+            ) from cause
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
@@ -531,6 +560,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:
             self._why_closed = why
+            self.disable_profile()
             if close_env:
                 self._backend.close()
 
