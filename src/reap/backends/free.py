@@ -7,13 +7,14 @@ look  ──► lines and sentinels, without waiting: a failure is found by whoe
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from reap.backends.control import ALL
 from reap.backends.process import ProcessBackend
-from reap.errors import WorkerError
+from reap.errors import ReapError
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class FreeRunner:
         self._began = self._counted = backend.control.made()
         self._before, self._pauses, self._over = 0, 0, False
         self._lock = threading.RLock()
-        self._failure: WorkerError | None = None
+        self._failure: ReapError | None = None
         self.told = False
 
     def start(self) -> None:
@@ -38,7 +39,8 @@ class FreeRunner:
         self._before = int(words.claimed.sum())
         words.stop, words.random = False, max(self._before + self._random - frames, 0)
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
-        self._backend.call("run", self._backend.everyone())
+        with contextlib.suppress(ReapError):  # one that fails at once is found by whoever asks next, as later
+            self._backend.call("run", self._backend.everyone())
 
     def pause(self) -> None:
         """Workers rest between two rollouts; returns when they do. Pauses add up."""
@@ -55,11 +57,11 @@ class FreeRunner:
                 self._backend.call("rest", self._backend.everyone(False))
 
     def stop(self, timeout: float) -> None:
-        """Count what was made; workers end with the backend."""
-        self._catch_up()
+        """Workers end with the backend; `catch_up` counts their last frames then."""
         self._over = True
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Count what was made since the last time."""
         with self._lock:
             made = self._words.made()
             new, self._counted = made - self._counted, made
@@ -72,18 +74,17 @@ class FreeRunner:
     @property
     def running(self) -> bool:
         """Whether frames are still to be made, or written."""
-        self._catch_up()
+        self.catch_up()
         claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
         left = claimed < self._words.total or claimed - self._before > made
         return left and not self._over and self._failure is None
 
-    def failure(self) -> WorkerError | None:
+    def failure(self) -> ReapError | None:
         """What went wrong with a worker."""
         if self._failure is None and not self._over:
             try:
                 self._backend.look()
-            except WorkerError as error:
-                self.stop(0)
+            except ReapError as error:
                 self._failure = error
         return self._failure
 

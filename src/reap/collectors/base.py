@@ -435,7 +435,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             self._runner = self._make_runner()
-            self._runner.start()
+            with self._watching():
+                self._runner.start()
 
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
@@ -460,18 +461,19 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
         """
-        self._started().pause()
-        return Paused(self.resume)
-
-    def resume(self) -> None:
-        """Go on after `pause()`."""
-        self._started().resume()
-
-    def _started(self) -> Runner:
         self._open()
         if self._runner is None:
             raise WrongState("there is nothing to pause: start() was not called")
-        return self._runner
+        with self._watching():
+            self._runner.pause()
+            self._look()
+        return Paused(self.resume)
+
+    def resume(self) -> None:
+        """Go on after `pause()`; nothing happens to a collector that is closed, or was not paused."""
+        if self._runner is not None and self._why_closed is None:
+            with self._watching():
+                self._runner.resume()
 
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""

@@ -261,6 +261,8 @@ class MultiCollector(BaseCollector):
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
         super()._close(why)
+        if isinstance(self._runner, FreeRunner):
+            self._runner.catch_up()  # workers have ended: nothing is made any more
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
