@@ -15,9 +15,10 @@ import torch
 
 from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
-from tests.background.worlds import KINDS, MIX, buffer, check_rows, check_streams, make
+from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
 from tests.faults.worlds import BOUND, pids, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -366,6 +367,47 @@ def test_a_hook_may_talk_to_its_collector():
     collector.start()
     until(lambda: not collector.is_running())
     assert versions == [1, 2, 3, 4, 5]
+    collector.shutdown()
+
+
+def test_a_worker_that_hangs_is_reported():
+    def hangs(lengths, lane):
+        env = CountingEnv(lengths, lane)
+        return FaultyEnv(env, at=60, fault="hang") if lane == 3 else env
+
+    memory = buffer()
+    collector = make("async", memory, env=hangs, timeout=0.3)
+    collector.start()
+    with within(BOUND + 3), pytest.raises(WorkerSilent, match=r"(?s)worker 1.*timeout=0.3.*faults.py"):
+        while collector.is_running():
+            time.sleep(0.01)
+    assert collector.closed
+
+
+def test_lanes_in_processes_in_the_background():
+    def life():
+        memory = buffer()
+        env = ParallelEnv(2, [lambda i=i: CountingEnv(LENGTHS[i], i) for i in (0, 1)])
+        with Collector(env, EchoPolicy(), frames_per_batch=20, replay_buffer=memory) as collector:
+            collector.start()
+            until(lambda: memory.write_count > 200)
+        check_streams(memory[:])
+
+    life()
+    with no_leaks():
+        life()
+
+
+def test_what_cannot_be_done_in_the_background():
+    collector = make("sync", buffer(), update_at_each_batch=True)
+    with pytest.raises(WrongState, match="update_policy_weights_"):
+        collector.start()
+    collector.shutdown()
+    collector = make("single", buffer())
+    state = collector.state_dict()
+    collector.start()
+    with pytest.raises(WrongState, match="before start"):
+        collector.load_state_dict(state)
     collector.shutdown()
 
 

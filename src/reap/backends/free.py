@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from reap.backends.control import ALL
+from reap.backends.control import ALL, NOWHERE
 from reap.backends.process import ProcessBackend
 from reap.errors import ReapError
 
@@ -28,6 +29,7 @@ class FreeRunner:
         self._began = self._counted = backend.control.made()
         self._before, self._pauses, self._over = 0, 0, False
         self._lock = threading.RLock()
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
         self._failure: ReapError | None = None
         self.told = False
 
@@ -82,11 +84,24 @@ class FreeRunner:
     def failure(self) -> ReapError | None:
         """What went wrong with a worker."""
         if self._failure is None and not self._over:
+            self.catch_up()
             try:
                 self._backend.look()
+                self._check_silence()
             except ReapError as error:
                 self._failure = error
         return self._failure
+
+    def _check_silence(self) -> None:
+        """A worker in the middle of a rollout is to make a step now and then. Seen by whoever asks twice."""
+        timeout, now = self._backend.timeout, time.monotonic()
+        for remote in self._backend.workers if timeout is not None else ():
+            step, made = int(self._words.step[remote.index]), int(self._counted[0, remote.index])
+            where, since = self._seen.get(remote.index, (None, now))
+            if where != (step, made) or step == NOWHERE:
+                self._seen[remote.index] = (step, made), now
+            elif timeout is not None and now - since > timeout:
+                raise remote.child.silence(now - since, timeout).at(worker=remote.name, step=step)
 
     def between(self, work: Callable[[], T]) -> T:
         """Workers answer between two rollouts whatever they are asked."""

@@ -87,8 +87,8 @@ class ThreadRunner:
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
 
     def start(self) -> None:
-        if not _threads:
-            atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
+        atexit.unregister(_stop_all)  # once is enough
+        atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
         _threads.add(self)
         self._thread.start()
 

@@ -362,6 +362,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
         self._open()
         needed = {"frames", "iter", "traj_pool"}
+        if self._runner is not None:
+            raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
         if strict and not needed <= state_dict.keys():
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
 

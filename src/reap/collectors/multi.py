@@ -201,6 +201,10 @@ class MultiCollector(BaseCollector):
     def _make_runner(self) -> Runner:
         if not self._direct:
             return super()._make_runner()
+        if self.options.update_at_each_batch:
+            raise WrongState(
+                "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
+            )
         left, random = self.options.total - self._frames, self.options.random_frames - self._frames
         return FreeRunner(self._process, left=left, random=random, count=self._count)
 
