@@ -19,7 +19,7 @@ from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
 from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
-from tests.faults.worlds import BOUND, pids, within
+from tests.faults.worlds import BOUND, alive, pids, within
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -176,6 +176,35 @@ def test_an_error_surfaces_in_a_sample_that_would_starve(kind):
         with pytest.raises(WorkerRaised, match="boom"):
             memory.sample()
     collector.shutdown()
+
+
+def test_an_env_that_exits_in_the_thread():
+    class Leaves(CountingEnv):
+        def step(self, action):
+            raise SystemExit(3)
+
+    memory = buffer()
+    collector = make("single", memory, env=Leaves)
+    collector.start()
+    with pytest.raises(WorkerRaised, match=r"SystemExit\(3\)"):
+        memory.sample()
+    assert collector.closed
+
+
+def test_a_collector_that_is_dropped_ends_at_once():
+    for kind in KINDS:
+        memory = buffer()
+        collector = make(kind, memory)
+        collector.start()
+        memory.sample()
+        numbers = [] if kind == "single" else pids(collector)
+        gc.disable()
+        try:
+            del collector
+            until(lambda: not any(alive(pid) for pid in numbers))
+            until(lambda: not any(t.name == "reap-collector" for t in threading.enumerate()))
+        finally:
+            gc.enable()
 
 
 def test_a_sample_with_rows_goes_on_after_an_error():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,7 +25,8 @@ class FreeRunner:
     """Lets workers run free. `count` is told of frames and rollouts as they are found to be made."""
 
     def __init__(self, backend: ProcessBackend, *, left: float, random: int, count: Callable[[int, int], None]) -> None:
-        self._backend, self._words, self._count = backend, backend.control, count
+        self._backend, self._words = backend, backend.control
+        self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
         self._left, self._random = left, random
         self._began = self._counted = backend.control.made()
         self._before, self._pauses, self._over = 0, 0, False
@@ -32,6 +34,11 @@ class FreeRunner:
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
         self._failure: ReapError | None = None
         self.told = False
+
+    def _count(self, frames: int, rollouts: int) -> None:
+        tell = self._tell()
+        if tell is not None:
+            tell(frames, rollouts)
 
     def start(self) -> None:
         """Workers first finish what they were asked for."""

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
-from reap.errors import WorkerSilent
+from reap.errors import WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -103,6 +103,9 @@ class ThreadRunner:
             pass
         except Exception as error:
             self._failure = error
+        except BaseException as cause:  # an env that calls sys.exit() ends a thread without a word
+            self._failure = WorkerRaised(f"the collecting thread was ended by {cause!r}")
+            self._failure.__cause__ = cause
         finally:
             with self._change:
                 self._over = True
