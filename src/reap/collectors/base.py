@@ -447,9 +447,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         )
 
     def _turn(self) -> bool:
-        """One batch in the background; whether there is more to come."""
+        """One batch in the background; whether there is more to come. Whoever learns of an error closes: `_look`."""
         if self._more():
-            self._collect()
+            self._finish()
         return self._more()
 
     def is_running(self) -> bool:
