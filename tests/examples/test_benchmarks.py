@@ -80,7 +80,7 @@ def test_buffers_are_measured(capsys):
 
     results = main(["--rows", "20000", "--rounds", "3"])
     assert list(results) == list(CASES)
-    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend"))
+    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend", "ingest", "writing"))
     assert all(case in capsys.readouterr().out for case in CASES[:1])
 
 

@@ -72,7 +72,7 @@ class ProcessBackend:
         writer: Callable[[Sequence[int]], Writer] | None = None,
         buffer: Sequence[int] = (),
     ) -> None:
-        self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
+        self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method = threads, init, start_method
@@ -257,18 +257,18 @@ class ProcessBackend:
 
     def _patience(self) -> float | None:
         """How long until somebody may be called silent."""
-        if self._timeout is None:
+        if self.timeout is None:
             return None
-        waits = [remote.busy_since + self._timeout for remote in self.workers if remote.busy]
-        return max(0.0, min(waits, default=time.monotonic() + self._timeout) - time.monotonic())
+        waits = [remote.busy_since + self.timeout for remote in self.workers if remote.busy]
+        return max(0.0, min(waits, default=time.monotonic() + self.timeout) - time.monotonic())
 
     def _check_silence(self) -> None:
-        if self._timeout is None or self._failure is not None:
+        if self.timeout is None or self._failure is not None:
             return
         for remote in self.workers:
             silent = time.monotonic() - remote.busy_since
-            if remote.busy and silent >= self._timeout:
-                error = remote.child.silence(silent, self._timeout)
+            if remote.busy and silent >= self.timeout:
+                error = remote.child.silence(silent, self.timeout)
                 self._failure = error.at(worker=remote.name, **self._place(remote))
                 return
 

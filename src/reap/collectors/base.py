@@ -391,6 +391,8 @@ class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
         self._open()
         needed = {"frames", "iter", "traj_pool"}
+        if self._runner is not None:
+            raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
         if strict and not needed <= state_dict.keys():
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
 
@@ -464,7 +466,8 @@ class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             self._runner = self._make_runner()
-            self._runner.start()
+            with self._watching():
+                self._runner.start()
 
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
@@ -473,9 +476,9 @@ class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
         )
 
     def _turn(self) -> bool:
-        """One batch in the background; whether there is more to come."""
+        """One batch in the background; whether there is more to come. Whoever learns of an error closes: `_look`."""
         if self._more():
-            self._collect()
+            self._finish()
         return self._more()
 
     def is_running(self) -> bool:
@@ -489,18 +492,19 @@ class BaseCollector(Profiled, IterableDataset):  # type: ignore[type-arg]
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
         """
-        self._started().pause()
-        return Paused(self.resume)
-
-    def resume(self) -> None:
-        """Go on after `pause()`."""
-        self._started().resume()
-
-    def _started(self) -> Runner:
         self._open()
         if self._runner is None:
             raise WrongState("there is nothing to pause: start() was not called")
-        return self._runner
+        with self._watching():
+            self._runner.pause()
+            self._look()
+        return Paused(self.resume)
+
+    def resume(self) -> None:
+        """Go on after `pause()`; nothing happens to a collector that is closed, or was not paused."""
+        if self._runner is not None and self._why_closed is None:
+            with self._watching():
+                self._runner.resume()
 
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
