@@ -81,15 +81,16 @@ class HandsCrew(ProcessCrew):
 
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """One message to each process, however many of its groups are meant."""
-        now, place = time.monotonic(), self._lanes.place(what)
-        orders: dict[int, bytes] = {}
+        self._away.update(dict.fromkeys(groups, time.monotonic()))
+        place = self._lanes.place(what)
+        orders: dict[int, list[bytes]] = {}
         for group in groups:
-            self._away[group] = now
             _, number, process = self._where[group]
-            self._lanes.choose(*self.bounds[group], lanes)
-            orders[process] = orders.get(process, b"") + BELL.pack(what, place, number)
+            if lanes is not None:
+                self._lanes.choose(*self.bounds[group], lanes)
+            orders.setdefault(process, []).append(BELL.pack(what, place, number))
         for process, data in orders.items():
-            self._lanes.write(self._remotes[process], data)
+            self._lanes.write(self._remotes[process], b"".join(data))
 
     def _ping(self, group: int, token: int) -> None:
         remote, number, _ = self._where[group]
