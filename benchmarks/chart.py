@@ -73,3 +73,23 @@ def draw_multi(results: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_gpu(measured: dict[str, Any], path: Path) -> None:
+    """Frames per second by hand and with reap, logarithmic."""
+    results = measured["results"]
+    figure, axes = plt.subplots(figsize=(9, 0.62 * len(results) + 1.2))
+    for shift, who, color in ((-0.2, "hand", "#8a8a8a"), (0.2, "reap", "#2f7d4f")):
+        fps = [r["frames_per_second"][who] for r in results]
+        axes.barh([y + shift for y in range(len(results))], fps, 0.38, color=color, label=who)
+        for y, value in enumerate(fps):
+            axes.text(value * 1.05, y + shift, f"{value:,.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(results)), [f"{r['case']}\nratio {r['ratio']:.2f}" for r in results], fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(1e4, 2e10)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"frames per second, {measured['device']}, torch {measured['torch']}")
+    axes.legend(loc="lower right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

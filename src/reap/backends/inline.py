@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from reap.backends.base import Rollout
+from reap.core.device_worker import DeviceWorker, device_worker
 from reap.core.worker import Plan, Worker
 from reap.errors import WrongState
 from reap.weights import local
@@ -19,22 +21,29 @@ class InlineBackend:
 
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
-        self.worker: Worker
+        self.worker: Worker | DeviceWorker
         self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
-        self.worker = Worker(self._plan, same_slot=self._same_slot)
+        env = self._plan.make_env()
+        try:
+            there = device_worker(self._plan, env)
+        except BaseException:
+            env.close()
+            raise
+        self.worker = there or Worker(self._plan, env=env, same_slot=self._same_slot)
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
         slot = worker.pool.acquire()
+        began = time.perf_counter()
         try:
             frames = worker.fill(slot, random=random)
         except BaseException:
             worker.pool.release(slot)
             raise
         if self.on_rollout is not None:
-            self.on_rollout(0, worker.stats.span, frames=frames, version=worker.loop.version)
+            self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 

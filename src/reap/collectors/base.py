@@ -479,10 +479,13 @@ def _mark_truncated(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) 
     marked = [key for key in arrays if (key[0], key[-1]) == ("next", "truncated") and key not in layout.look.hidden]
     if not marked:
         raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
-    steps, lanes = arrays[("next", "done")].shape[:2]
-    mask = arrays.get(MASK, np.ones((steps, lanes), np.bool_))
+    flags = [(*key[:-1], flag) for key in marked for flag in ("truncated", "done")]
+    if MASK not in arrays:
+        for flag in flags:
+            arrays[flag][-1] = True
+        return
+    mask = arrays[MASK]
     lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
-    last = steps - 1 - mask[::-1, lane].argmax(0)
-    for key in marked:
-        for flag in ("truncated", "done"):
-            arrays[(*key[:-1], flag)][last, lane] = True
+    last = len(mask) - 1 - mask[::-1, lane].argmax(0)
+    for flag in flags:
+        arrays[flag][last, lane] = True

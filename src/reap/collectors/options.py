@@ -26,7 +26,6 @@ _LATER = {
     "extend_buffer",
     "trajs_per_write",
     "collector_class",
-    "cudagraph_policy",
     "weight_recv_schemes",
 }
 # Only where workers are processes of their own.
@@ -78,6 +77,7 @@ class Options:
         set_truncated: mark the last step of every batch as truncated.
         interruptor: an object whose `collection_stopped()` is asked after each step; True ends the rollout early.
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
+        cudagraph_policy: replay CUDA graphs: the policy's step, or where env and policy are on one GPU whole rollouts.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
         cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
             -1 (time).
@@ -120,6 +120,7 @@ class Options:
     set_truncated: bool = False
     interruptor: Any = None
     compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
     trust_policy: bool | None = None
     cat_results: str | int | None = None
     update_at_each_batch: bool = False

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
@@ -38,6 +39,9 @@ class Env(abc.ABC):
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     tidies = False  # whether `tidy` has anything to do
     draws = False  # whether random actions come from `draw`, step by step
+
+    def say_lane_in(self, memory: Any) -> None:  # noqa: B027
+        """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
 
     def tidy(self, row: Row) -> None:  # noqa: B027
         """Called after successors were copied to `row.after`: a last word on what the next step will see."""
@@ -81,6 +85,10 @@ class Env(abc.ABC):
         """Memory for a rollout. An env whose lanes live elsewhere makes it where they can write to it."""
         return Slot(layout, index)
 
+    def on_device(self) -> DeviceEnv | None:
+        """These lanes with rows of tensors on the device they live on; None where rows are the host's."""
+        return None
+
     @abc.abstractmethod
     def close(self) -> None:
         """Free everything. May be called twice."""
@@ -93,6 +101,16 @@ class Env(abc.ABC):
         """The counterpart of `state_dict`."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+
+
+class DeviceEnv(Env):
+    """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
+    and `tidy` begins new episodes where `row.done` says so.
+    """
+
+    tidies = True
+    device: torch.device
+    holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
 
 
 class Wrapped(Env):
@@ -114,6 +132,9 @@ class Wrapped(Env):
     @pending_seeds.setter
     def pending_seeds(self, seeds: Sequence[int] | None) -> None:
         self._env.pending_seeds = seeds
+
+    def say_lane_in(self, memory: Any) -> None:
+        self._env.say_lane_in(memory)
 
     def draw(self, row: Row) -> None:
         self._env.draw(row)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from reap.core.gaps import clear_rest, close_gaps, running
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
@@ -18,7 +19,8 @@ Array = np.ndarray[Any, Any]
 
 
 # Columns that are the same in every row, or written after gaps are closed.
-_NOT_MOVED = {MASK, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS)}
+_FLAGS = [("next", flag) for flag in FLAGS]
+_NOT_MOVED = {MASK, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
 
 
 class TrajectoryIds:
@@ -65,7 +67,7 @@ class Ledger:
         mask = arrays.get(MASK)
         if mask is not None:
             when = self._settle(mask, slot, steps, when, where)
-            frames = int(mask.sum())
+            frames = int(np.count_nonzero(mask))
         reward = arrays[self._reward][:steps]
         number = (
             reward[..., 0]
@@ -98,7 +100,7 @@ class Ledger:
             inside = when + 1 < len(column)
             column[when[inside] + 1, where[inside]] = new[inside]
             self.ids[where] = new  # in order of time: the last one stays
-            np.maximum.accumulate(column, axis=0, out=column)
+            running(np.maximum, column, column)
         else:
             column[1:] = self.ids
 
@@ -112,18 +114,11 @@ class Ledger:
             return when
         columns = [column for key, column in slot.arrays.items() if key not in _NOT_MOVED]
         if self._rows == "skipping":
-            count = np.cumsum(mask, axis=0, dtype=np.int32)
-            when = count[when, where] - 1
-            lanes = mask.shape[1]
-            frames = np.flatnonzero(mask)
-            source = np.arange(mask.size)
-            source[(count.reshape(-1)[frames] - 1) * lanes + frames % lanes] = frames
-            for column in columns:  # whole rows, not single numbers; a copy where workers share a slot
-                rows = column.reshape(mask.size, *column.shape[2:])
-                column[...] = rows.take(source, axis=0).reshape(column.shape)
-            mask[...] = np.arange(len(mask))[:, None] < count[-1]
-        first = int(mask.all(axis=1).argmin())  # the first step that is not whole; nothing before it is cleared
-        junk = ~mask[first:]
-        for column in columns:
-            column[first:][junk] = 0
+            moved = close_gaps(mask, columns, when, where)
+            for flag in _FLAGS:  # set at ends and nowhere else
+                column, ends = slot.arrays[flag], slot.arrays[flag][when, where]
+                column[...] = False
+                column[moved, where] = ends
+            when = moved
+        clear_rest(mask, columns)
         return when

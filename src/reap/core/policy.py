@@ -93,7 +93,7 @@ class RandomActions(Policy):
             if key not in self._action:
                 slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
             elif self._draw is None:
-                slot.arrays[key][...] = _as_written(self._action[key], leaf).rand(size).numpy()
+                slot.put(key, _as_written(self._action[key], leaf).rand(size))
 
     def act(self, row: Row) -> None:
         if self._draw is not None:
@@ -123,7 +123,7 @@ class TensorPolicy(Policy):
     def private(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
         if self.device is not None:
-            return tuple([x.to(self.device) for x in inputs])
+            return tuple([x.to(self.device, non_blocking=True) for x in inputs])  # whoever reads the answer waits
         return tuple([x.clone() for x in inputs])
 
     def act(self, row: Row) -> None:
@@ -147,6 +147,10 @@ class TensorPolicy(Policy):
             self.outputs[key] = Leaf(shape[len(size) :], dtype)
             readers.append(_reader(value))
         self._readers = tuple(readers)
+
+    def stay(self) -> None:
+        """Rows are tensors where the outputs are: they are written as they come."""
+        self._readers = (Tensor.detach,) * len(self._readers)  # type: ignore[assignment]
 
     def _changed(self, array: np.ndarray[Any, Any], column: np.ndarray[Any, Any], row: Row) -> SpecMismatch:
         key = next(k for k, c in zip(self.written, row.outputs) if c is column)
@@ -242,14 +246,18 @@ class FlatPolicy(TensorPolicy):
             return
         for key, (valid, what) in self._program.checked.items():
             if key in slot.arrays:
-                good = valid(torch.from_numpy(slot.arrays[key][:steps]))
+                good = valid(slot.layout.tensor(key, slot.arrays[key][:steps]))
                 if not bool(good.all()):
                     t, lane = (~good).nonzero()[0][:2].tolist()
                     raise SpecMismatch(f"the policy wrote {what} as {show(key)}").at(lane=lane, step=t)
         for key, deferred in self._program.deferred.items():
             if key in self.outputs:
-                columns = [torch.from_numpy(slot.arrays[k][:steps]) for k in deferred.reads]
-                slot.arrays[key][:steps] = deferred.compute(*columns).numpy()
+                columns = [slot.layout.tensor(k, slot.arrays[k][:steps]) for k in deferred.reads]
+                slot.put(key, deferred.compute(*columns))
+
+    def stay(self) -> None:
+        super().stay()
+        self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """Run the program through torch.compile."""

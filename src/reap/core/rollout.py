@@ -48,7 +48,7 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        self._due: list[int] = []  # lanes that ended and have not been reset yet
+        self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
@@ -60,7 +60,7 @@ class RolloutLoop:
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         chosen = list(lanes)
-        self._due = [lane for lane in self._due if lane not in chosen]
+        self._due = sorted({*self._due}.difference(chosen))
         if self.ledger is not None:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
@@ -91,7 +91,7 @@ class RolloutLoop:
         finals: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
         ends: list[tuple[int, list[int]]] = []
         due: list[int] = []
-        self._due = list(lanes)  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
+        self._due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):

@@ -88,12 +88,15 @@ class Layout:
         for key, array in arrays.items():
             if key in self.look.hidden:
                 continue
-            tensor = torch.from_numpy(array)
-            if self.columns[key].dtype is torch.bfloat16:
-                tensor = tensor.view(torch.bfloat16)
+            tensor = self.tensor(key, array)
             tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
             found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
+
+    def tensor(self, key: Key, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        """A column, or a part of it, as a tensor on the same memory."""
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if self.columns[key].dtype is torch.bfloat16 else tensor
 
 
 class State(enum.Enum):
@@ -172,6 +175,10 @@ class Slot:
         for flag in self._flags:
             flag[...] = False
 
+    def put(self, key: Key, values: torch.Tensor) -> None:
+        """Write the first rows of a column."""
+        self.arrays[key][: len(values)] = values.numpy()
+
     def hand_over(self) -> dict[Key, np.ndarray[Any, Any]]:
         """The references of all loose columns, which the slot then holds no more."""
         taken = {key: column.copy() for key, column in self._loose.items()}
@@ -217,10 +224,7 @@ class Slot:
         def tensor_rows(key: Key) -> Sequence[Any]:
             if columns[key].loose:
                 return [Cells(columns[key], array, batched) for array in arrays[key][a:b]]
-            tensor = torch.from_numpy(seen(key))
-            if columns[key].dtype is torch.bfloat16:
-                tensor = tensor.view(torch.bfloat16)
-            return tensor.unbind(0)
+            return self.layout.tensor(key, seen(key)).unbind(0)
 
         def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
             part = seen(key)

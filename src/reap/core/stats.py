@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from reap.core.gaps import running
+
 _RECENT = 100
 
 
@@ -58,10 +60,10 @@ class Stats:
         """
         self.rollouts += 1
         self.frames += frames
-        total = np.cumsum(reward, axis=0, dtype=np.float64)
+        total = running(np.add, reward, np.empty(reward.shape))
         if not np.isfinite(total[-1]).all():
             self.nan_rewards += int(np.isnan(reward).sum())
-            total = np.cumsum(np.where(np.isfinite(reward), reward, 0.0), axis=0)  # one NaN must not spoil every return
+            running(np.add, np.where(np.isfinite(reward), reward, 0.0), total)  # one NaN must not spoil every return
         count: np.ndarray[Any, Any] = (
             np.arange(1, len(total) + 1)[:, None] if mask is None else np.cumsum(mask, axis=0, dtype=np.int32)
         )

@@ -14,9 +14,10 @@ from tensordict.nn import InteractionType
 
 from reap.core.as_policy import as_policy
 from reap.core.env import Env
+from reap.core.graphed import GraphedPolicy, pinned
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, visible_columns
+from reap.core.policy import Policy, RandomActions, TensorPolicy, visible_columns
 from reap.core.ready import Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
@@ -43,15 +44,19 @@ class Plan:
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
     compact: bool = False
+    storing_device: torch.device | None = None
+    record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
 
 
 class Worker:
     """An env, a policy, the loop that joins them and the slots it fills."""
 
-    def __init__(self, plan: Plan, *, same_slot: bool = False, ids: TrajectoryIds | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, env: Env | None = None, same_slot: bool = False, ids: TrajectoryIds | None = None
+    ) -> None:
         self.plan = plan
         self._ids = ids or TrajectoryIds()
-        env = plan.make_env()
+        env = env or plan.make_env()
         try:
             self._build(plan, env, same_slot)
         except BaseException:
@@ -113,7 +118,9 @@ class Worker:
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
                 f"its values are objects of their own: leave return_same_td out"
             )
-        self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=self.env.make_slot)
+        on_gpu = plan.policy_device is not None and plan.policy_device.type == "cuda"
+        make = pinned(self.env.make_slot) if on_gpu else self.env.make_slot
+        self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
@@ -145,7 +152,7 @@ class Worker:
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
         own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device)
-        return own or as_policy(
+        policy = own or as_policy(
             self.model,
             columns=visible_columns(spec, current),
             observation=[key for key in spec.observation if key not in self.memory and key != READY],
@@ -161,6 +168,9 @@ class Worker:
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
+        if plan.record and isinstance(policy, TensorPolicy):
+            policy = GraphedPolicy(policy, self.model, plan.policy_device or torch.device("cpu"))
+        return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""

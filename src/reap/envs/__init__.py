@@ -15,6 +15,7 @@ from reap.envs.parallel import ParallelEnv
 from reap.envs.pettingzoo import PettingZooEnv
 from reap.envs.puffer import PufferLibEnv
 from reap.envs.serial import SerialEnv
+from reap.envs.torch_envs import TorchCartPole, TorchPendulum
 from reap.envs.torch_native import TorchEnv
 
 GymWrapper = GymEnv
@@ -31,7 +32,9 @@ __all__ = [
     "PettingZooEnv",
     "PufferLibEnv",
     "SerialEnv",
+    "TorchCartPole",
     "TorchEnv",
+    "TorchPendulum",
     "as_env",
     "set_exploration_type",
 ]

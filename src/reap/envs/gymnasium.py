@@ -58,6 +58,10 @@ class GymLanes(Env):
         )
         self._steps = [env.step for env in self.envs]
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+        self._at: Any = [-1]
+
+    def say_lane_in(self, memory: Any) -> None:
+        self._at = memory
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
         """These lanes and those of `others` as one batched env."""
@@ -74,6 +78,7 @@ class GymLanes(Env):
         lane = 0
         try:
             for i, lane in enumerate(lanes):
+                self._at[0] = lane
                 env = self.envs[lane]
                 observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
@@ -87,16 +92,18 @@ class GymLanes(Env):
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
+        self._at[0] = -1
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         actions = self._decode(*row.action)
         steps, write, successors, reward = self._steps, self._observations.write, row.next, row.reward
-        first, infos = successors[0], self._info
+        first, infos, at = successors[0], self._info, self._at
         shape, dtype = self._observations.plain
         ended: list[int] = []
         lane = 0
         try:
             for lane in lanes:
+                at[0] = lane
                 observation, r, terminated, truncated, info = steps[lane](actions[lane])
                 # One array of just the right kind is the common case and a bare row assignment.
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
@@ -121,6 +128,7 @@ class GymLanes(Env):
             inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
             what = "env.step raised" if inside else "what env.step returned cannot be read:"
             raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
+        at[0] = -1
         return ended
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:

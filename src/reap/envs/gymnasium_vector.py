@@ -67,11 +67,16 @@ class VectorLanes(Env):
         self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
         self._resetting = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes whose next step is their reset
         self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
+        self._just_ended: list[int] = []  # those of the last step, as the loop was told
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._decode = self._actions.batch_decoder(action)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":
+            self._resetting, self._ended = self._ended, self._resetting  # all false: `step` has cleared it
+            self._just_ended = []
+            return
         chosen = list(lanes)
         if seeds is None:  # lanes the env resets by itself need no call
             rest = self._not_by_themselves(chosen)
@@ -146,7 +151,7 @@ class VectorLanes(Env):
             return []
         row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
         ended: list[int] = np.flatnonzero(done).tolist()
-        self._ended = done
+        self._ended, self._just_ended = done, ended
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
                 self._kept[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)

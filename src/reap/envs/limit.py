@@ -6,15 +6,16 @@ Wraps any env; the loop knows nothing of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from reap.core.env import Env, Rows, Wrapped
+from reap.core.env import DeviceEnv, Env, Rows, Wrapped
 from reap.core.slot import Row
 from reap.errors import UsageError
-from reap.spec import Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf
 
 STEP_COUNT: Key = ("step_count",)
 
@@ -58,3 +59,43 @@ class StepLimit(Wrapped):
                         ended.append(lane)
             ended.sort()
         return ended
+
+    def on_device(self) -> DeviceEnv | None:
+        there = self._env.on_device()
+        return None if there is None else DeviceStepLimit(there, self.spec, self._limit)
+
+
+class DeviceStepLimit(DeviceEnv):
+    """The same where rows are tensors on the env's device."""
+
+    def __init__(self, env: DeviceEnv, spec: EnvSpec, limit: int) -> None:
+        self._env, self.spec, self._limit = env, spec, limit
+        self.device, self.holders = env.device, [*env.holders, self]
+        self.pending_seeds = env.pending_seeds
+        self._at = len(env.spec.observation)
+        self.count = torch.zeros(spec.lanes, dtype=torch.int64, device=env.device)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Sequence[Any], seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._at], seeds)
+        chosen = torch.as_tensor(list(lanes), device=self.device)
+        self.count[chosen] = 0
+        into[self._at][chosen] = 0
+
+    def step(self, lanes: Sequence[int], row: Any) -> list[int]:
+        self._env.step(lanes, row)
+        self.count += 1
+        row.next[self._at].copy_(self.count[:, None])
+        row.truncated |= self.count >= self._limit
+        torch.logical_or(row.terminated, row.truncated, out=row.done)
+        return []
+
+    def tidy(self, row: Any) -> None:
+        self._env.tidy(row)
+        self.count.masked_fill_(row.done, 0)
+        row.after[self._at].copy_(self.count[:, None])
+
+    def close(self) -> None:
+        self._env.close()

@@ -45,8 +45,9 @@ class _World(Agents):
 
     def step(self, acting: Sequence[str], actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
         index = self.index
+        chosen = dict(zip(acting, actions)) if acting == self.names else {name: actions[index[name]] for name in acting}
         try:
-            return self.env.step({name: actions[index[name]] for name in acting})[:4]  # type: ignore[no-any-return]
+            return self.env.step(chosen)[:4]  # type: ignore[no-any-return]
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
 
@@ -56,8 +57,9 @@ class _World(Agents):
         names = getattr(self.env, "agents", ())  # some have none before a reset
         if names != self._present[0]:
             numbers = [self.index[name] for name in names]
-            everyone = numbers == list(range(len(self.names)))
-            self._present = list(names), numbers, slice(None) if everyone else np.array(numbers, np.int64)
+            start, end = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+            side_by_side = numbers == list(range(start, end))
+            self._present = list(names), numbers, slice(start, end) if side_by_side else np.array(numbers, np.int64)
         return self._present
 
     @property
@@ -122,7 +124,7 @@ class GroupLanes(Env):
                 seen = world.reset(None if seeds is None else int(seeds[i]))
                 for array in into[: self._leaves + 4]:
                     array[lane] = 0
-                self._write(seen, world, into, lane)
+                self._write(seen, world, *world.present[::2], into, lane)
                 into[self._leaves + 3][lane, world.alive] = True
             except ReapError as error:
                 error.at(lane=lane)
@@ -142,12 +144,13 @@ class GroupLanes(Env):
                 if len(seen) < count:
                     for array in row.next[: self._leaves]:
                         array[lane] = 0
-                self._write(seen, world, row.next, lane)
+                self._write(seen, world, names, at, row.next, lane)
                 # One write per column, not one per agent, and none for what did not happen: agents may be many.
                 everyone = len(names) == count
                 if not everyone:
                     reward[lane] = 0
-                _put_numbers(reward[lane], at, [earned.get(name, 0.0) for name in names])
+                numbers = list(earned.values()) if list(earned) == names else [earned.get(name, 0.0) for name in names]
+                _put_numbers(reward[lane], at, numbers)
                 terminated[lane] = truncated[lane] = mask[lane] = False
                 done[lane] = not everyone  # an agent that is not there has ended
                 if not everyone:
@@ -177,15 +180,17 @@ class GroupLanes(Env):
             for array in row.after[: self._leaves]:
                 array[lane, agents] = 0  # who left has seen its last observation; it is no longer its present one
 
-    def _write(self, seen: Mapping[str, Any], world: _World, arrays: Rows, lane: int) -> None:
+    def _write(
+        self, seen: Mapping[str, Any], world: _World, names: Sequence[str], at: Any, arrays: Rows, lane: int
+    ) -> None:
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
         shape, dtype = self._observations.plain
-        if shape is not None and list(seen) == world.names:  # all are there, in order: one write
-            with contextlib.suppress(ValueError):  # not all of one shape: below it is told which
-                block = np.array(list(seen.values()))
-                if block.dtype == dtype and block.shape == only.shape:
-                    only[...] = block
+        if shape and at.__class__ is slice and list(seen) == names:  # they lie side by side, in order: one write
+            values = list(seen.values())
+            with contextlib.suppress(TypeError, AttributeError):  # not all arrays, or of another dtype: one by one
+                if values and [value.shape for value in values].count(shape) == len(values):
+                    np.concatenate(values, out=only[at].reshape(-1, *shape[1:]), casting="no")
                     return
         for name, observation in seen.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:

@@ -21,7 +21,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
-from reap.core.env import Env, Rows
+from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -33,9 +33,17 @@ from reap.spec import EnvSpec, Key, Leaf, show
 class TorchBatch(Protocol):
     """What `TorchEnv` takes; see the module's docstring."""
 
-    num_envs: int
-    single_observation_space: gym.Space[Any]
-    single_action_space: gym.Space[Any]
+    @property
+    def num_envs(self) -> int:
+        """How many lanes."""
+
+    @property
+    def single_observation_space(self) -> gym.Space[Any]:
+        """What one lane sees."""
+
+    @property
+    def single_action_space(self) -> gym.Space[Any]:
+        """What one lane takes."""
 
     def reset(self, mask: Tensor) -> Any:
         """Begin new episodes where `mask` is True; observations of all lanes, those of the others are not read."""
@@ -88,12 +96,8 @@ class TorchLanes(Env):
             torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        action = torch.from_numpy(row.action[0]).to(self._device, copy=True)
-        if self._scores:
-            action = action.argmax(-1)
-        if self._start:
-            action = action + self._start
         try:
+            action = self.decoded(torch.from_numpy(row.action[0]).to(self._device))
             observation, reward, terminated, truncated = self.env.step(action)
             for array, (key, value) in zip(row.next, self._tensors(observation)):
                 torch.from_numpy(array).copy_(self._fit(key, value))
@@ -109,6 +113,15 @@ class TorchLanes(Env):
         torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
         torch.from_numpy(row.done).copy_(done)
         return done.nonzero().reshape(-1).tolist()
+
+    def decoded(self, action: Tensor) -> Tensor:
+        """An action as the env takes it, the env's own to keep."""
+        if self._scores:
+            action = action.argmax(-1)
+        return action + self._start if self._start else action.clone()
+
+    def on_device(self) -> DeviceEnv | None:
+        return None if self._device.type == "cpu" else DeviceTorchLanes(self)
 
     def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
         found = []
@@ -132,6 +145,59 @@ class TorchLanes(Env):
         close = getattr(self.env, "close", None)
         if close is not None:
             close()
+
+
+class DeviceTorchLanes(DeviceEnv):
+    """The same lanes, with rows on their device: no observation or action ever visits the host."""
+
+    def __init__(self, lanes: TorchLanes) -> None:
+        self._lanes, self.spec = lanes, lanes.spec
+        self.device, self.holders = lanes._device, [lanes.env]
+        self.pending_seeds = lanes.pending_seeds
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._lanes.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        env = self._lanes.env
+        if seeds is not None and hasattr(env, "seed"):
+            env.seed(int(seeds[0]))
+        mask = torch.ones(self.spec.lanes, dtype=torch.bool, device=self.device)
+        if len(lanes) < self.spec.lanes:
+            mask.zero_()
+            mask[torch.as_tensor(list(lanes), device=self.device)] = True
+        self._begin(mask, into)
+
+    def _begin(self, mask: Tensor, into: Sequence[Any]) -> None:
+        try:
+            observation = self._lanes.env.reset(mask)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        for column, (key, value) in zip(into, self._lanes._tensors(observation)):
+            where = mask.reshape(-1, *[1] * (column.ndim - 1))
+            torch.where(where, self._lanes._fit(key, value), column, out=column)
+
+    def step(self, lanes: Sequence[int], row: Any) -> list[int]:
+        count = self.spec.lanes
+        try:
+            observation, reward, terminated, truncated = self._lanes.env.step(self._lanes.decoded(row.action[0]))
+            for column, (key, value) in zip(row.next, self._lanes._tensors(observation)):
+                column.copy_(self._lanes._fit(key, value))
+            row.reward.copy_(reward.reshape(count))
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        row.terminated.copy_(terminated.reshape(count))
+        row.truncated.copy_(truncated.reshape(count))
+        torch.logical_or(row.terminated, row.truncated, out=row.done)
+        return []
+
+    def tidy(self, row: Any) -> None:
+        self._begin(row.done.clone(), row.after)
+
+    def close(self) -> None:
+        self._lanes.close()
 
 
 class TorchEnv(EnvBase):

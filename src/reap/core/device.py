@@ -1,0 +1,227 @@
+"""Lanes that live on a device: the same loop on rows of tensors. Nothing is asked of the device before a batch is made.
+
+    DeviceSlot     columns `[T, N, …]` as tensors there; a batch is a copy of them, made there
+    DeviceLedger   trajectory ids, worked out there
+    DeviceStats    returns and lengths, summed there; looked at only when somebody asks
+
+The numbers are those of the host's `Ledger`, id by id.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
+from reap.spec import EnvSpec, Key, Leaf
+
+_RECENT = 100  # episodes, as on the host
+
+
+class DeviceLayout(Layout):
+    """A layout whose columns are tensors on a device."""
+
+    def __init__(
+        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, device: torch.device
+    ) -> None:
+        super().__init__(columns, steps, lanes, batched=batched)
+        self.device = device
+
+    def tensor(self, key: Key, array: Any) -> Tensor:
+        return array  # type: ignore[no-any-return]
+
+
+class DeviceSlot(Slot):
+    """Columns as tensors."""
+
+    def __init__(self, layout: DeviceLayout, index: int = 0) -> None:
+        size = (layout.steps, layout.lanes)
+        columns: dict[Key, Any] = {
+            key: torch.zeros(*size, *leaf.shape, dtype=leaf.dtype, device=layout.device)
+            for key, leaf in layout.columns.items()
+        }
+        super().__init__(layout, index, columns)
+
+    def put(self, key: Key, values: Tensor) -> None:
+        self.arrays[key][: len(values)] = values
+
+    def copied(self) -> dict[Key, Any]:
+        return {key: column.clone() for key, column in self.arrays.items()}  # type: ignore[attr-defined]
+
+
+class DeviceStats:
+    """Counts of one worker; what only the device knows is fetched when `summary` asks."""
+
+    def __init__(self, lanes: int, device: torch.device) -> None:
+        self.frames = self.rollouts = 0
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
+        self._in_all = torch.zeros_like(self._sums)
+        self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
+        self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._clock = _Clock(device)
+
+    def begin(self) -> None:
+        """A rollout starts."""
+        self._clock.start()
+
+    def end(self, frames: int) -> None:
+        """A rollout of so many frames is full, and `rollout` has summed it."""
+        self._clock.stop()
+        self.frames, self.rollouts = self.frames + frames, self.rollouts + 1
+        self._in_all += self._sums
+        self._recent.append(self._sums.clone())
+
+    def forget(self, mask: Tensor) -> None:
+        """Episodes cut short by a reset are not counted."""
+        self._return.masked_fill_(mask, 0)
+        self._length.masked_fill_(mask, 0)
+
+    def rollout(self, reward: Tensor, done: Tensor) -> None:
+        """Sum one rollout, `[T, N]`: a frame belongs to an episode that ended if its lane ends at it or later."""
+        steps = len(done)
+        closed = done.clone()
+        for t in range(steps - 2, -1, -1):
+            closed[t] |= closed[t + 1]
+        finite = torch.isfinite(reward)
+        number = torch.where(finite, reward, 0.0)
+        ended = closed[0]
+        inside, frames = (number * closed).sum(0, dtype=torch.float64), closed.sum(0)
+        self._sums[0] = torch.where(ended, inside + self._return, 0.0).sum()
+        self._sums[1] = torch.where(ended, frames + self._length, 0).sum()
+        self._sums[2] = done.sum()
+        self._sums[3] = reward.isnan().sum()
+        self._return.copy_(number.sum(0, dtype=torch.float64) - inside + self._return.masked_fill(ended, 0))
+        self._length.copy_(steps - frames + self._length.masked_fill(ended, 0))
+
+    def summary(self) -> dict[str, Any]:
+        """The counts; means over the last rollouts that hold a hundred episodes (None before the first one ends)."""
+        _, _, episodes, nans = self._in_all.tolist()
+        returns = lengths = ends = 0.0
+        for sums in reversed(self._recent):
+            r, n, e, _ = sums.tolist()
+            returns, lengths, ends = returns + r, lengths + n, ends + e
+            if ends >= _RECENT:
+                break
+        seconds = self._clock.seconds()
+        return {
+            "episodes": int(episodes),
+            "mean_return": returns / ends if ends else None,
+            "mean_length": lengths / ends if ends else None,
+            "nan_rewards": int(nans),
+            "collect_seconds": seconds,
+            "frames_per_second": self.frames / seconds if seconds else 0.0,
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What changes from rollout to rollout."""
+        return [self._return, self._length]
+
+
+class _Clock:
+    """Seconds between `start` and `stop`, as the device sees them; nobody waits for it before `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._done, self._began = 0.0, 0.0
+        self._running: deque[tuple[Any, Any]] = deque()
+
+    def start(self) -> None:
+        if self._cuda:
+            self._running.append((_event(), None))
+        else:
+            self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        if not self._cuda:
+            self._done += time.perf_counter() - self._began
+            return
+        self._running[-1] = (self._running[-1][0], _event())
+        while self._running and self._running[0][1] is not None and self._running[0][1].query():
+            self._add()
+
+    def seconds(self) -> float:
+        while self._running and self._running[0][1] is not None:
+            self._running[0][1].synchronize()
+            self._add()
+        return self._done
+
+    def _add(self) -> None:
+        start, stop = self._running.popleft()
+        self._done += start.elapsed_time(stop) / 1e3
+
+
+def _event() -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+class DeviceCounter:
+    """The number of the next trajectory, on a device."""
+
+    def __init__(self, first: int, device: torch.device) -> None:
+        self.tensor = torch.tensor(first, dtype=torch.int64, device=device)
+
+    @property
+    def next(self) -> int:
+        """Asks the device."""
+        return int(self.tensor)
+
+    def skip_to(self, first: int) -> None:
+        """Go on at or above `first`."""
+        self.tensor.clamp_(min=first)
+
+
+class DeviceLedger:
+    """Ids and counts of one env's lanes, from rollout to rollout."""
+
+    def __init__(self, spec: EnvSpec, device: torch.device, stats: DeviceStats) -> None:
+        self.stats = stats
+        self._reward = ("next", *next(iter(spec.reward)))
+        self.ids = torch.arange(spec.lanes, device=device)
+        self.counter = DeviceCounter(spec.lanes, device)
+
+    def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
+        """These lanes began anew, at the border between two rollouts."""
+        chosen = torch.as_tensor(list(lanes), device=self.ids.device)
+        mask = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
+        mask[chosen] = True
+        if fresh_ids:
+            self.ids[chosen] = self.counter.tensor + torch.arange(len(chosen), device=self.ids.device)
+            self.counter.tensor += len(chosen)
+        self.stats.forget(mask)
+
+    def close(self, slot: Slot) -> None:
+        """A rollout is over: its ids and its sums."""
+        columns: Mapping[Key, Any] = slot.arrays
+        done, reward = columns[("next", "done")][..., 0], columns[self._reward]
+        self.stats.rollout(reward.reshape(*done.shape, -1).mean(-1), done)
+        if TRAJ_IDS not in columns:
+            return
+        ids = columns[TRAJ_IDS]
+        new = done.reshape(-1).cumsum(0).reshape(done.shape)
+        ended = new[-1, -1].clone()
+        new += self.counter.tensor - 1  # what the episode after an end here is called
+        ids[0] = self.ids
+        for t in range(1, len(ids)):
+            torch.where(done[t - 1], new[t - 1], ids[t - 1], out=ids[t])
+        torch.where(done[-1], new[-1], ids[-1], out=self.ids)
+        self.counter.tensor += ended
+
+    def stamp(self, slot: Slot, version: int) -> None:
+        """Every frame was made by this version."""
+        for key in (VERSION, ("next", *VERSION)):
+            if key in slot.arrays:
+                slot.arrays[key].fill_(version)  # type: ignore[attr-defined]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What changes from rollout to rollout."""
+        return [self.ids, self.counter.tensor, *self.stats.tensors]

@@ -1,0 +1,181 @@
+"""Envs that live on the GPU, and CUDA graphs: the same data as on the host."""
+
+from __future__ import annotations
+
+import itertools
+
+import gymnasium as gym
+import pytest
+import torch
+from tests.envs.device_worlds import CountingDevice, Forgetful
+from torch import nn
+from torch.distributions import Categorical
+
+from reap.collectors import Collector
+from reap.core.device_worker import DeviceWorker
+from reap.envs import SerialEnv, TorchEnv
+from reap.envs.torch_envs import TorchCartPole
+from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.testing import CountingWorld, EchoPolicy, assert_same
+from reap.testing.backend import LENGTHS, counting_lanes
+
+pytestmark = pytest.mark.cuda
+
+WORLD = [(3, 1), (2,), (1, 4, 2)]
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("rebinds", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_predictable_world(graph, rebinds, limit):
+    env = TorchEnv(CountingDevice(WORLD, "cuda", rebinds=rebinds))
+    options = {"cudagraph_policy": graph, "max_frames_per_traj": limit}
+    c = Collector(env, EchoPolicy().cuda(), frames_per_batch=12, **options)
+    assert isinstance(c._inline.worker, DeviceWorker)
+    world, kept = CountingWorld(WORLD, limit=limit), []
+    for _ in range(8):
+        kept.append(c.next())
+        assert kept[-1]["observation"].is_cuda
+    for batch in kept:
+        assert_same(batch.cpu(), world.batch(4))
+    assert c.stats()["episodes"] == sum(int(batch["next", "done"].sum()) for batch in kept)
+    assert c.stats()["collect_seconds"] > 0
+
+
+def test_one_device_for_all_and_its_weights():
+    policy = EchoPolicy()
+    c = Collector(
+        TorchEnv(CountingDevice(WORLD, "cuda")),
+        policy,
+        frames_per_batch=12,
+        device="cuda",
+        cudagraph_policy=True,
+        track_policy_version=True,
+    )
+    for _ in range(3):
+        c.next()
+    with torch.no_grad():
+        policy.weight.fill_(2.0)
+    before = c.next()
+    c.update_policy_weights_()
+    after = c.next()
+    assert (before["policy_version"] == 0).all()
+    assert (after["policy_version"] == 1).all()
+    ratio = after["action"] / EchoPolicy().cuda()(after["observation"])
+    assert torch.equal(ratio[ratio.isfinite()].unique(), torch.tensor([2.0], device="cuda"))
+
+
+def test_weights_that_move_are_recorded_anew():
+    policy = EchoPolicy().cuda()
+    c = Collector(TorchEnv(CountingDevice(WORLD, "cuda")), policy, frames_per_batch=12, cudagraph_policy=True)
+    for _ in range(3):
+        c.next()
+    policy.weight = nn.Parameter(torch.tensor(3.0, device="cuda"))
+    batch = c.next()
+    ratio = batch["action"] / EchoPolicy().cuda()(batch["observation"])
+    assert torch.equal(ratio[ratio.isfinite()].unique(), torch.tensor([3.0], device="cuda"))
+    assert (c.next()["collector", "traj_ids"].diff(dim=1) >= 0).all()
+
+
+def test_state_a_graph_cannot_see_is_told():
+    c = Collector(TorchEnv(Forgetful(WORLD, "cuda")), EchoPolicy().cuda(), frames_per_batch=12, cudagraph_policy=True)
+    c.next()
+    with pytest.raises(SpecMismatch, match="keep state a graph cannot see"):
+        c.next()
+
+
+def test_what_cannot_be_recorded_is_told():
+    class Asks(EchoPolicy):
+        def forward(self, observation):
+            return super().forward(observation) if observation.sum().item() > -1 else observation[..., :1]
+
+    c = Collector(TorchEnv(CountingDevice(WORLD, "cuda")), Asks().cuda(), frames_per_batch=12, cudagraph_policy=True)
+    c.next()
+    with pytest.raises(ReapError, match="cudagraph_policy: it cannot be recorded"):
+        c.next()
+    assert torch.rand(3, device="cuda").unique().numel() == 3  # the generator is as it was
+
+
+class Sampling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        nn.init.zeros_(self.net.weight)
+        with torch.no_grad():
+            self.net.bias.copy_(torch.tensor([0.0, 1.0]))
+
+    def forward(self, observation):
+        return Categorical(logits=self.net(observation)).sample()
+
+
+def test_a_replayed_rollout_draws_new_numbers_from_the_same_distribution():
+    lanes = 4096
+    c = Collector(
+        TorchEnv(TorchCartPole(lanes, device="cuda")),
+        Sampling().cuda(),
+        frames_per_batch=lanes * 8,
+        cudagraph_policy=True,
+    )
+    batches = [c.next() for _ in range(6)]
+    share = torch.sigmoid(torch.tensor(1.0)).item()
+    for batch in batches:
+        assert batch["action"].float().mean().item() == pytest.approx(share, abs=0.01)
+        done = batch["next", "done"][:, :-1, 0]
+        stays = torch.equal(batch["observation"][:, 1:][~done], batch["next", "observation"][:, :-1][~done])
+        assert stays
+        assert (batch["observation"][:, 1:][done].abs() <= 0.05).all()
+    for a, b in itertools.pairwise(batches):
+        assert not torch.equal(a["action"], b["action"])
+        done = a["next", "done"][:, -1, 0]
+        assert torch.equal(b["observation"][:, 0][~done], a["next", "observation"][:, -1][~done])
+
+
+def test_batches_lie_on_the_callers_stream():
+    lanes = 65536
+    c = Collector(
+        TorchEnv(TorchCartPole(lanes, device="cuda")),
+        Sampling().cuda(),
+        frames_per_batch=lanes * 8,
+        cudagraph_policy=True,
+    )
+    for _ in range(3):
+        c.next()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        batch = c.next()
+        ones = batch["next", "reward"].sum()
+    side.synchronize()
+    assert ones.item() == lanes * 8
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:1]], ids=["lanes", "single"])
+def test_a_graphed_policy_and_lanes_on_the_host(lengths):
+    policy = EchoPolicy()
+    c = Collector(
+        counting_lanes(lengths)(),
+        policy,
+        frames_per_batch=4 * len(lengths),
+        policy_device="cuda",
+        cudagraph_policy=True,
+    )
+    world = CountingWorld(lengths)
+    for _ in range(6):
+        assert_same(c.next(), world.batch(4))
+    with torch.no_grad():
+        policy.weight.fill_(2.0)
+    c.update_policy_weights_()
+    batch = c.next()
+    assert torch.equal(batch["action"], EchoPolicy()(batch["observation"]) * 2)
+
+
+def test_a_graphed_policy_samples():
+    env = SerialEnv(16, lambda: gym.make("CartPole-v1"))
+    c = Collector(env, Sampling(), frames_per_batch=16 * 200, policy_device="cuda", cudagraph_policy=True)
+    c.next()
+    a, b = c.next()["action"], c.next()["action"]
+    share = torch.sigmoid(torch.tensor(1.0)).item()
+    assert a.float().mean().item() == pytest.approx(share, abs=0.03)
+    assert not torch.equal(a, b)
+    with pytest.raises(UsageError, match="cudagraph_policy needs the policy on a CUDA device"):
+        Collector(env, Sampling(), frames_per_batch=160, cudagraph_policy=True)
