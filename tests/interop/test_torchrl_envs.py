@@ -215,6 +215,30 @@ def test_frames_refuse_what_they_cannot_do():
         Collector(ENVS["text"], TensorDictModule(lambda o: o, ["observation"], ["other"]), frames_per_batch=4)
 
 
+@pytest.mark.parametrize("layout", ["cat", "padded"])
+@pytest.mark.parametrize("kind", ["matrix of lanes", "groups over lanes", "agents", "text"])
+def test_whole_episodes_of_any_shape(kind, layout):
+    limit = None if kind == "agents" else 3
+    options = {"trajs_per_batch": 3, "traj_format": layout, "max_frames_per_traj": limit}
+    with Collector(ENVS[kind], None, frames_per_batch=48, **options) as collector:
+        batch = collector.next()
+    ids = batch["collector", "traj_ids"]
+    if layout == "cat":
+        assert len(ids.unique_consecutive()) == 3
+    else:
+        assert batch.batch_size[0] == 3
+        assert bool((ids == ids[:, :1])[batch["collector", "mask"]].all())
+
+
+def test_what_differs_in_shape_cannot_be_padded():
+    options = {"trajs_per_batch": 1, "traj_format": "padded", "max_frames_per_traj": 3}
+    with (
+        Collector(ENVS["heterogeneous"], None, frames_per_batch=12, **options) as collector,
+        pytest.raises(UsageError, match="one shape per key"),
+    ):
+        collector.next()
+
+
 def test_plain_functions_act_on_frames():
     def act(observation):
         return torch.ones_like(observation, dtype=torch.int8)

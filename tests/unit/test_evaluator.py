@@ -64,6 +64,13 @@ def test_given_weights_go_before_the_policys(policy):
         assert policy.weight.item() == 0
 
 
+def test_functions_can_be_measured():
+    with Evaluator(payer(), lambda observation: observation[..., :1] * 0 + 2, num_trajectories=2) as evaluator:
+        assert evaluator.evaluate()["eval/reward"] == 8
+        evaluator.trigger_eval()
+        assert evaluator.wait(30)["eval/reward"] == 8
+
+
 def test_every_lane_weighs_the_same(policy):
     """One lane ends after every step, the other after eight: a first-come count would see hardly any of the latter."""
     env = SerialEnv(2, [payer((1,)), payer((8,))])

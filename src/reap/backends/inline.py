@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +37,14 @@ class InlineBackend:
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
         slot = worker.pool.acquire()
+        began = time.perf_counter()
         try:
             frames = worker.fill(slot, random=random)
         except BaseException:
             worker.pool.release(slot)
             raise
         if self.on_rollout is not None:
-            self.on_rollout(0, worker.stats.span, frames=frames, version=worker.loop.version)
+            self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 

@@ -196,7 +196,9 @@ class Evaluator:
 
     def _snapshot(self, weights: Any) -> Any:
         given = self._source if weights is None else weights
-        return self.extract_weights(given) if isinstance(given, nn.Module) else given
+        if isinstance(given, nn.Module):
+            return self.extract_weights(given)
+        return weights  # a function has none
 
     def _play(self, weights: Any, step: int | None) -> dict[str, Any]:
         if weights is not None:

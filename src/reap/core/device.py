@@ -65,17 +65,14 @@ class DeviceStats:
         self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._clock = _Clock(device)
-        self.span = (0.0, 0.0)  # of the last rollout as the host sees it: the device may still be at it
 
     def begin(self) -> None:
         """A rollout starts."""
-        self.span = (time.perf_counter(), 0.0)
         self._clock.start()
 
     def end(self, frames: int) -> None:
         """A rollout of so many frames is full, and `rollout` has summed it."""
         self._clock.stop()
-        self.span = (self.span[0], time.perf_counter())
         self.frames, self.rollouts = self.frames + frames, self.rollouts + 1
         self._in_all += self._sums
         self._recent.append(self._sums.clone())
