@@ -313,11 +313,13 @@ def test_a_thread_that_hangs_is_reported_with_its_stack():
 
     collector = Collector(Hangs((3,)), EchoPolicy(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
-    with within(2.0), pytest.raises(WorkerSilent, match="gate.wait"):
-        collector.async_shutdown(timeout=0.2)
-    with pytest.raises(WrongState, match="closed"):
-        collector.next()
-    gate.set()
+    try:
+        with within(2.0), pytest.raises(WorkerSilent, match="gate.wait"):
+            collector.async_shutdown(timeout=0.2)
+        with pytest.raises(WrongState, match="closed"):
+            collector.next()
+    finally:
+        gate.set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
