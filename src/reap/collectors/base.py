@@ -184,17 +184,19 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             self._fetch()
         if not self._taken:
             return None
-        out: TensorDictBase | None = None
+        split = self._split if self.options.split_trajs else None
+        if self._sink is None:
+            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            self._batches += 1
+            self._taken = []  # last: between here and `_ready` there is no loop or call in which Ctrl-C could come
+            return out
         while self._taken:
             part = self._taken[0]
-            split = self._split if self.options.split_trajs else None
-            out = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
-            if self._sink is not None:
-                self._sink.take(out, part.worker)
-                out = None
+            done = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            self._sink.take(done, part.worker)
             self._taken = self._taken[1:]
         self._batches += 1
-        return out
+        return None
 
     def _fetch(self) -> None:
         self._taken = self._next_batch()
