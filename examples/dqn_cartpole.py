@@ -28,7 +28,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.envs import GymEnv, SerialEnv
 
 WORKERS, LANES, STEPS = 2, 8, 16  # processes, games in each, steps of each game between two looks at the weights
-FRAMES = 1_200 * LANES * STEPS  # the budget; most seeds need a tenth of it
+FRAMES = 1_200 * LANES * STEPS  # the budget; seeds 0 to 2 need a fifth of it
 BUFFER, WARM_UP = 50_000, 2_000
 BATCH, SAMPLES_PER_FRAME = 128, 13
 LEARNING_RATE, GAMMA, FOLLOW = 1e-3, 0.99, 0.02  # FOLLOW: how fast the slow network follows the other

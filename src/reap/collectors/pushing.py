@@ -83,6 +83,8 @@ class Pushing:
 
     def _load_model(self, path: str, weights: Any) -> None:
         """New weights for a module elsewhere than in the policy, by its path: a transform of the env."""
+        if not path.startswith("env"):
+            raise _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in 'env'")
         if weights is None:
             raise UsageError(f"model {path!r} needs weights; only 'policy' knows where its own come from")
         if isinstance(weights, nn.Module):
