@@ -42,16 +42,16 @@ def test_ppo_cartpole_learns(tmp_path: Path) -> None:
     assert is_png(tmp_path / "demo.png")
 
 
-@pytest.mark.parametrize("name", ["dqn_cartpole.py", "sac_pendulum.py"])
-def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, tmp_path: Path) -> None:
-    frames = 1024
+@pytest.mark.parametrize(("name", "frames"), [("dqn_cartpole.py", 2048), ("sac_pendulum.py", 1024)])
+def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, frames: int, tmp_path: Path) -> None:
     done = run(name, "--frames", str(frames), cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
     told = re.match(
-        r"(not learned|solved): mean return -?\d+ of 100 \w+ after 1,024 frames and (\d+) updates", last_line(done)
+        rf"(not learned|solved): mean return -?\d+ of 100 \w+ after {frames:,} frames and (\d+) updates",
+        last_line(done),
     )
     assert told, done.stdout
-    assert int(told[2]) > 50
+    assert int(told[2]) > 50  # the limiter makes sure of it, however slow the learner is beside the workers
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
