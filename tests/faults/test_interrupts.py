@@ -201,10 +201,9 @@ def test_one_that_comes_while_the_callers_handler_is_put_back(monkeypatch):
         patch.setattr(signal, "signal", put_back)
         with pytest.raises(KeyboardInterrupt), interrupts.held():
             pass
-    with pytest.raises(KeyboardInterrupt):
-        with interrupts.held():
-            signal.raise_signal(signal.SIGINT)
-            held = True  # it waits until the end
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        held = True  # it waits until the end
     assert held
     with interrupts.held():
         interrupts.let_in()  # none is left over

@@ -28,11 +28,12 @@ class InlineBackend:
     def start(self) -> None:
         env = self._plan.make_env()
         try:
-            there = device_worker(self._plan, env)
+            model = self._plan.make_policy()
+            there = device_worker(self._plan, env, model)
         except BaseException:
             env.close()
             raise
-        self.worker = there or Worker(self._plan, env=env, same_slot=self._same_slot)
+        self.worker = there or Worker(self._plan, parts=(env, model), same_slot=self._same_slot)
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
