@@ -42,6 +42,8 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.doors
 	$(BIN)/python -m benchmarks.multi
 	$(BIN)/python -m benchmarks.buffers
+	$(BIN)/python -m benchmarks.batched
+	$(BIN)/python -m benchmarks.dropin
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

@@ -5,7 +5,8 @@
     one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates
     CartPole: 32 envs in 2 processes; reap / TorchRL's AsyncBatchedCollector
 
-Contenders take turns inside one run; what is printed are medians. The hand-written loop has a thread per env and two
+reap and the hand-written loop take turns inside one run; what is printed are medians. TorchRL's envs go on by
+themselves when nobody asks, so it runs alone, after them. The hand-written loop has a thread per env and two
 kinds of queue, decides about whoever is ready, and stores the columns reap stores in preallocated arrays.
 
 python -m benchmarks.batched [--rounds 7] [--no-torchrl] [--quick]
@@ -72,12 +73,14 @@ class Case:
 
 
 CASES = [
-    Case("slow env, 32 envs", Slow, 3200, "threading", ideal=ENVS / MEAN),
+    Case("slow env, 32 envs", Slow, 3200, "multiprocessing", ENVS, True, ideal=ENVS / MEAN),
     Case(
         "slow env, one of 32 is 100× slower",
         lambda number: Slow(number, MEAN if number else 100 * MEAN),
         3200,
-        "threading",
+        "multiprocessing",
+        ENVS,
+        True,
         ideal=(ENVS - 1 + 0.01) / MEAN,
     ),
     Case("CartPole, 32 envs in 2 processes", lambda number: gym.make("CartPole-v1"), 6400, "multiprocessing", 16),
@@ -184,8 +187,8 @@ def torchrl(case: Case) -> Contender:
     return Contender(iter(collector).__next__, collector.shutdown, case.frames // 8)
 
 
-def measure(case: Case, contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
-    """Medians of frames per second, everybody once a round."""
+def turns(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
+    """Frames per second, everybody once a round."""
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender.run()
@@ -194,8 +197,24 @@ def measure(case: Case, contenders: dict[str, Contender], rounds: int) -> dict[s
             began = time.perf_counter()
             contender.run()
             rates[name].append(contender.frames / (time.perf_counter() - began))
+    return rates
+
+
+def measure(case: Case, makers: dict[str, Callable[[Case], Contender]], rounds: int) -> dict[str, list[float]]:
+    """Frames per second of those of `makers`, made for this and closed after it."""
+    contenders: dict[str, Contender] = {}
+    try:
+        for name, make in makers.items():
+            contenders[name] = make(case)
+        return turns(contenders, rounds)
+    finally:
+        for contender in contenders.values():
+            contender.close()
+
+
+def summary(case: Case, rates: dict[str, list[float]]) -> dict[str, Any]:
     result: dict[str, Any] = {"case": case.name, "fps": {name: statistics.median(r) for name, r in rates.items()}}
-    for name in contenders:
+    for name in rates:
         if name != "reap":
             result[f"reap_to_{name}"] = statistics.median(a / b for a, b in zip(rates["reap"], rates[name]))
     if case.ideal is not None:
@@ -216,24 +235,16 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     for case in CASES:
         if options.only not in case.name:
             continue
-        makers: dict[str, Callable[[Case], Contender]] = {"reap": reap}
-        if case.backend == "threading":
-            makers["hand"] = by_hand
+        rounds = 2 if options.quick else options.rounds
+        rates = measure(case, {"reap": reap, "hand": by_hand} if case.threads else {"reap": reap}, rounds)
         if not options.no_torchrl and "slower" not in case.name:
-            makers["torchrl"] = torchrl
-        contenders: dict[str, Contender] = {}
-        try:
-            for name, make in makers.items():
-                contenders[name] = make(case)
-            result = measure(case, contenders, 2 if options.quick else options.rounds)
-        finally:
-            for contender in contenders.values():
-                contender.close()
+            rates |= measure(case, {"torchrl": torchrl}, rounds)
+        result = summary(case, rates)
         results.append(result)
         shares = "".join(f", {name} {share:.2f} of the ideal" for name, share in result.get("to_ideal", {}).items())
         ratios = "".join(f", {n.replace('_', ' ')} {r:.2f}" for n, r in result.items() if n.startswith("reap_to"))
-        rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in result["fps"].items())
-        print(f"{case.name}: {rates} frames/s{shares}{ratios}", flush=True)
+        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in result["fps"].items())
+        print(f"{case.name}: {speeds} frames/s{shares}{ratios}", flush=True)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "batched.json").write_text(json.dumps({"quick": options.quick, "results": results}, indent=1) + "\n")
     return results

@@ -4,9 +4,12 @@
     slices        sample(8192) as 256 slices of 32
     prioritized   sample(256) and new priorities for it
     extend        32 lanes × 64 steps in
+    ingest        a batch of 2 workers × 16 lanes of CartPole, delivered / written into a buffer by the workers
+    writing       sample(256) of 1M rows while nobody writes / while two workers do
 
 Contenders take turns inside one run, each with the same rows; what is printed are medians of paired ratios (TorchRL's
 time / reap's). TorchRL's priorities need its compiled tree: where that does not load, reap's time stands alone.
+The last two are reap beside itself: `writing` in seconds of CPU, since three processes share the cores there.
 
 python -m benchmarks.buffers [--rows 1000000] [--rounds 200] [--only uniform]
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +29,11 @@ from tensordict import TensorDict
 
 from benchmarks.single import calls, race
 from reap import data as ours
+from reap.collectors import MultiSyncCollector
+from reap.envs import GymEnv, SerialEnv
 
-CASES = ("uniform", "slices", "prioritized", "extend")
+CASES = ("uniform", "slices", "prioritized", "extend", "ingest", "writing")
+LANES, STEPS = 16, 64
 
 
 def cartpole(rows: int) -> TensorDict:
@@ -79,8 +86,53 @@ def contender(library: Any, case: str, frames: TensorDict) -> Callable[[], Any]:
     return lambda: buffer.sample()
 
 
+def workers(buffer: Any = None) -> MultiSyncCollector:
+    """Two of them, with or without a buffer to write to."""
+    make = [lambda: SerialEnv(LANES, lambda: GymEnv("CartPole-v1"))] * 2
+    policy = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    return MultiSyncCollector(make, policy, frames_per_batch=2 * LANES * STEPS, replay_buffer=buffer)
+
+
+def ingest(rows: int, rounds: int) -> dict[str, Any]:
+    """What it costs workers to write into a buffer themselves."""
+    buffer = ours.ReplayBuffer(storage=ours.LazyTensorStorage(rows))
+    with workers() as without, workers(buffer) as filling:
+        seconds = race({"delivered": without.next, "written": filling.next}, max(rounds // 4, 3))
+    found: dict[str, Any] = {f"{name}_us": statistics.median(times) * 1e6 for name, times in seconds.items()}
+    found["ratio"] = statistics.median(a / b for a, b in zip(seconds["delivered"], seconds["written"]))
+    return found
+
+
+def writing(count: int, rounds: int) -> dict[str, Any]:
+    """What it costs a reader that others write."""
+    buffer = ours.ReplayBuffer(storage=ours.LazyTensorStorage(count), batch_size=256)
+    with workers(buffer) as collector:
+        collector.next()
+        rows = buffer[:]
+        while buffer.write_count < count:
+            buffer.extend(rows)
+        collector.start()
+
+        def samples() -> float:
+            began = time.thread_time()
+            for _ in range(100):
+                buffer.sample()
+            return (time.thread_time() - began) / 100
+
+        pairs = []
+        for _ in range(max(rounds // 10, 3)):
+            with collector.pause():
+                idle = samples()
+            pairs.append((idle, samples()))
+    found = {"idle_us": 1e6 * statistics.median(a for a, _ in pairs)}
+    found["writing_us"] = 1e6 * statistics.median(b for _, b in pairs)
+    return {**found, "ratio": statistics.median(a / b for a, b in pairs)}
+
+
 def measure(case: str, frames: TensorDict, rounds: int) -> dict[str, Any]:
     """Medians of one case."""
+    if case in ("ingest", "writing"):
+        return (ingest if case == "ingest" else writing)(len(frames), rounds)
     import torchrl.data as theirs
 
     runs = {"reap": contender(ours, case, frames)}
@@ -107,8 +159,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     frames, results = cartpole(options.rows), {}
     for case in [options.only] if options.only else CASES:
         results[case] = found = measure(case, frames, options.rounds)
-        times = "   ".join(f"{name} {found[f'{name}_us']:8.0f} µs" for name in found["calls"])
-        print(f"{case:12} {times}   " + (f"{found['ratio']:5.1f}×" if "ratio" in found else "TorchRL's tree: absent"))
+        names = [key.removesuffix("_us") for key in found if key.endswith("_us")]
+        times = "   ".join(f"{name} {found[f'{name}_us']:8.0f} µs" for name in names)
+        print(f"{case:12} {times}   " + (f"{found['ratio']:5.2f}×" if "ratio" in found else "TorchRL's tree: absent"))
     return results
 
 

@@ -45,6 +45,14 @@ def test_the_option_table_is_the_docstring():
     assert {name for name, _ in rows} == {f.name for f in dataclasses.fields(Options)}
 
 
+def test_the_checklist_is_whole_and_its_tests_exist():
+    page = (ROOT / "docs" / "from-torchrl.md").read_text().split("## The checklist")[1]
+    rows = [int(number) for number in re.findall(r"^\| (\d+) \|", page, re.M)]
+    assert rows == list(range(1, 116))
+    for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", page):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"
+
+
 def test_links_lead_somewhere():
     for path in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):

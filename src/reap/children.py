@@ -494,6 +494,7 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         faulthandler.enable(stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
         signal.signal(signal.SIGTERM, _goodbye)
+        sys.unraisablehook = _swallowed
         connection = Connection(connection_fd)
         path, directory, name = pickle.loads(connection.recv_bytes())
         sys.path[:] = path
@@ -520,6 +521,15 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
 def _goodbye(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: cleaning up is not to be interrupted
     raise Goodbye
+
+
+def _swallowed(what: Any) -> None:
+    """An exception in a finalizer, which Python drops. A goodbye is said again a moment later."""
+    if what.exc_type is Goodbye:
+        signal.signal(signal.SIGALRM, _goodbye)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+    else:
+        sys.__unraisablehook__(what)
 
 
 def _rename(name: str) -> None:

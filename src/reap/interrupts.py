@@ -66,12 +66,13 @@ class Interrupts:
             yield
             return
         try:
+            self._take()  # one that was told already
             self._usual = usual
             signal.signal(signal.SIGINT, self._arrive)
             yield
         finally:
+            self._usual = None  # first: the next line may be interrupted
             signal.signal(signal.SIGINT, usual)
-            self._usual = None
             if self._take():
                 usual(signal.SIGINT, None)
 

@@ -100,7 +100,11 @@ def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> Tenso
         rows = [[NonTensorData(v, batch_size=[]) for v in piece + [None] * (longest - len(piece))] for piece in pieces]
         if rows:
             out.set(key, NonTensorStack(*[NonTensorStack(*row) for row in rows]))
-    for key, value in flat.items(True, True):
+    try:
+        entries = list(flat.items(True, True))
+    except RuntimeError as cause:  # lanes or agents that differ in shape
+        raise UsageError("padding needs one shape per key; these trajectories differ in theirs") from cause
+    for key, value in entries:
         padded = value.new_zeros((count * longest, *value.shape[1:]))
         padded.index_copy_(0, index, value)
         out.set(key, padded.reshape(count, longest, *value.shape[1:]))
@@ -237,7 +241,7 @@ class WholeTrajectories:
     def feed(self, batch: TensorDictBase, source: int = 0) -> None:
         """Take the next batch `[…, T]`. Lanes go on where the last batch of the same source left them."""
         self._plain = batch.ndim == 1
-        lanes = batch if batch.ndim == 2 else batch.reshape(-1, batch.batch_size[-1])
+        lanes = batch.unsqueeze(0) if self._plain else batch.flatten(0, -2) if batch.ndim > 2 else batch
         flat = lanes.reshape(-1)
         count, steps = lanes.batch_size
         ids = lanes.get(("collector", "traj_ids"), None)

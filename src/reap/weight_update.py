@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from reap.errors import UsageError, nearest
 
@@ -46,19 +46,19 @@ class WeightSyncScheme:
 
     road: ClassVar[Road]
 
-    def __init__(self, strategy: str = "tensordict", *, sync: bool = True) -> None:
+    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
         if strategy not in ("tensordict", "state_dict"):
             raise UsageError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
         self.strategy, self.sync = strategy, sync
 
     @staticmethod
-    def from_backend(name: str) -> WeightSyncScheme:
+    def from_backend(backend: str, **options: Any) -> WeightSyncScheme:
         """The scheme that goes with a backend."""
-        if name not in _NAMES:
+        if backend not in _NAMES:
             raise UsageError(
-                f"no weight scheme for backend {name!r}{nearest(str(name), _NAMES)}; known: {sorted(_NAMES)}"
+                f"no weight scheme for backend {backend!r}{nearest(str(backend), _NAMES)}; known: {sorted(_NAMES)}"
             )
-        scheme: WeightSyncScheme = globals()[_NAMES[name]]()
+        scheme: WeightSyncScheme = globals()[_NAMES[backend]](**options)
         return scheme
 
 
@@ -66,6 +66,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """One flat block in shared memory, written once per update however many workers read it; never torn."""
 
     road = "shared"
+
+    def __init__(self, strategy: str = "tensordict", sync: bool = True, per_worker_weights: bool = False) -> None:
+        super().__init__(strategy, sync)
+        if per_worker_weights:
+            raise UsageError(
+                "per_worker_weights: every worker reads one block; MultiProcessWeightSyncScheme sends apart"
+            )
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):

@@ -19,8 +19,10 @@ from torchrl.data import (
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv
-from reap.errors import UsageError
+from reap.errors import UsageError, WorkerRaised
+from reap.testing import CountingEnv, no_leaks
 from tests.background.worlds import KINDS, EchoPolicy, check_rows, check_streams, lanes, make
+from tests.faults.worlds import within
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore")]
 
@@ -69,6 +71,37 @@ def test_in_the_background(kind):
     assert collector.stats()["frames"] == 400
     collector.async_shutdown()
     assert sum(check_streams(memory[:].reshape(-1)).values()) == 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_broken_off_and_broken(kind):
+    """In the middle of a rollout, and by an error: at once, with its cause, and nothing is left behind."""
+
+    class Slow(CountingEnv):
+        def step(self, action):
+            time.sleep(0.01)
+            if self.lane == 1 and self.episode == 2:
+                raise OverflowError("boom")
+            return super().step(action)
+
+    def life(frames):
+        memory = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+        collector = make(kind, memory, env=Slow, frames_per_batch=frames)
+        collector.start()
+        if frames > 1000:
+            time.sleep(0.05)
+            with within(2.0):
+                collector.async_shutdown()
+        else:
+            with pytest.raises(WorkerRaised, match="boom"):
+                while collector.is_running():
+                    time.sleep(0.001)
+            assert collector.closed
+
+    life(20)
+    for frames in (20, 100_000):
+        with no_leaks():
+            life(frames)
 
 
 def test_list_storage_keeps_frames_that_do_not_change():

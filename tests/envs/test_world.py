@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reap.collectors import Collector
-from reap.envs import DMEnv, GymEnv, ParallelEnv, PufferLibEnv, SerialEnv, TorchEnv
+from reap.envs import AsyncEnvPool, DMEnv, GymEnv, ParallelEnv, PufferLibEnv, SerialEnv, TorchEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests.envs.test_dm import CountingDm
@@ -87,6 +87,7 @@ READY = {
     "processes as they are ready": lambda lengths: (
         ParallelEnv(len(lengths), makers(lengths), ready=1) if len(lengths) > 1 else SerialEnv(1, makers(lengths))
     ),
+    "threads as they are ready": lambda lengths: AsyncEnvPool(makers(lengths)),
     "as they are ready": lambda lengths: ReadyPool(lengths, max(1, len(lengths) // 2), seed=len(lengths)),
 }
 

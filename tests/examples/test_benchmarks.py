@@ -80,5 +80,27 @@ def test_buffers_are_measured(capsys):
 
     results = main(["--rows", "20000", "--rounds", "3"])
     assert list(results) == list(CASES)
-    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend"))
+    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend", "ingest", "writing"))
     assert all(case in capsys.readouterr().out for case in CASES[:1])
+
+
+def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
+    from benchmarks.batched import CASES, main
+
+    monkeypatch.chdir(tmp_path)
+    results = main(["--quick", "--no-torchrl"])
+    assert [r["case"] for r in results] == [case.name for case in CASES]
+    assert all(rate > 0 for r in results for rate in r["fps"].values())
+    assert results[0]["to_ideal"].keys() == {"reap", "hand"}
+    assert json.loads((tmp_path / "bench-results/batched.json").read_text()) == {"quick": True, "results": results}
+    told = capsys.readouterr().out
+    assert all(case.name in told for case in CASES)
+
+
+def test_torchrls_envs_in_three_hands():
+    pytest.importorskip("torchrl")
+    from benchmarks.dropin import envs, measure
+
+    make, width, actions = envs()["TransformedEnv: counters"]
+    found = measure(make, width, actions, frames=40, rounds=2)
+    assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))

@@ -42,5 +42,30 @@ def test_ppo_cartpole_learns(tmp_path: Path) -> None:
     assert is_png(tmp_path / "demo.png")
 
 
+@pytest.mark.parametrize(("name", "frames"), [("dqn_cartpole.py", 2048), ("sac_pendulum.py", 1024)])
+def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, frames: int, tmp_path: Path) -> None:
+    done = run(name, "--frames", str(frames), cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = re.match(
+        rf"(not learned|solved): mean return -?\d+ of 100 \w+ after {frames:,} frames and (\d+) updates",
+        last_line(done),
+    )
+    assert told, done.stdout
+    assert int(told[2]) > 50  # the limiter makes sure of it, however slow the learner is beside the workers
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(("name", "least"), [("dqn_cartpole.py", 400), ("sac_pendulum.py", -250)])
+def test_learning_from_a_buffer(name: str, least: int, tmp_path: Path) -> None:
+    done = run(name, "--seed", "0", cwd=tmp_path, timeout=650)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.match(r"solved: mean return (-?\d+) of 100", last_line(done))
+    assert told, done.stdout
+    assert int(told[1]) >= least
+
+
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.rstrip().splitlines()[-1]

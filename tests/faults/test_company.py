@@ -207,8 +207,10 @@ def test_descriptors_do_not_grow():
     for n in range(12):
         with collect(KINDS[n % 2], [healthy(), healthy(1)]) as c:
             c.next()
+        del c
+        gc.collect()  # what earlier tests left to the collector is closed whenever it runs
         counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[-1] <= counts[2], counts
+    assert counts[-1] <= counts[2] + 2, counts  # one left behind by each would be nine more
 
 
 def test_large_messages_both_ways():

@@ -189,6 +189,26 @@ def test_the_callers_handler_is_used_and_kept():
         signal.signal(signal.SIGINT, before)
 
 
+def test_one_that_comes_while_the_callers_handler_is_put_back(monkeypatch):
+    interrupts, real = Interrupts(), signal.signal
+
+    def put_back(number, handler):
+        real(number, handler)
+        if handler is not interrupts._arrive and getattr(handler, "__self__", None) is not interrupts:
+            signal.raise_signal(number)  # as if it came now
+
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", put_back)
+        with pytest.raises(KeyboardInterrupt), interrupts.held():
+            pass
+    with pytest.raises(KeyboardInterrupt), interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        held = True  # it waits until the end
+    assert held
+    with interrupts.held():
+        interrupts.let_in()  # none is left over
+
+
 def test_none_falls_into_a_finalizer():
     class Thing:
         def __del__(self):

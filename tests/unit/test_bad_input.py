@@ -47,8 +47,8 @@ def test_unknown_option_names_the_nearest():
 
 
 def test_options_that_come_later_say_so():
-    with pytest.raises(UsageError, match="does not support auto_register_policy_transforms yet"):
-        Collector(CountingEnv(), frames_per_batch=3, auto_register_policy_transforms=True)
+    with pytest.raises(UsageError, match="does not support collector_class yet"):
+        Collector(CountingEnv(), frames_per_batch=3, collector_class="MyCollector")
     with pytest.raises(UsageError, match="backend='submitit' is not supported yet"):
         Collector(CountingEnv(), frames_per_batch=3, backend="submitit")
 

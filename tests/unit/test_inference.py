@@ -283,18 +283,21 @@ def test_shutting_down_answers_everybody_who_waits():
         server = InferenceServer(policy, min_batch_size=1)
         clients = [server.client() for _ in range(3)]
         found = []
-        thread = threading.Thread(
-            target=lambda: found.extend(together(*(functools.partial(client, row(1)) for client in clients)))
-        )
-        thread.start()
-        assert entered.wait(10)
+
+        def ask(some):
+            found.extend(together(*(functools.partial(client, row(1)) for client in some)))
+
+        threads = [threading.Thread(target=ask, args=(some,)) for some in (clients[:1], clients[1:])]
+        threads[0].start()
+        assert entered.wait(10)  # the first is being computed; the others come too late for its batch
+        threads[1].start()
         wait_until(lambda: len(server._line._waiting) == 2)
         ender = threading.Thread(target=server.shutdown)
         ender.start()
-        wait_until(lambda: server._why_closed is not None)
+        wait_until(lambda: server._line._closed is not None)
         leave.set()
-        ender.join(10)
-        thread.join(10)
+        for thread in (ender, *threads):
+            thread.join(10)
         assert sorted(type(one).__name__ for one in found) == ["ServerGone", "ServerGone", "TensorDict"]
         with pytest.raises(ServerGone, match="it was shut down"):
             clients[0](row(1))

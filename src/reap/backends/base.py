@@ -37,6 +37,8 @@ class Halted(BaseException):
 class Backend(Protocol):
     """What every way of running workers can do."""
 
+    on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
+
     def start(self) -> None:
         """Build the workers. Errors of their construction are raised here."""
 

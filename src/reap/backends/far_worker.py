@@ -30,7 +30,7 @@ from reap.seeding import seed_process
 from reap.weights.shared import Packing
 
 BLOCKS = 2  # of a station
-_WORDS, _STATS = 16, 8  # of a header: how many, and where numbers about episodes begin
+_WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
 _FIRST = 16  # bytes of a parcel of weights before its marks: count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
@@ -71,6 +71,7 @@ class News(NamedTuple):
         header = np.zeros(_WORDS, np.int64)
         header[:6] = 1, len(data), full.slot, full.frames, full.version, full.seeded
         numbers = numbers_of(full.stats)
+        header[_SPAN:_STATS].view(np.float64)[:] = full.span
         header[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
         return cls(header, block, data)
 
@@ -87,7 +88,8 @@ class Header:
         finals, loose = pickle.loads(more) if more else (None, {})
         frames, version, seeded = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
-        return Full(self.slot, frames, version, stats, finals, loose, seeded)
+        begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
+        return Full(self.slot, frames, version, stats, finals, loose, seeded, (begun, ended))
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -203,7 +205,8 @@ class Station(Host):
         worker = self.worker
         frames = worker.fill(slot, random=random)
         loose, finals = slot.hand_over(), slot.finals
-        full = Full(number, frames, worker.loop.version, worker.stats.summary(), finals, loose, self.seeded)
+        stats, version = worker.stats.summary(), worker.loop.version
+        full = Full(number, frames, version, stats, finals, loose, self.seeded, worker.stats.span)
         self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
 
     def _refresh(self) -> None:

@@ -7,13 +7,16 @@ look  ──► lines and sentinels, without waiting: a failure is found by whoe
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from reap.backends.control import ALL
+from reap.backends.control import ALL, NOWHERE
 from reap.backends.process import ProcessBackend
-from reap.errors import WorkerError
+from reap.errors import ReapError
 
 T = TypeVar("T")
 
@@ -22,13 +25,20 @@ class FreeRunner:
     """Lets workers run free. `count` is told of frames and rollouts as they are found to be made."""
 
     def __init__(self, backend: ProcessBackend, *, left: float, random: int, count: Callable[[int, int], None]) -> None:
-        self._backend, self._words, self._count = backend, backend.control, count
+        self._backend, self._words = backend, backend.control
+        self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
         self._left, self._random = left, random
         self._began = self._counted = backend.control.made()
         self._before, self._pauses, self._over = 0, 0, False
         self._lock = threading.RLock()
-        self._failure: WorkerError | None = None
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
+        self._failure: ReapError | None = None
         self.told = False
+
+    def _count(self, frames: int, rollouts: int) -> None:
+        tell = self._tell()
+        if tell is not None:
+            tell(frames, rollouts)
 
     def start(self) -> None:
         """Workers first finish what they were asked for."""
@@ -38,7 +48,8 @@ class FreeRunner:
         self._before = int(words.claimed.sum())
         words.stop, words.random = False, max(self._before + self._random - frames, 0)
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
-        self._backend.call("run", self._backend.everyone())
+        with contextlib.suppress(ReapError):  # one that fails at once is found by whoever asks next, as later
+            self._backend.call("run", self._backend.everyone())
 
     def pause(self) -> None:
         """Workers rest between two rollouts; returns when they do. Pauses add up."""
@@ -55,11 +66,11 @@ class FreeRunner:
                 self._backend.call("rest", self._backend.everyone(False))
 
     def stop(self, timeout: float) -> None:
-        """Count what was made; workers end with the backend."""
-        self._catch_up()
+        """Workers end with the backend; `catch_up` counts their last frames then."""
         self._over = True
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
+        """Count what was made since the last time."""
         with self._lock:
             made = self._words.made()
             new, self._counted = made - self._counted, made
@@ -72,20 +83,32 @@ class FreeRunner:
     @property
     def running(self) -> bool:
         """Whether frames are still to be made, or written."""
-        self._catch_up()
+        self.catch_up()
         claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
         left = claimed < self._words.total or claimed - self._before > made
         return left and not self._over and self._failure is None
 
-    def failure(self) -> WorkerError | None:
+    def failure(self) -> ReapError | None:
         """What went wrong with a worker."""
         if self._failure is None and not self._over:
+            self.catch_up()
             try:
                 self._backend.look()
-            except WorkerError as error:
-                self.stop(0)
+                self._check_silence()
+            except ReapError as error:
                 self._failure = error
         return self._failure
+
+    def _check_silence(self) -> None:
+        """A worker in the middle of a rollout is to make a step now and then. Seen by whoever asks twice."""
+        timeout, now = self._backend.timeout, time.monotonic()
+        for remote in self._backend.workers if timeout is not None else ():
+            step, made = int(self._words.step[remote.index]), int(self._counted[0, remote.index])
+            where, since = self._seen.get(remote.index, (None, now))
+            if where != (step, made) or step == NOWHERE:
+                self._seen[remote.index] = (step, made), now
+            elif timeout is not None and now - since > timeout:
+                raise remote.child.silence(now - since, timeout).at(worker=remote.name, step=step)
 
     def between(self, work: Callable[[], T]) -> T:
         """Workers answer between two rollouts whatever they are asked."""

@@ -42,6 +42,7 @@ class Full:
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     seeded: int = 0  # the call that seeded it
+    span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
 
 
 @dataclass(frozen=True)

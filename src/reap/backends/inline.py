@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,24 +23,29 @@ class InlineBackend:
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False) -> None:
         self._plan, self._source, self._same_slot = plan, source, same_slot
         self.worker: Worker | DeviceWorker
+        self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
         env = self._plan.make_env()
         try:
-            there = device_worker(self._plan, env)
+            model = self._plan.make_policy()
+            there = device_worker(self._plan, env, model)
         except BaseException:
             env.close()
             raise
-        self.worker = there or Worker(self._plan, env=env, same_slot=self._same_slot)
+        self.worker = there or Worker(self._plan, parts=(env, model), same_slot=self._same_slot)
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
         slot = worker.pool.acquire()
+        began = time.perf_counter()
         try:
             frames = worker.fill(slot, random=random)
         except BaseException:
             worker.pool.release(slot)
             raise
+        if self.on_rollout is not None:
+            self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
@@ -51,9 +57,7 @@ class InlineBackend:
                 raise Halted
             return usual is not None and usual()
 
-        self.worker.halting = self.worker.loop.stop = (
-            stop  # asked after every step, as an interruptor is
-        )
+        self.worker.halting = self.worker.loop.stop = stop  # asked after every step, as an interruptor is
         return asked.set
 
     def publish(self, weights: Any = None) -> int:

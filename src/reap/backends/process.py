@@ -76,7 +76,7 @@ class ProcessBackend:
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
-        self._plans, self._sync, self._source, self._timeout = list(plans), sync, source, timeout
+        self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method = threads, init, start_method
@@ -86,6 +86,7 @@ class ProcessBackend:
         self._halted = False
         self.version = 0
         self.workers: list[Remote] = []
+        self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
         self._filling: Slot | None = None
@@ -246,6 +247,8 @@ class ProcessBackend:
                 remote.stats = message.stats
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
+                if self.on_rollout is not None:
+                    self.on_rollout(remote.index, message.span, frames=message.frames, version=message.version)
                 continue
             call = message.call if isinstance(message, Answer) else FIRST
             if call == remote.asked:  # else the caller was interrupted, and has gone
@@ -267,18 +270,18 @@ class ProcessBackend:
 
     def _patience(self) -> float | None:
         """How long until somebody may be called silent."""
-        if self._timeout is None:
+        if self.timeout is None:
             return None
-        waits = [remote.busy_since + self._timeout for remote in self.workers if remote.busy]
-        return max(0.0, min(waits, default=time.monotonic() + self._timeout) - time.monotonic())
+        waits = [remote.busy_since + self.timeout for remote in self.workers if remote.busy]
+        return max(0.0, min(waits, default=time.monotonic() + self.timeout) - time.monotonic())
 
     def _check_silence(self) -> None:
-        if self._timeout is None or self._failure is not None:
+        if self.timeout is None or self._failure is not None:
             return
         for remote in self.workers:
             silent = time.monotonic() - remote.busy_since
-            if remote.busy and silent >= self._timeout:
-                error = remote.child.silence(silent, self._timeout)
+            if remote.busy and silent >= self.timeout:
+                error = remote.child.silence(silent, self.timeout)
                 self._failure = error.at(worker=remote.name, **self._place(remote))
                 return
 

@@ -159,7 +159,8 @@ class _Host(Host):
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         frames = self._collect(slot, random=claimed is not None)
         loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
-        full = Full(slot.index, frames, worker.loop.version, worker.stats.summary(), finals, loose, self.seeded)
+        stats, version = worker.stats.summary(), worker.loop.version
+        full = Full(slot.index, frames, version, stats, finals, loose, self.seeded, worker.stats.span)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:

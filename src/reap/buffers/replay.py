@@ -28,7 +28,7 @@ from torch import Tensor
 from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
-from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLES, SAMPLED
+from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
 from reap.buffers.rows import Rows, as_array
 from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
@@ -258,21 +258,26 @@ class ReplayBuffer:
         return rows
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by number, as they lie in the ring."""
-        size = len(self)
-        if not size:
+        """Rows by number, as they lie in the ring; a slice leaves out those being written. Writers wait meanwhile."""
+        if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
             index = index.cpu().numpy()
-        chosen = np.arange(min(self._top(), self._memory.capacity))[index]
-        columns = self._rows().read(np.atleast_1d(chosen).reshape(-1))
+        ring = self._memory.ring
+        with ring.gate.locked():  # nobody reserves what we read
+            low, high = ring.window()
+            chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            if high < ring.words[HEAD] or ring.holes(low):
+                whole = np.zeros(ring.capacity, bool)
+                whole[np.arange(low, high)[ring.marks_of(low, high) != HOLE] % ring.capacity] = True
+                if isinstance(index, slice):
+                    chosen = chosen[whole[chosen]]
+                elif not whole[chosen].all():
+                    raise WrongState(f"of rows {index} some are being written, or never were to the end")
+            columns = self._rows().read(np.atleast_1d(chosen).reshape(-1))
         info = {"index": torch.from_numpy(np.array(chosen).reshape(-1))} if self._as_index else {}
         sample = self._deliver(columns, chosen.size, info)
         return sample[0] if np.ndim(chosen) == 0 else sample.reshape(chosen.shape)
-
-    def _top(self) -> int:
-        _, high = self._memory.ring.window()
-        return high - int(self._memory.ring.words[BASE])
 
     def __iter__(self) -> Iterator[Any]:
         """Samples; without replacement, until every row was seen, else for ever."""

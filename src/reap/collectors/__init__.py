@@ -5,8 +5,16 @@ from typing import Any
 
 from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
+from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.single import Collector
+from reap.collectors.timeline import ProfileConfig
+from reap.collectors.updaters import (
+    MultiProcessedWeightUpdater,
+    PolicyVersion,
+    VanillaWeightUpdater,
+    WeightUpdaterBase,
+)
 from reap.core.policy import RandomPolicy
 
 __all__ = [
@@ -14,10 +22,16 @@ __all__ = [
     "AsyncCollector",
     "BaseCollector",
     "Collector",
+    "Evaluator",
     "MultiAsyncCollector",
     "MultiCollector",
+    "MultiProcessedWeightUpdater",
     "MultiSyncCollector",
+    "PolicyVersion",
+    "ProfileConfig",
     "RandomPolicy",
+    "VanillaWeightUpdater",
+    "WeightUpdaterBase",
 ]
 
 _LEGACY = {

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
-from reap.errors import WorkerSilent
+from reap.errors import WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -87,8 +87,8 @@ class ThreadRunner:
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
 
     def start(self) -> None:
-        if not _threads:
-            atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
+        atexit.unregister(_stop_all)  # once is enough
+        atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
         _threads.add(self)
         self._thread.start()
 
@@ -103,6 +103,9 @@ class ThreadRunner:
             pass
         except Exception as error:
             self._failure = error
+        except BaseException as cause:  # an env that calls sys.exit() ends a thread without a word
+            self._failure = WorkerRaised(f"the collecting thread was ended by {cause!r}")
+            self._failure.__cause__ = cause
         finally:
             with self._change:
                 self._over = True

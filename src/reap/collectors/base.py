@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,10 @@ from reap.backends.base import Backend, Rollout
 from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Paused, Runner, ThreadRunner
 from reap.collectors.options import Options
+from reap.collectors.pushing import Pushing
 from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
+from reap.collectors.timeline import Profiled
+from reap.collectors.updaters import as_updater
 from reap.core.exploration import exploration_type
 from reap.core.paths import follow
 from reap.core.ragged import assembler
@@ -43,7 +47,7 @@ _DEADLINE = 5.0  # seconds a thread in the background has to end
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-arg]
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -67,6 +71,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
+        self._updater = as_updater(options.weight_updater)
+        if self._updater is not None and hasattr(self._updater, "register_collector"):
+            self._updater.register_collector(self)
         # Names scripts look at.
         self.total_frames, self.init_random_frames = options.total, options.random_frames
         self.split_trajs = bool(options.split_trajs)
@@ -154,7 +161,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _collect(self) -> TensorDictBase | None:
         if self._busy:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy = True
+        self._busy, began = True, time.perf_counter()
         try:
             if self._ready is None:  # else Ctrl-C came when it was about to be delivered
                 self._ready = self._finish()
@@ -164,6 +171,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise
         finally:
             self._busy = False
+        if self._timeline is not None:
+            self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
@@ -175,17 +184,19 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self._fetch()
         if not self._taken:
             return None
-        out: TensorDictBase | None = None
+        split = self._split if self.options.split_trajs else None
+        if self._sink is None:
+            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            self._batches += 1
+            self._taken = []  # last: between here and `_ready` there is no loop or call in which Ctrl-C could come
+            return out
         while self._taken:
             part = self._taken[0]
-            split = self._split if self.options.split_trajs else None
-            out = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
-            if self._sink is not None:
-                self._sink.take(out, part.worker)
-                out = None
+            done = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            self._sink.take(done, part.worker)
             self._taken = self._taken[1:]
         self._batches += 1
-        return out
+        return None
 
     def _fetch(self) -> None:
         self._taken = self._next_batch()
@@ -266,76 +277,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The batch as `[trajectories, time]`."""
         return split_trajectories(batch, prefix="collector")
 
-    # ---- weights, seeds, state ------------------------------------------------------------------------------------
-
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Any = None,
-        *,
-        weights: Any = None,
-        policy: Any = None,
-        worker_ids: int | Sequence[int] | None = None,
-        model_id: str | None = None,
-        weights_dict: Mapping[str, Any] | None = None,
-        policy_weights: Any = None,
-    ) -> None:
-        """Give the acting policy new weights.
-
-        Without an argument: those of the policy the collector was made with (where that very module acts, nothing has
-        to be copied and only the version is counted). Else a module, a TensorDict of parameters, a state dict, a nested
-        dict, or one of these per worker, `{0: …}`.
-        """
-        self._open()
-        if policy_weights is not None:
-            warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=2)
-            weights = policy_weights if weights is None else weights
-        given = {
-            name: value
-            for name, value in {
-                "policy_or_weights": policy_or_weights,
-                "weights": weights,
-                "policy": policy,
-                "weights_dict": weights_dict,
-            }.items()
-            if value is not None
-        }
-        if len(given) > 1:
-            raise UsageError(f"give the weights once, not as {' and '.join(given)}")
-        if weights_dict is not None and model_id is not None:
-            raise UsageError("weights_dict names its models; leave model_id out")
-        (chosen,) = given.values() or (None,)
-        if weights_dict is not None:
-            unknown = [k for k in weights_dict if k != "policy"]
-            if unknown:
-                raise _UnknownModel(f"weights_dict names model {unknown[0]!r}; this collector has 'policy'")
-            chosen = weights_dict["policy"]
-        if model_id not in (None, "policy"):
-            raise _UnknownModel(f"model_id is {model_id!r}; this collector has 'policy'")
-        self._version = self._ask(lambda: self._publish(chosen, worker_ids))
-
-    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
-        """Hand weights on to the only worker, of which per-worker weights name at most its own."""
-        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
-        if ids != [0]:
-            raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
-        if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
-            if list(weights) != [0]:
-                raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
-            weights = weights[0]
-        return self._backend.publish(weights)
-
-    @property
-    def policy_version(self) -> int:
-        """How often weights were updated; 0 is the policy as constructed."""
-        return self._version
-
-    def get_policy_version(self) -> int:
-        """`policy_version`, as a call."""
-        return self._version
-
-    def increment_version(self) -> None:
-        """Say that the policy was changed: its weights are handed on, as a new version."""
-        self.update_policy_weights_()
+    # ---- seeds, state ---------------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed lanes, policy noise, torch and NumPy of the worker, and begin new episodes; returns the next seed."""
@@ -362,6 +304,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
         self._open()
         needed = {"frames", "iter", "traj_pool"}
+        if self._runner is not None:
+            raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
         if strict and not needed <= state_dict.keys():
             raise UsageError(f"state_dict lacks {sorted(needed - state_dict.keys())}")
 
@@ -435,7 +379,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             self._runner = self._make_runner()
-            self._runner.start()
+            with self._watching():
+                self._runner.start()
 
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
@@ -444,9 +389,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         )
 
     def _turn(self) -> bool:
-        """One batch in the background; whether there is more to come."""
+        """One batch in the background; whether there is more to come. Whoever learns of an error closes: `_look`."""
         if self._more():
-            self._collect()
+            self._finish()
         return self._more()
 
     def is_running(self) -> bool:
@@ -460,18 +405,19 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
         """
-        self._started().pause()
-        return Paused(self.resume)
-
-    def resume(self) -> None:
-        """Go on after `pause()`."""
-        self._started().resume()
-
-    def _started(self) -> Runner:
         self._open()
         if self._runner is None:
             raise WrongState("there is nothing to pause: start() was not called")
-        return self._runner
+        with self._watching():
+            self._runner.pause()
+            self._look()
+        return Paused(self.resume)
+
+    def resume(self) -> None:
+        """Go on after `pause()`; nothing happens to a collector that is closed, or was not paused."""
+        if self._runner is not None and self._why_closed is None:
+            with self._watching():
+                self._runner.resume()
 
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
@@ -531,6 +477,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:
             self._why_closed = why
+            self.disable_profile()
             if close_env:
                 self._backend.close()
 
@@ -571,7 +518,3 @@ class Part(NamedTuple):
 
     batch: TensorDictBase
     worker: int = 0
-
-
-class _UnknownModel(UsageError, KeyError):
-    __str__ = UsageError.__str__  # KeyError would print the message in quotes

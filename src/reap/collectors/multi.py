@@ -209,6 +209,10 @@ class MultiCollector(BaseCollector):
     def _make_runner(self) -> Runner:
         if not self._direct:
             return super()._make_runner()
+        if self.options.update_at_each_batch:
+            raise WrongState(
+                "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
+            )
         left, random = self.options.total - self._frames, self.options.random_frames - self._frames
         return FreeRunner(self._process, left=left, random=random, count=self._count)
 
@@ -269,6 +273,8 @@ class MultiCollector(BaseCollector):
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
         super()._close(why)
+        if isinstance(self._runner, FreeRunner):
+            self._runner.catch_up()  # workers have ended: nothing is made any more
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""

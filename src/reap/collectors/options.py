@@ -23,9 +23,7 @@ _LEGACY = {
 }
 _LATER = {
     "collector_class",
-    "weight_updater",
     "weight_recv_schemes",
-    "auto_register_policy_transforms",
 }
 # Only where workers are processes of their own.
 WORKERS_ONLY = frozenset(
@@ -43,7 +41,7 @@ WORKERS_ONLY = frozenset(
     }
 )
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
-_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync")
+_WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Options:
         compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
-        track_policy_version: stamp every frame with the version of the weights that acted.
+        track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
         exploration_type: how probabilistic policies sample; RANDOM by default.
         return_same_td: deliver the same object over and over; copy what you keep.
         set_truncated: mark the last step of every batch as truncated.
@@ -89,6 +87,7 @@ class Options:
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
         weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
+        weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
@@ -117,7 +116,7 @@ class Options:
     compact_obs: bool = False
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
-    track_policy_version: bool = False
+    track_policy_version: Any = False
     exploration_type: InteractionType | str | None = InteractionType.RANDOM
     return_same_td: bool = False
     set_truncated: bool = False
@@ -133,6 +132,7 @@ class Options:
     num_threads: int | None = None
     init_fn: Callable[[], Any] | None = None
     weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None
+    weight_updater: Any = None
     timeout: float | None = None
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
@@ -160,8 +160,9 @@ class Options:
             raise UsageError(
                 "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
             )
-        if not isinstance(self.track_policy_version, bool):
-            raise WrongArgument(f"track_policy_version must be True or False, got {self.track_policy_version!r}")
+        counter = self.track_policy_version
+        if not isinstance(counter, bool) and not callable(getattr(counter, "increment_version", None)):
+            raise WrongArgument(f"track_policy_version must be True, False or a PolicyVersion, got {counter!r}")
         exploration_type(self.exploration_type)
         for name in ("device", "policy_device", "env_device", "storing_device"):
             self._device(name)

@@ -91,7 +91,7 @@ def plan_for(
         reset_when_done=options.reset_when_done,
         reset_at_each_iter=options.reset_at_each_iter,
         track_traj_ids=options.track_traj_ids,
-        track_policy_version=options.track_policy_version,
+        track_policy_version=bool(options.track_policy_version),
         compact=options.compact_obs,
         storing_device=options.devices[1],
         record=bool(options.cudagraph_policy),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
 from reap.core.device import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import DeviceEnv, Env
@@ -20,12 +21,11 @@ from reap.core.recording import Recording
 from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.worker import Plan
-from reap.errors import ReapError, UsageError, WorkerRaised
-from reap.seeding import chain, seed_process
+from reap.errors import UsageError
 from reap.spec import READY, Key
 
 
-def device_worker(plan: Plan, env: Env) -> DeviceWorker | None:
+def device_worker(plan: Plan, env: Env, model: Any) -> DeviceWorker | None:
     """A worker on the device `env` lives on, if everything this plan asks for can be done there."""
     there = env.on_device()
     if there is None or plan.compact or plan.stop is not None or not plan.reset_when_done:
@@ -33,7 +33,6 @@ def device_worker(plan: Plan, env: Env) -> DeviceWorker | None:
     wanted = [device for device in (plan.storing_device, plan.policy_device) if device is not None]
     if any(device.type != there.device.type or device.index not in (None, there.device.index) for device in wanted):
         return None
-    model = plan.make_policy()
     if carry_of(model):
         return None
     try:
@@ -46,11 +45,11 @@ class _CannotStay(Exception):
     """The policy keeps something from step to step, and would have to hear on the host where episodes end."""
 
 
-class DeviceWorker:
+class DeviceWorker(AnyWorker):
     """An env, a policy, the loop that joins them and the slot it fills, all on one device."""
 
     def __init__(self, plan: Plan, env: DeviceEnv, model: Any) -> None:
-        self.plan, self.env, self.model = plan, env, model
+        self.plan, self.env, self.model, self._holders = plan, env, model, env.holders
         self.halting: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
@@ -60,13 +59,7 @@ class DeviceWorker:
             torch.zeros(self.lanes, *leaf.shape, dtype=leaf.dtype, device=self.device)
             for leaf in spec.observation.values()
         ]
-        seeds, env.pending_seeds = env.pending_seeds, None
-        try:
-            env.reset(range(self.lanes), current, seeds)
-        except ReapError:
-            raise
-        except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self._first(env, current)
         self.policy = self._policy(current)
         env.expect({key: self.policy.outputs[key] for key in spec.action})
         self.random = _Stepping(RandomActions(spec.action, self.policy.outputs))
@@ -128,28 +121,13 @@ class DeviceWorker:
                 raise UsageError(f"cudagraph_policy is for lanes on a CUDA device; these are on {self.device}")
             columns: list[Any] = list(slot.arrays.values())
             state: list[Any] = [*self.loop.current, *self.ledger.tensors]
-            owners = [*self.env.holders, *([self.model] if isinstance(self.model, torch.nn.Module) else [])]
+            owners = [*self._holders, *([self.model] if isinstance(self.model, torch.nn.Module) else [])]
             self._recording = Recording(lambda: self._fill(slot), columns, state, owners)
         self._recording.play()
-
-    def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """New episodes in `lanes`, or in all."""
-        self._reset(range(self.lanes) if lanes is None else lanes)
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         self.loop.reset(lanes, seeds)
         self.ledger.reset(lanes, fresh_ids=fresh_ids)
-
-    def set_seed(self, seed: int, *, static: bool = False) -> int:
-        """Seed process and lanes and begin again; returns the link after the last lane's."""
-        seeds, following = chain(seed, self.lanes, static=static)
-        seed_process(seed)
-        self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
-        return following
-
-    def close(self) -> None:
-        """Close the env."""
-        self.env.close()
 
 
 class _Stepping(Policy):

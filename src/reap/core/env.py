@@ -119,6 +119,12 @@ class Wrapped(Env):
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
 
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is the inner env's: whoever looks for it need not know what is around it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._env, name)
+
     @property
     def pending_seeds(self) -> Sequence[int] | None:
         return self._env.pending_seeds

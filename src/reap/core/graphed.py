@@ -57,7 +57,7 @@ class GraphedPolicy(TensorPolicy):
     def _lay_out(self, slot: Slot) -> None:
         """Memory that keeps its address, and the recording between."""
         columns: dict[Key, Leaf] = slot.layout.columns
-        lanes = (slot.layout.lanes,) if slot.layout.batched else ()
+        lanes = slot.layout.dims
 
         def room(keys: Sequence[Key], **where: Any) -> list[Tensor]:
             return [torch.zeros(*lanes, *columns[k].shape, dtype=columns[k].dtype, **where) for k in keys]

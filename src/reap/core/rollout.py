@@ -65,6 +65,10 @@ class RolloutLoop:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
+    def begin_anew(self) -> None:
+        """Nobody knows any more where the lanes are: the next rollout begins with new episodes."""
+        self._due = list(self.lanes)
+
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy

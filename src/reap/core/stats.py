@@ -28,6 +28,7 @@ class Stats:
         self.open_return = np.zeros(lanes)  # of episodes that have not ended
         self.open_length = np.zeros(lanes, np.int64)
         self._began = 0.0
+        self.span = (0.0, 0.0)  # of the last rollout
 
     def begin(self) -> None:
         """A rollout starts."""
@@ -35,7 +36,8 @@ class Stats:
 
     def end(self) -> None:
         """A rollout is full."""
-        self.seconds += time.perf_counter() - self._began
+        self.span = (self._began, time.perf_counter())
+        self.seconds += self.span[1] - self._began
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes cut short by a reset are not counted."""

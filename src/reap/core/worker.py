@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
+from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
 from reap.core.env import Env
 from reap.core.graphed import GraphedPolicy, pinned
@@ -24,8 +25,7 @@ from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.stream import ENV_INDEX, Stream
-from reap.errors import ReapError, UsageError, WorkerRaised
-from reap.seeding import chain, seed_process
+from reap.errors import UsageError
 from reap.spec import READY, Key, Leaf, show_keys
 
 
@@ -51,24 +51,29 @@ class Plan:
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
 
-class Worker:
-    """An env, a policy, the loop that joins them and the slots it fills."""
+class Worker(AnyWorker):
+    """An env, a policy, the loop that joins them and the slots it fills. `parts`: env and policy, if they are made."""
 
     def __init__(
-        self, plan: Plan, *, env: Env | None = None, same_slot: bool = False, ids: TrajectoryIds | None = None
+        self,
+        plan: Plan,
+        *,
+        parts: tuple[Env, Any] | None = None,
+        same_slot: bool = False,
+        ids: TrajectoryIds | None = None,
     ) -> None:
         self.plan = plan
         self.halting = plan.stop  # asked after every step
         self._ids = ids or TrajectoryIds()
-        env = env or plan.make_env()
+        env = plan.make_env() if parts is None else parts[0]
         try:
-            self._build(plan, env, same_slot)
+            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot)
         except BaseException:
             env.close()  # nobody will hold it
             raise
 
-    def _build(self, plan: Plan, env: Env, same_slot: bool) -> None:
-        self.model = plan.make_policy()
+    def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
+        self.model = model
         env.meet(self.model)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
@@ -76,15 +81,9 @@ class Worker:
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
         self.lanes = spec.all_lanes
-        self.stats = Stats(self.lanes)
+        self.stats: Stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
-        seeds, env.pending_seeds = env.pending_seeds, None  # the env may have been seeded by hand
-        try:
-            self.env.reset(range(spec.lanes), current, seeds)
-        except ReapError:
-            raise
-        except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self._first(self.env, current)
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         draw = self.env.draw if self.env.draws else None
@@ -206,12 +205,13 @@ class Worker:
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
-        except BaseException:  # broken off (Ctrl-C): the loop begins anew, and so does every lane
+            slot.clear_flags()
+            sorter.deliver(slot, self.ledger)
+        except BaseException:  # broken off (Ctrl-C): every lane begins anew
+            self.loop.begin_anew()
             sorter.clear()
             self.ledger.reset(range(self.lanes))
             raise
-        slot.clear_flags()
-        sorter.deliver(slot, self.ledger)
 
     def _stop_after(self, missing: int) -> None:
         """Let the loop stop when it has made so many frames: what comes later is for later."""
@@ -225,27 +225,9 @@ class Worker:
 
         self.loop.stop = enough
 
-    def reset(self, lanes: Sequence[int] | None = None) -> None:
-        """New episodes in `lanes`, or in all."""
-        if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
-            raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
-        self._reset(range(self.lanes) if lanes is None else lanes)
-
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         if self.sorter is None:
             return self.loop.reset(lanes, seeds, fresh_ids=fresh_ids)
         self.loop.reset(self.loop.lanes, seeds)
         self.sorter.clear()
         return self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
-
-    def set_seed(self, seed: int, *, static: bool = False) -> int:
-        """Seed process and lanes and begin again; returns the link after the last lane's."""
-        seeds, following = chain(seed, self.lanes, static=static)
-        seed_process(seed)
-        # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
-        self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
-        return following
-
-    def close(self) -> None:
-        """Close the env."""
-        self.env.close()

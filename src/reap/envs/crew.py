@@ -22,6 +22,8 @@ from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
+_TOKENS = 200
+
 Makers = Sequence[Sequence[tuple[Any, Mapping[str, Any]]]]  # group by group, lane by lane: a factory and its keywords
 
 
@@ -63,6 +65,7 @@ class Crew(abc.ABC):
 
     def __init__(self) -> None:
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
+        self._token = 0  # of the last settling
 
     @property
     def away(self) -> int:
@@ -86,16 +89,28 @@ class Crew(abc.ABC):
                 if over <= 0:
                     raise self._silence_of(longest, self.timeout)
                 left = over if wait else 0.0
-            found = self._answers(left)
+            found = [group for group, token in self._answers(left) if not token]
             for group in found:
-                del self._away[group]
+                self._away.pop(group, None)
             if found or not wait:
                 return found
 
-    def gather(self) -> None:
-        """Wait until no group is under way; what they answer is not looked at."""
-        while self._away:
-            self.answered()
+    def settle(self) -> None:
+        """Nobody is under way after this, whoever was, and whatever was broken off by Ctrl-C between two lines.
+
+        Orders are followed one after another: who has answered a question that was never asked before has answered
+        all that came before it.
+        """
+        self._token = self._token % _TOKENS + 1
+        left, since = set(range(len(self.bounds))), time.monotonic()
+        for group in left:
+            self._ping(group, self._token)
+        while left:
+            over = None if self.timeout is None else since + self.timeout - time.monotonic()
+            if over is not None and over <= 0:
+                raise self._silence_of(min(left), self.timeout or 0.0)
+            left -= {group for group, token in self._answers(over) if token == self._token}
+        self._away.clear()
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -117,8 +132,12 @@ class Crew(abc.ABC):
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None: ...
 
     @abc.abstractmethod
-    def _answers(self, wait: float | None) -> list[int]:
-        """Groups that have answered, after so many seconds at most; errors of theirs are raised here."""
+    def _ping(self, group: int, token: int) -> None:
+        """Let a group answer with this token when it has done all it was told."""
+
+    @abc.abstractmethod
+    def _answers(self, wait: float | None) -> list[tuple[int, int]]:
+        """Groups that have answered, after so many seconds at most, and their tokens; errors of theirs are raised."""
 
     @abc.abstractmethod
     def _silence_of(self, group: int, timeout: float) -> ReapError: ...

@@ -50,6 +50,8 @@ class VectorLanes(Env):
             )
         self._resets_lanes = isinstance(base, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
         self._observations = Observations(env.single_observation_space, categorical=categorical, loose=True)
+        shape, dtype = self._observations.plain
+        self._plain = None if shape is None else ((self._count, *shape), dtype)  # one array: a bare row assignment
         self._actions = Actions(env.single_action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
         self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
@@ -135,7 +137,10 @@ class VectorLanes(Env):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         try:
             observation, reward, terminated, truncated, info = self.env.step(self._decode(*row.action))
-            self._observations.write_batch(observation, row.next, slice(None))
+            if observation.__class__ is np.ndarray and (observation.shape, observation.dtype) == self._plain:
+                row.next[0][...] = observation
+            else:
+                self._observations.write_batch(observation, row.next, slice(None))
             row.reward[...] = reward
             if self._info:
                 self._write_info(info, row.next, slice(None))
@@ -150,7 +155,7 @@ class VectorLanes(Env):
         if not done.any():
             return []
         row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
-        ended: list[int] = np.flatnonzero(done).tolist()
+        ended: list[int] = done.nonzero()[0].tolist()
         self._ended, self._just_ended = done, ended
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:

@@ -7,6 +7,7 @@ The threads answer by themselves: the one that reads the bell only hands out wor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import struct
@@ -19,12 +20,12 @@ import numpy as np
 
 from reap.children import Raised, send
 from reap.core.slot import Layout, Row
-from reap.envs.lane_host import BEGIN, STEP, Host, live
+from reap.envs.lane_host import BEGIN, PING, STEP, Host, live
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
 
-ANSWER = struct.Struct("i")  # the number of a group, counted within its process
+ANSWER = struct.Struct("ii")  # the number of a group, counted within its process; and a token, if it was asked for one
 RAISED = -1
 
 
@@ -46,6 +47,9 @@ class HandHost(Host):
 
     def _obey(self, what: int, place: int, step: int) -> None:
         hand, lanes = self._crew.hands[step], None
+        if what == PING:
+            hand.orders.put((PING, None, place))
+            return
         if what != STEP:
             lanes = (hand.first + np.flatnonzero(self._some[hand.first : hand.last])).tolist()
         if what != BEGIN:
@@ -85,13 +89,18 @@ class _Answers:
         self._connection, self._reply, self._firsts = connection, reply, firsts
         self._lock = threading.Lock()
 
-    def put(self, answer: tuple[int, Exception | None]) -> None:
-        number, error = answer
+    def put(self, answer: tuple[int, Exception | None, int]) -> None:
+        """Called by the threads."""
+        number, error, token = answer
+        with contextlib.suppress(OSError):  # nobody is there any more, and so will we not be
+            self._put(number, error, token)
+
+    def _put(self, number: int, error: Exception | None, token: int) -> None:
         if error is None:
-            os.write(self._reply, ANSWER.pack(number))
+            os.write(self._reply, ANSWER.pack(number, token))
             return
         if isinstance(error, ReapError) and error.lane is not None:
             error.lane += self._firsts[number]
         with self._lock:
             send(self._connection, Raised.of(error, "the env"))
-            os.write(self._reply, ANSWER.pack(RAISED))
+            os.write(self._reply, ANSWER.pack(RAISED, 0))

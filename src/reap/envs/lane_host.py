@@ -29,8 +29,9 @@ from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
 BELL = struct.Struct("iii")  # what, slot, step
-STEP, SOME, CALL, BEGIN = 0, 1, 2, 3  # a step of all lanes, of some; a message; new episodes in some
+STEP, SOME, CALL, BEGIN, PING = range(5)  # a step of all lanes, of some; a message; new episodes in some; a question
 DONE, FAILED = b"\1", b"\2"
+PONG = 16  # plus the token of the question
 
 
 def built(makers: Any, limit: int | None = None) -> Env:
@@ -85,9 +86,9 @@ class Host(abc.ABC):
         while len(data := os.read(bell, BELL.size)) == BELL.size:
             what, place, step = BELL.unpack(data)
             if what == CALL:
-                name, arguments = self._connection.recv()
+                name, arguments, number = self._connection.recv()
                 getattr(self, f"do_{name}")(*arguments)
-                send(self._connection, None)
+                send(self._connection, number)
             else:
                 self._obey(what, place, step)
 
@@ -136,6 +137,9 @@ class LaneHost(Host):
         self._rows: dict[int, list[Row]] = {}
 
     def _obey(self, what: int, place: int, step: int) -> None:
+        if what == PING:
+            os.write(self._reply, bytes([PONG + step]))
+            return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == BEGIN:
             self._env.reset(chosen, self._first)

@@ -11,7 +11,7 @@ from typing import Any
 from reap.core.slot import Row
 from reap.envs.crew import Crew, Makers
 from reap.envs.hand_host import ANSWER, RAISED, serve_hands
-from reap.envs.lane_host import BELL
+from reap.envs.lane_host import BELL, PING
 from reap.envs.process_lanes import ProcessLanes, Remote
 from reap.errors import ReapError, UsageError
 from reap.spec import Key, Leaf
@@ -38,18 +38,18 @@ class ProcessCrew(Crew):
         return self._lanes.shared_row()
 
     def begin(self, seeds: Sequence[int] | None) -> None:
-        self.gather()
+        self.settle()
         everyone = range(self.spec.lanes)
         self._lanes.begin(everyone, None if seeds is None else dict(zip(everyone, seeds)))
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.order(self._remotes[group], what, lanes)
 
-    def _answers(self, wait: float | None) -> list[int]:
-        found: list[int] = [key.data for key, _ in self._selector.select(wait)]
-        for group in found:
-            self._lanes.take(self._remotes[group])
-        return found
+    def _ping(self, group: int, token: int) -> None:
+        self._lanes.ping(self._remotes[group], token)
+
+    def _answers(self, wait: float | None) -> list[tuple[int, int]]:
+        return [(key.data, self._lanes.take(self._remotes[key.data])) for key, _ in self._selector.select(wait)]
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:
         return self._lanes.silence_of(self._remotes[group])
@@ -81,24 +81,29 @@ class HandsCrew(ProcessCrew):
 
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """One message to each process, however many of its groups are meant."""
-        now, place = time.monotonic(), self._lanes.place(what)
-        orders: dict[int, bytes] = {}
+        self._away.update(dict.fromkeys(groups, time.monotonic()))
+        place = self._lanes.place(what)
+        orders: dict[int, list[bytes]] = {}
         for group in groups:
-            self._away[group] = now
             _, number, process = self._where[group]
-            self._lanes.choose(*self.bounds[group], lanes)
-            orders[process] = orders.get(process, b"") + BELL.pack(what, place, number)
+            if lanes is not None:
+                self._lanes.choose(*self.bounds[group], lanes)
+            orders.setdefault(process, []).append(BELL.pack(what, place, number))
         for process, data in orders.items():
-            self._lanes.write(self._remotes[process], data)
+            self._lanes.write(self._remotes[process], b"".join(data))
 
-    def _answers(self, wait: float | None) -> list[int]:
-        found: list[int] = []
+    def _ping(self, group: int, token: int) -> None:
+        remote, number, _ = self._where[group]
+        self._lanes.write(remote, BELL.pack(PING, token, number))
+
+    def _answers(self, wait: float | None) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = []
         for key, _ in self._selector.select(wait):
             data = os.read(key.fd, ANSWER.size * len(self._where))
-            numbers = [number for (number,) in ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size])]
-            if not numbers or RAISED in numbers:
+            whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
+            if not whole or any(number == RAISED for number, _ in whole):
                 raise self._lanes.gone(self._remotes[key.data])
-            found += [self._first_of[key.data] + number for number in numbers]
+            found += [(self._first_of[key.data] + number, token) for number, token in whole]
         return found
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:

@@ -30,8 +30,9 @@ from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.crew import joint_spec
-from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, SOME, STEP, serve_lanes
+from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, PING, PONG, SOME, STEP, serve_lanes
 from reap.errors import ReapError, WorkerSilent
+from reap.interrupts import Interrupts
 from reap.spec import EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
@@ -46,6 +47,7 @@ class Remote:
         self.spec: EnvSpec
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come
+        self.asked = 0  # messages so far
 
 
 class ProcessLanes(Env):
@@ -121,6 +123,11 @@ class ProcessLanes(Env):
         remote.owes = True
         self._ring(remote, what, self.place(what))
 
+    def ping(self, remote: Remote, token: int) -> None:
+        """Let a child answer with this token when it has done all it was told."""
+        remote.owes = False
+        self._ring(remote, PING, 0, token)
+
     def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
         """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
         if lanes is not None:
@@ -174,12 +181,13 @@ class ProcessLanes(Env):
         self._wait(remote, remote.reply)
         self.take(remote)
 
-    def take(self, remote: Remote) -> None:
-        """The byte a child owes, which is there."""
+    def take(self, remote: Remote) -> int:
+        """The byte a child owes, which is there: 0, or the token of what it was asked."""
         data = os.read(remote.reply, 1)
         remote.owes = False
-        if data != DONE:
+        if data != DONE and (not data or data[0] < PONG):
             raise self.gone(remote)
+        return 0 if data == DONE else data[0] - PONG
 
     def _hear(self, remote: Remote) -> None:
         remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]
@@ -207,12 +215,20 @@ class ProcessLanes(Env):
     def _call(self, remote: Remote, name: str, *arguments: Any) -> None:
         if remote.owes:  # a step that was broken off (Ctrl-C)
             self.finish(remote)
-        self._ask(remote, name, arguments)
-        self._answer(remote)
+        self._done(remote, self._ask(remote, name, arguments))
 
-    def _ask(self, remote: Remote, name: str, arguments: Any) -> None:
-        self._ring(remote, CALL)
-        remote.child.line.say(dumps((name, arguments), name))
+    def _ask(self, remote: Remote, name: str, arguments: Any) -> int:
+        """Send a message; returns the number its answer will have."""
+        with Interrupts().held():  # the bell and what it rings for belong together
+            remote.asked += 1
+            self._ring(remote, CALL)
+            remote.child.line.say(dumps((name, arguments, remote.asked), name))
+            return remote.asked
+
+    def _done(self, remote: Remote, number: int) -> None:
+        """Wait for the answer of this number. Others are to questions that were broken off (Ctrl-C)."""
+        while self._answer(remote) != number:
+            pass
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -274,10 +290,9 @@ class ProcessLanes(Env):
                 if remote.owes:
                     self.finish(remote)
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
-                self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))
-                asked.append(remote)
-        for remote in asked:
-            self._answer(remote)
+                asked.append((remote, self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))))
+        for remote, number in asked:
+            self._done(remote, number)
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         shared = row

@@ -38,7 +38,7 @@ class ReadyLanes(Env):
         if len(sizes) != 1:
             crew.close()
             raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
-        each = sizes.pop()
+        self._each = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in crew.bounds]
         spec = crew.spec
         self._lane, self._numbers = len(spec.observation), np.arange(spec.lanes)
@@ -66,9 +66,8 @@ class ReadyLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
-        self.crew.gather()
-        self._answered.clear()
         self.crew.begin(seeds)
+        self._answered.clear()
         groups = range(len(self._lanes))
         self._take_in_hand(list(groups[: self._most]))
         self._just_reset = deque(groups[self._most :])
@@ -77,8 +76,10 @@ class ReadyLanes(Env):
 
     def _take_in_hand(self, groups: list[int]) -> None:
         self._in_hand = groups
-        lanes = [self._lanes[group] for group in groups]
-        self._lanes_in_hand = lanes[0] if len(lanes) == 1 else np.concatenate(lanes)
+        if self._each == 1:  # the group is its lane
+            self._lanes_in_hand = np.array(groups)
+        else:
+            self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._row, shared, own = row, self.crew.row(), self._lanes_in_hand

@@ -476,7 +476,8 @@ def _batch_index_decoder(space: spaces.Discrete) -> Decode:
 
     def decode(array: Array) -> Array:
         index = array.reshape(-1)
-        if index.min() < 0 or index.max() >= n:
+        beyond = index.view(f"u{index.itemsize}") if index.dtype.kind == "i" else index  # below 0 is then far above n
+        if beyond.max() >= n:
             wrong = index[(index < 0) | (index >= n)][0]
             raise SpecMismatch(f"policy chose action {wrong} of {n} (0 to {n - 1})")
         return (index + start if start else index).astype(space.dtype)  # a copy, either way

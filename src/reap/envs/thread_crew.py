@@ -24,7 +24,7 @@ from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.crew import Crew, Makers, joint_spec
-from reap.envs.lane_host import BEGIN, built
+from reap.envs.lane_host import BEGIN, PING, built
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
 from reap.spec import Key, Leaf
 
@@ -48,17 +48,17 @@ class Hand:
         try:
             env = self.env = built(self._makers, self._limit)
         except Exception as error:
-            self.answers.put((self.number, error))
+            self.answers.put((self.number, error, 0))
             return
         try:
-            self.answers.put((self.number, None))
+            self.answers.put((self.number, None, 0))
             while (order := self.orders.get()) is not None:
                 try:
                     self._obey(env, *order)
                 except Exception as error:
-                    self.answers.put((self.number, error))
+                    self.answers.put((self.number, error, 0))
                 else:
-                    self.answers.put((self.number, None))
+                    self.answers.put((self.number, None, order[2] if order[0] == PING else 0))
         finally:
             env.close()
 
@@ -66,7 +66,7 @@ class Hand:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
         if what == BEGIN:
             env.reset(chosen, self.into, seeds)
-        else:
+        elif what != PING:
             ended = env.step(chosen, self.row)
             if ended:
                 env.reset(ended, self.into)  # at once: it will be wanted, and the others may still be stepping
@@ -88,7 +88,7 @@ class ThreadCrew(Crew):
     def __init__(self, makers: Makers, *, timeout: float | None = None, limit: int | None = None) -> None:
         super().__init__()
         self.timeout = timeout
-        self.queue: queue.SimpleQueue[tuple[int, Exception | None]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
         self.hands: list[Hand] = []
@@ -96,7 +96,7 @@ class ThreadCrew(Crew):
             for n, own in enumerate(makers):
                 self._away[n] = time.monotonic()
                 self.hands.append(Hand(n, own, limit, self.queue))
-                self.gather()  # one after another: imports that go in circles fail when threads meet in them
+                self.answered()  # one after another: imports that go in circles fail when threads meet in them
             self.spec, self.bounds = joint_spec([hand.env.spec for hand in self.hands])
         except BaseException:
             self.close()
@@ -125,16 +125,17 @@ class ThreadCrew(Crew):
         return self._row
 
     def begin(self, seeds: Sequence[int] | None) -> None:
-        self.gather()
-        for n, hand in enumerate(self.hands):
-            self._away[n] = time.monotonic()
+        for hand in self.hands:
             hand.orders.put((BEGIN, None, None if seeds is None else seeds[hand.first : hand.last]))
-        self.gather()
+        self.settle()
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self.hands[group].orders.put((what, lanes, None))
 
-    def _answers(self, wait: float | None) -> list[int]:
+    def _ping(self, group: int, token: int) -> None:
+        self.hands[group].orders.put((PING, None, token))
+
+    def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         answers, found = self.queue, []
         if answers.empty():
             try:
@@ -142,10 +143,10 @@ class ThreadCrew(Crew):
             except queue.Empty:
                 return []
         found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
-        for group, error in found:
+        for group, error, _ in found:
             if error is not None:
                 raise self._named(error, self.hands[group])
-        return [group for group, _ in found]
+        return [(group, token) for group, _, token in found]
 
     @staticmethod
     def _named(error: Exception, hand: Hand) -> ReapError:

@@ -114,6 +114,12 @@ class TorchRLEnv(Env):
         self._unused = True  # the root is of a reset nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
 
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is TorchRL's: paths like `env.transform[0]` lead where they do there."""
+        if name.startswith("_") or name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
     def meet(self, model: Any) -> None:
         """Exploration modules that were made without a spec wait for the env's."""
         for part in model.modules() if isinstance(model, nn.Module) else ():

@@ -1,0 +1,127 @@
+"""Pushing: how weights come from the learner to whoever acts, in every form users give them.
+
+learner ─► update_policy_weights_ ─┬─► "policy": the backend, which counts versions; or a legacy updater, which asks us
+                                   └─► any other model: by its path in the worker
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from reap.backends.base import Backend
+from reap.collectors.options import Options
+from reap.collectors.updaters import WeightUpdaterBase
+from reap.errors import UsageError, WorkerRaised
+
+
+class Pushing:
+    """The part of a collector that hands weights on."""
+
+    options: Options
+    _backend: Backend
+    _version: int
+    _updater: WeightUpdaterBase | None
+    _open: Callable[[], None]
+    _ask: Callable[..., Any]
+    map_fn: Callable[..., Any]
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: int | Sequence[int] | None = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        policy_weights: Any = None,
+    ) -> None:
+        """Give the acting policy new weights.
+
+        Without an argument: those of the policy the collector was made with (where that very module acts, nothing has
+        to be copied and only the version is counted). Else a module, a TensorDict of parameters, a state dict, a nested
+        dict, or one of these per worker, `{0: …}`.
+        """
+        self._open()
+        if policy_weights is not None:
+            warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=2)
+            weights = policy_weights if weights is None else weights
+        given = {
+            name: value
+            for name, value in {
+                "policy_or_weights": policy_or_weights,
+                "weights": weights,
+                "policy": policy,
+                "weights_dict": weights_dict,
+            }.items()
+            if value is not None
+        }
+        if len(given) > 1:
+            raise UsageError(f"give the weights once, not as {' and '.join(given)}")
+        if weights_dict is not None and model_id is not None:
+            raise UsageError("weights_dict names its models; leave model_id out")
+        (chosen,) = given.values() or (None,)
+        models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
+        for name, one in models.items():
+            if name != "policy":
+                self._load_model(name, one)
+            elif self._updater is not None:
+                self._updater.push_weights(one, worker_ids)
+            else:
+                self._take_weights(one, worker_ids)
+
+    def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        self._version = self._ask(lambda: self._publish(weights, worker_ids))
+        count = getattr(self.options.track_policy_version, "increment_version", None)
+        if count is not None:
+            count()
+
+    def _load_model(self, path: str, weights: Any) -> None:
+        """New weights for a module elsewhere than in the policy, by its path: a transform of the env."""
+        if not path.startswith("env"):
+            raise _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in 'env'")
+        if weights is None:
+            raise UsageError(f"model {path!r} needs weights; only 'policy' knows where its own come from")
+        if isinstance(weights, nn.Module):
+            weights = weights.state_dict()
+        elif isinstance(weights, TensorDictBase):
+            weights = dict(weights.flatten_keys(".").items())
+        try:
+            self.map_fn(f"{path}.load_state_dict", [(weights,)] * getattr(self, "num_workers", 1))
+        except (AttributeError, WorkerRaised) as cause:
+            raise _UnknownModel(
+                f"model {path!r} is not here; this collector has 'policy', and paths in 'env'"
+            ) from cause
+
+    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
+        """Hand weights on to the only worker, of which per-worker weights name at most its own."""
+        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
+        if ids != [0]:
+            raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
+        if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
+            if list(weights) != [0]:
+                raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
+            weights = weights[0]
+        return self._backend.publish(weights)
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were updated; 0 is the policy as constructed."""
+        return self._version
+
+    def get_policy_version(self) -> int:
+        """`policy_version`, as a call."""
+        return self._version
+
+    def increment_version(self) -> None:
+        """Say that the policy was changed: its weights are handed on, as a new version."""
+        self.update_policy_weights_()
+
+
+class _UnknownModel(UsageError, KeyError):
+    __str__ = UsageError.__str__  # KeyError would print the message in quotes

@@ -1,0 +1,117 @@
+"""Weight updaters and version trackers of earlier days: thin shapes over `update_policy_weights_`.
+
+    collector.update_policy_weights_() ──► updater.push_weights ──► _get_server_weights ──► _maybe_map_weights
+                                                                └─► _sync_weights_with_worker, for each worker
+
+A subclass overrides what it must: where weights come from, how they are turned, how they get to a worker.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+from torch import nn
+
+from reap.errors import UsageError, WrongArgument, WrongState
+
+
+class WeightUpdaterBase:
+    """Takes weights from where they are made to the workers of a collector.
+
+    >>> collector = Collector(env, policy, frames_per_batch=100, weight_updater=MyUpdater())
+    """
+
+    _collector: Any = None
+
+    def __init__(self) -> None:
+        self.post_hooks: list[Callable[[], Any]] = []
+
+    def register_collector(self, collector: Any) -> None:
+        """The collector whose workers are to be updated; it calls this itself."""
+        self._collector = collector
+
+    @property
+    def collector(self) -> Any:
+        """The collector this belongs to."""
+        if self._collector is None:
+            raise WrongState(f"{type(self).__name__} belongs to no collector yet; give it as weight_updater")
+        return self._collector
+
+    def push_weights(self, policy_or_weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """New weights to all workers, or to some."""
+        weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
+        if isinstance(weights, nn.Module):
+            weights = TensorDict.from_module(weights).data
+        weights = self._maybe_map_weights(weights)
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        for worker in self.all_worker_ids() if ids is None else ids:
+            if not self._skip_update(worker):
+                self._sync_weights_with_worker(worker, weights)
+        for hook in getattr(self, "post_hooks", ()):
+            hook()
+
+    def register_post_hook(self, hook: Callable[[], Any]) -> None:
+        """Call this after each update."""
+        self.post_hooks.append(hook)
+
+    def all_worker_ids(self) -> Sequence[int]:
+        """The workers there are."""
+        return list(range(getattr(self.collector, "num_workers", 1)))
+
+    def _get_server_weights(self) -> Any:
+        return self.collector.policy
+
+    def _maybe_map_weights(self, server_weights: Any) -> Any:
+        return server_weights
+
+    def _skip_update(self, worker_id: int) -> bool:
+        return False
+
+    def _sync_weights_with_worker(self, worker_id: int, server_weights: Any) -> None:
+        self.collector._take_weights(server_weights, [worker_id])
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Weights from a getter, for a collector in this process."""
+
+    def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
+        super().__init__()
+        self._getter = weight_getter
+
+    def _get_server_weights(self) -> Any:
+        return self.collector.policy if self._getter is None else self._getter()
+
+
+class MultiProcessedWeightUpdater(VanillaWeightUpdater):
+    """Weights from a getter, for a collector with worker processes."""
+
+    def __init__(self, *, get_server_weights: Callable[[], Any] | None = None, policy_weights: Any = None) -> None:
+        super().__init__(weight_getter=get_server_weights)
+
+
+class PolicyVersion:
+    """Counts the updates of the collector it is given to, as its `track_policy_version`."""
+
+    def __init__(self, version_type: Any = int) -> None:
+        if version_type not in (int, "int"):
+            raise UsageError(f"versions are whole numbers here (version_type=int), got {version_type!r}")
+        self.version = 0
+
+    def increment_version(self) -> None:
+        """One update more."""
+        self.version += 1
+
+
+def as_updater(given: Any) -> WeightUpdaterBase | None:
+    """What was given as `weight_updater`, or what the factory given makes."""
+    if given is None:
+        return None
+    warnings.warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning, stacklevel=5)
+    made = isinstance(given, type) or (callable(given) and not hasattr(given, "push_weights"))
+    updater = given() if made else given
+    if not hasattr(updater, "push_weights"):
+        raise WrongArgument(f"weight_updater must have push_weights, or make what has; got {type(given).__name__}")
+    return updater  # type: ignore[no-any-return]

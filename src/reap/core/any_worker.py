@@ -1,0 +1,49 @@
+"""What workers have in common, wherever their rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reap.core.env import Env
+from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.seeding import chain, seed_process
+
+
+class AnyWorker:
+    """How a worker begins, is seeded and ends."""
+
+    env: Env
+    lanes: int
+    stats: Any
+
+    def _first(self, env: Env, current: Sequence[Any]) -> None:
+        """Begin everywhere; the env may have been seeded by hand."""
+        seeds, env.pending_seeds = env.pending_seeds, None
+        try:
+            env.reset(range(env.spec.lanes), current, seeds)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        """New episodes in `lanes`, or in all."""
+        if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
+            raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
+        self._reset(range(self.lanes) if lanes is None else lanes)
+
+    def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
+        raise NotImplementedError
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        """Seed process and lanes and begin again; returns the link after the last lane's."""
+        seeds, following = chain(seed, self.lanes, static=static)
+        seed_process(seed)
+        # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
+        self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
+        return following
+
+    def close(self) -> None:
+        """Close the env."""
+        self.env.close()

@@ -1,0 +1,75 @@
+"""The timeline: one file of all workers and the consumer, in true order."""
+
+import json
+
+import pytest
+
+from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, ProfileConfig
+from reap.envs import GymEnv
+from reap.errors import UsageError, WrongState
+from reap.testing import CountingEnv
+
+
+def env():
+    return GymEnv(CountingEnv())
+
+
+def spans(path, name):
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    return rows, [(rows[e["tid"]], e["ts"], e["ts"] + e["dur"], e["args"]) for e in events if e["name"] == name]
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_one_timeline_of_all_workers(kind, tmp_path):
+    written = []
+    collector = kind([env] * 2, None, frames_per_batch=8, total_frames=80)
+    collector.enable_profile(
+        num_rollouts=3, save_path=tmp_path / "trace.json", on_trace_ready=written.append, record_shapes=True
+    )
+    assert collector.profile_config.num_rollouts == 3
+    for _ in collector:
+        pass
+    collector.shutdown()
+    assert written == [tmp_path / "trace.json"]
+    rows, rollouts = spans(written[0], "rollout")
+    assert set(rows.values()) == {"worker 0", "worker 1", "consumer"}
+    for worker in ("worker 0", "worker 1"):
+        own = [(began, ended) for who, began, ended, _ in rollouts if who == worker]
+        assert len(own) == 2  # the first of three is warm-up
+        assert own[0][0] < own[0][1] <= own[1][0] < own[1][1]
+    assert all(about["frames"] == (4 if kind is MultiSyncCollector else 8) for *_, about in rollouts)
+    _, waits = spans(written[0], "wait")
+    _, learning = spans(written[0], "your code")
+    assert len(waits) == len(learning) + 1 or len(waits) == len(learning)
+
+
+def test_here_and_only_until_disabled(tmp_path):
+    path = tmp_path / "trace.json"
+    collector = Collector(env, None, frames_per_batch=4)
+    collector.enable_profile(num_rollouts=10, warmup_rollouts=0, save_path=path)
+    collector.next()
+    collector.next()
+    collector.disable_profile()
+    assert collector.profile_config is None
+    collector.next()
+    collector.shutdown()
+    (first, second), (wait, _) = spans(path, "rollout")[1], spans(path, "wait")[1]
+    assert first[2] <= second[1]
+    assert wait[1] <= first[1] < first[2] <= wait[2]  # in one process, waiting is collecting
+
+
+def test_bad_input(tmp_path):
+    collector = Collector(env, None, frames_per_batch=4)
+    with pytest.raises(UsageError, match="must be above warmup_rollouts"):
+        collector.enable_profile(num_rollouts=1)
+    with pytest.raises(UsageError, match="workers names 3"):
+        collector.enable_profile(workers=[3])
+    with pytest.raises(TypeError, match="no option 'activitys'"):
+        collector.enable_profile(activitys=[])
+    with pytest.raises(UsageError, match="must be above"):
+        ProfileConfig(num_rollouts=2, warmup_rollouts=2)
+    collector.next()
+    with pytest.raises(WrongState, match="before the first batch"):
+        collector.enable_profile()
+    collector.shutdown()
