@@ -18,7 +18,7 @@ FLOORS = [
     {"weights"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "modules"},
-    {"testing", "cli", "compat"},
+    {"testing", "cli", "compat", "join"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 

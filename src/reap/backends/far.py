@@ -28,7 +28,7 @@ from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
-from reap.children import BOOT, Child, dumps
+from reap.children import BOOT, dumps
 from reap.core.shared import SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError
@@ -95,6 +95,10 @@ class FarRemote(Remote):
         """Whether there is something to hear."""
         return bool(self.ear)
 
+    @property
+    def name(self) -> str:
+        return f"{self.index} (pid {self.child.pid}{getattr(self.child, 'where', '')})"
+
     def messages(self) -> list[Any]:
         found = []
         while self.ear:
@@ -113,14 +117,15 @@ class FarRemote(Remote):
 class LocalChild:
     """A process of this machine. It is gone when it has ended and everything it said was heard."""
 
-    def __init__(self, child: Child, remote: FarRemote, give_up: Callable[[], None]) -> None:
+    def __init__(self, child: Any, remote: FarRemote, give_up: Callable[[], None]) -> None:
         self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
         self.silence, self.death, self.signal = child.silence, child.death, child.signal
+        self.where = getattr(child, "where", "")  # if it is on another machine
 
     @property
     def pid(self) -> int:
         """Its number."""
-        return self._child.pid
+        return int(self._child.pid)
 
     def gone(self) -> bool:
         """Whether there is nothing to come from it."""
@@ -200,6 +205,12 @@ class FarBackend(ProcessBackend):
         if packing is not None:
             self.meet(packing)
             self._shared = FarWeights(packing, self)  # type: ignore[assignment]
+
+    def linger(self, seconds: float) -> None:
+        """Wait until somebody rings, or so long. Ctrl-C is let in."""
+        self._selector.select(seconds)
+        self.bell.quiet()
+        self._interrupts.let_in()
 
     def _make_room(self) -> None:
         layouts = [remote.about.layout for remote in self.workers]

@@ -125,9 +125,11 @@ class Weights:
 
     def put(self, parcel: Tensor) -> None:
         """A parcel has come, as `pack` makes them; it is kept."""
+        count = int(parcel[:8].view(torch.int64))
         with self._changed:
-            self._parcel, self.count = parcel, int(parcel[:8].view(torch.int64))
-            self._changed.notify_all()
+            if count > self.count:  # on some roads parcels may overtake one another
+                self._parcel, self.count = parcel, count
+                self._changed.notify_all()
 
     def close(self) -> None:
         """None will come any more."""

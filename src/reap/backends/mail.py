@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from reap.backends.far_worker import News, Order, Road, Weights, run_station
+from reap.children import Raised
 
 
 class _Letters(Road):
@@ -72,7 +73,12 @@ class MailStation:
 
     def _run(self, job: bytes) -> None:
         try:
-            run_station(cloudpickle.loads(job), self._letters, self._weights)
+            try:
+                opened = cloudpickle.loads(job)
+            except Exception as error:  # of a kind that this machine cannot import
+                self._letters.send(News.of(Raised.of(error, "reading what it is to do")), _nothing)
+            else:
+                run_station(opened, self._letters, self._weights)
         finally:
             self._letters.end()
 

@@ -1,130 +1,73 @@
 """torch.distributed.rpc: workers that are called over TensorPipe. Orders are calls; news are fetched, one at a time.
 
-A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. The agents meet
-through a file that only this user can open, and listen on the loopback interface alone.
+A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents listen
+on the loopback interface alone; between machines they talk through doors (see rpc_worker.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import secrets
 import selectors
 import shutil
-import socket
 import tempfile
-import threading
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import rpc
+from torch.distributed import FileStore, TCPStore, rpc  # type: ignore[attr-defined]
 
+from reap.backends.door import LOOPBACK
 from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
 from reap.backends.far_worker import FarJob, News, Order
-from reap.backends.mail import MailStation
+from reap.backends.nodes import Company, Nodes
 from reap.backends.process import DEADLINE
+from reap.backends.reception import Guest
+from reap.backends.rpc_worker import (
+    COLLECTOR,
+    JOIN,
+    GuardedStore,
+    below,
+    join_agent,
+    name,
+    news,
+    order,
+    parcel,
+    run_rpc,
+    send,
+)
 from reap.children import Child, dumps, end
-from reap.errors import UsageError
+from reap.errors import UsageError, WorkerDied
 
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
-_INTERFACE = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # where agents listen
-
-# ---- the worker's side ----------------------------------------------------------------------------------------------
-
-_stations: list[MailStation] = []  # of this process: what is called finds it here
-_built = threading.Event()  # once there is one
-
-
-def _station() -> MailStation:
-    _built.wait()
-    return _stations[0]
-
-
-def run_rpc(
-    connection: Any, fds: Any, job: bytes, index: int, workers: int, options: Mapping[str, Any], agents: int, team: str
-) -> None:
-    """The life of a worker. Its parent has had so many agents before: torch has both sides count them."""
-    rpc._init_counter = agents
-    _join(_name(team, index), index + 1, workers + 1, options)  # first: agents wait for all others, dead or alive
-    station = MailStation(job, ())
-    _stations.append(station)
-    _built.set()
-    station.wait()
-    threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
-
-
-def _order(number: int, order: Order | None) -> None:
-    _station().order(number, order)
-
-
-def _news() -> tuple[Tensor, Tensor | None, bytes] | None:
-    news = _station().news()
-    if news is None:
-        return None
-    header, block, more = news
-    return torch.from_numpy(header), None if block is None else torch.from_numpy(block), more
-
-
-def _parcel(parcel: Tensor) -> None:
-    _station().parcel(parcel.numpy())
-
-
-# ---- the parent's side ----------------------------------------------------------------------------------------------
-
-
-def _name(team: str, index: int) -> str:
-    """Torch counts what agents of the same names have gathered, in each process by itself: so no name comes twice."""
-    return f"{team}-{index}"
-
-
-def _join(name: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
-    with _on_loopback(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what torch itself does there
-        made = rpc.TensorPipeRpcBackendOptions(**options)
-        rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=made)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Agents choose where to listen by these words; those the user has set stay."""
-    usual = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    ours = [word for word in _INTERFACE if word not in os.environ]
-    os.environ.update(dict.fromkeys(ours, usual))
-    try:
-        yield
-    finally:
-        for word in ours:
-            del os.environ[word]
+_BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
+_LOOK = 0.05  # seconds: how often a store is asked who is there
 
 
 class RPCRemote(FarRemote):
     """A worker as it is seen here."""
 
-    def __init__(self, index: int, child: Child, bell: Bell, agent: str) -> None:
+    def __init__(self, index: int, child: Any, bell: Bell) -> None:
         super().__init__(index, LocalChild(child, self, lambda: None))
-        self._bell, self.agent = bell, agent
+        self._bell, self.agent = bell, name(index)
         self.told = 0
 
     def listen(self) -> None:
         """Ask for its next news; when they come, for those after."""
-        try:
-            rpc.rpc_async(self.agent, _news, timeout=0).add_done_callback(self._heard)
-        except RuntimeError:  # it is gone, or we are about to be
+        future = send(self.agent, news)
+        if future is None:  # it is gone, or we are about to be
             self._end()
+        else:
+            future.add_done_callback(self._heard)
 
     def _heard(self, future: Any) -> None:
         try:
-            news = future.value()
+            said = future.value()
         except Exception:  # whatever TensorPipe calls it: it is gone
-            news = None
-        if news is None:
+            said = None
+        if said is None:
             self._end()
             return
-        header, block, more = news
+        header, block, more = said
         self.ear.append(News(header.numpy(), None if block is None else block.numpy(), more))
         self._bell.ring()
         self.listen()
@@ -134,48 +77,84 @@ class RPCRemote(FarRemote):
         self._bell.ring()
 
     def messages(self) -> list[Any]:
-        return [self.carried_in(news) for news in super().messages()]
+        return [self.carried_in(said) for said in super().messages()]
 
 
 class RPCBackend(FarBackend):
-    """Workers over TensorPipe, started on this machine."""
+    """Workers over TensorPipe, on this machine or on nodes."""
 
     roads = ("rpc", "parcel", "none")
 
-    def __init__(self, plans: Sequence[Any], *, agent: Mapping[str, Any], **options: Any) -> None:
+    def __init__(self, plans: Sequence[Any], *, agent: Mapping[str, Any], nodes: Nodes, **options: Any) -> None:
         super().__init__(plans, **options)
-        self._agent, self._children = dict(agent), list[Child]()
+        self._agent, self._nodes, self._children = {"rpc_timeout": 0, **agent}, nodes, list[Any]()
+        self._company: Company | None = None
+        self._guarded: GuardedStore | None = None
+        self._store: Any = None
         self._joined = False
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
         if rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
-        self._meeting = tempfile.mkdtemp(prefix="reap-rpc-")
-        options = {"rpc_timeout": 0, "init_method": f"file://{self._meeting}/agents", **self._agent}
-        team, agents = f"reap-{secrets.token_hex(8)}", rpc._init_counter
-        for job in jobs:
-            packed = dumps(job, f"what worker {job.index} needs")
-            run = functools.partial(
-                run_rpc, job=packed, index=job.index, workers=len(jobs), options=options, agents=agents, team=team
-            )
-            child = Child(dumps(run, "a worker"), start=self._start_method, name=f"reap-worker-{job.index}")
-            self._children.append(child)
-            self.workers.append(RPCRemote(job.index, child, self.bell, _name(team, job.index)))
+        packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
+        if self._nodes.launcher == "mp":
+            self._children = self._start_children(packed)
+        else:
+            self._children = self._invite(packed)
+        for index, child in enumerate(self._children):
+            self.workers.append(RPCRemote(index, child, self.bell))
             self._selector.register(child.sentinel, selectors.EVENT_READ)
-        _join(team, 0, len(jobs) + 1, options)
+        self._see_all()
+        join_agent(self._guarded or self._store, COLLECTOR, 0, len(jobs) + 1, self._agent)
         self._joined = True
         for remote in self.workers:
             remote.listen()  # type: ignore[attr-defined]
 
-    def send(self, remote: Any, order: Order | None) -> None:
-        number, remote.told = remote.told, remote.told + 1
-        with contextlib.suppress(RuntimeError):  # it is gone: whoever listens finds out
-            rpc.rpc_async(remote.agent, _order, args=(number, order), timeout=0)
+    def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
+        self._meeting = tempfile.mkdtemp(prefix="reap-rpc-")
+        file, count = f"{self._meeting}/agents", len(packed)
+        self._store = FileStore(file, -1)
+        self._store.set_timeout(JOIN)
+        run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
+        return [
+            Child(
+                dumps(functools.partial(run, job=job, index=i), "a worker"),
+                start=self._start_method,
+                name=f"reap-worker-{i}",
+            )
+            for i, job in enumerate(packed)
+        ]
 
-    def broadcast(self, parcel: Tensor) -> None:
-        for remote in self.workers:
-            agent = remote.agent  # type: ignore[attr-defined]
-            rpc.rpc_async(agent, _parcel, args=(parcel,), timeout=0)
+    def _invite(self, packed: Sequence[bytes]) -> list[Any]:
+        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=JOIN)
+        self._agent.update(_BETWEEN_MACHINES)
+        self._company = self._nodes.open(len(packed), self._store.port, self.bell.ring)
+        peers = [name(index) for index in range(len(packed))]
+        self._guarded = GuardedStore(self._store, self._company.reception.secret, self._nodes.listen, peers)
+        more = {"workers": len(packed), "options": self._agent}
+        return list(self._company.gather(packed, "rpc", more, self._lost, self.linger))
+
+    def _lost(self, guest: Guest) -> None:
+        """Called from a thread of the reception."""
+        if guest.lost and self._guarded is not None:
+            self._guarded.cut(name(guest.index))
+
+    def _see_all(self) -> None:
+        """Agents wait for all others, dead or alive. So first see that they live."""
+        keys = [f"here/{remote.index}" for remote in self.workers]
+        while not all(self._store.check([key]) for key in keys):
+            self.linger(_LOOK)
+            for remote, child in zip(self.workers, self._children):
+                if child.gone():
+                    raise WorkerDied(str(child.death())).at(worker=remote.name)
+
+    def send(self, remote: Any, what: Order | None) -> None:
+        number, remote.told = remote.told, remote.told + 1
+        send(remote.agent, order, number, what)
+
+    def broadcast(self, weights: Tensor) -> None:
+        for index in below(-1, len(self.workers)):
+            send(name(index), parcel, weights)
 
     def part(self, workers: Sequence[Any]) -> None:
         for remote in workers:
@@ -184,5 +163,9 @@ class RPCBackend(FarBackend):
         end(self._children, patience=_GOODBYE, deadline=DEADLINE)
         if self._joined:
             rpc.shutdown(graceful=False)
+        if self._guarded is not None:
+            self._guarded.close()
+        if self._company is not None:
+            self._company.close(DEADLINE)
         if hasattr(self, "_meeting"):
             shutil.rmtree(self._meeting, ignore_errors=True)

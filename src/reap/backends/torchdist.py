@@ -1,10 +1,10 @@
 """torch.distributed: workers that are reached over the network by gloo; one tensor per slot, received where it stays.
 
-    store (loopback, unless you name an address)   ── orders, sealed ──►  station
-    group of two, for each worker                  ◄── header, slot ────  station
-    group of all                                   ── weights, broadcast ► stations
+    store (loopback; other machines come through a door)   ── orders, sealed ──►  station
+    group of two, for each worker                          ◄── header, slot ────  station
+    group of all                                           ── weights, broadcast ► stations
 
-A thread for each worker receives. It ends when its worker's connection does.
+A thread for each worker receives. It ends when its worker's connection does, or when its node is lost.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from reap.backends.door import LOOPBACK
 from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
 from reap.backends.far_worker import FarJob, Header, Order, header
+from reap.backends.nodes import Company, Nodes
 from reap.backends.process import DEADLINE
+from reap.backends.reception import Guest
 from reap.backends.seal import Seal
-from reap.backends.torchdist_worker import HERE, Address, join_broadcast, receive, run_gloo, wait
+from reap.backends.torchdist_worker import HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
 from reap.children import Child, dumps, end
-from reap.errors import WorkerDied
+from reap.errors import UsageError, WorkerDied
 from reap.weights.shared import Packing
 
-_LOOPBACK = "127.0.0.1"
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
 _UNDER_WAY = 2  # parcels of weights that may be on their way at a time
 
@@ -40,9 +42,10 @@ _UNDER_WAY = 2  # parcels of weights that may be on their way at a time
 class GlooRemote(FarRemote):
     """A worker and the thread that receives from it."""
 
-    def __init__(self, index: int, child: Child, address: Address, bell: Bell, give_up: Callable[[], None]) -> None:
+    def __init__(self, index: int, child: Any, address: Address, bell: Bell, give_up: Callable[[], None]) -> None:
         super().__init__(index, LocalChild(child, self, give_up))
         self._address, self._bell, self._seal = address, bell, Seal(address.secret)
+        self._group: Any = None
         self.told = self._heard = 0  # orders and news so far
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{index}", daemon=True)
         self.thread.start()
@@ -50,7 +53,7 @@ class GlooRemote(FarRemote):
     def _receive_all(self) -> None:
         try:
             if self._comes():
-                group = self._address.group(f"data/{self.index}", 0, 2)
+                self._group = group = self._address.group(f"data/{self.index}", 0, 2)
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
@@ -59,8 +62,14 @@ class GlooRemote(FarRemote):
         except (ConnectionError, RuntimeError):
             pass  # it is gone, or about to be: whoever listens finds out how
         finally:
+            self._group = None
             self.over = True
             self._bell.ring()
+
+    def abandon(self) -> None:
+        """Its machine is lost: its connection would stay open for ever."""
+        if (group := self._group) is not None:
+            abandon(group, 1)
 
     def _comes(self) -> bool:
         """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
@@ -76,38 +85,56 @@ class GlooRemote(FarRemote):
 
 
 class GlooBackend(FarBackend):
-    """Workers over torch.distributed, started on this machine."""
+    """Workers over torch.distributed, on this machine or on nodes."""
 
     roads = ("distributed", "parcel", "none")
 
-    def __init__(
-        self, plans: Sequence[Any], *, port: int | None = None, start_method: Any = "forkserver", **options: Any
-    ) -> None:
-        super().__init__(plans, start_method=start_method, **options)
-        self._port = port or 0
-        self._children: list[Child] = []
+    def __init__(self, plans: Sequence[Any], *, nodes: Nodes, **options: Any) -> None:
+        super().__init__(plans, **options)
+        self._nodes = nodes
+        self._company: Company | None = None
+        self._children: list[Any] = []
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._group: Any = None
         self._store: Any = None
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
-        listening = socket.create_server((_LOOPBACK, self._port), backlog=1024)
+        local = self._nodes.launcher == "mp"
+        try:
+            listening = socket.create_server((LOOPBACK, self._nodes.port if local else 0), backlog=1024)
+        except OSError as error:
+            raise UsageError(f"tcp_port {self._nodes.port}: {error}") from None
         port = listening.getsockname()[1]
         self._store = TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
-        self._address = Address(_LOOPBACK, port, secrets.token_bytes(32), _LOOPBACK)
+        packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
+        if local:
+            self._address = Address(LOOPBACK, port, secrets.token_bytes(32), LOOPBACK)
+            self._children = self._start_children(packed)
+        else:
+            self._company = self._nodes.open(len(jobs), port, self.bell.ring)
+            self._address = Address(LOOPBACK, port, self._company.reception.secret, self._nodes.listen)
+            self._children = self._company.gather(packed, "gloo", None, self._lost, self.linger)
         self._seal = Seal(self._address.secret)
-        targets = [
-            dumps(functools.partial(run_gloo, job=job, address=self._address), f"what worker {job.index} needs")
-            for job in jobs
-        ]
-        for job, target in zip(jobs, targets):
-            child = Child(target, start=self._start_method, name=f"reap-worker-{job.index}")
-            self._children.append(child)
-            give_up = functools.partial(self._give_up, job.index)
-            self.workers.append(GlooRemote(job.index, child, self._address, self.bell, give_up))
+        for index, child in enumerate(self._children):
+            give_up = functools.partial(self._give_up, index)
+            self.workers.append(GlooRemote(index, child, self._address, self.bell, give_up))
             self._selector.register(child.sentinel, selectors.EVENT_READ)
+
+    def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
+        targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
+        return [
+            Child(dumps(target, "a worker"), start=self._start_method, name=f"reap-worker-{index}")
+            for index, target in enumerate(targets)
+        ]
+
+    def _lost(self, guest: Guest) -> None:
+        """Called from a thread of the reception."""
+        if guest.lost and guest.index < len(self.workers):
+            self.workers[guest.index].abandon()  # type: ignore[attr-defined]
+            if (group := self._group) is not None:
+                abandon(group, guest.index + 1)
 
     def _give_up(self, index: int) -> None:
         """It ended; whoever waits for its first sign need not any more."""
@@ -139,5 +166,7 @@ class GlooBackend(FarBackend):
         end(self._children, patience=_GOODBYE, deadline=DEADLINE)
         for remote in workers:
             remote.thread.join(DEADLINE)  # type: ignore[attr-defined]
+        if self._company is not None:
+            self._company.close(DEADLINE)
         self._under_way.clear()
         self._group = self._store = None

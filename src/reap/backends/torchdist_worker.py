@@ -5,24 +5,29 @@ Process groups are objects of their own: a trainer's default group, if it has on
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from reap.backends.door import LOOPBACK
 from reap.backends.far_worker import FarJob, News, Order, Road, Weights, parcel_size, run_station
 from reap.backends.seal import Seal
+from reap.children import Raised
 from reap.weights.shared import Packing
 
 HERE = b"here"  # the first sign of a worker
 EVER = timedelta(days=3650)  # gloo has no word for it
+_NEVER_USED = 999  # a tag
 JOIN = timedelta(seconds=30)  # for both sides to connect, once both are there
 
 
@@ -45,6 +50,12 @@ class Address:
         options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]
         options._timeout = JOIN
         return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)
+
+
+def abandon(group: Any, peer: int) -> None:
+    """Whoever waits for somebody in this group waits no longer: a wait that times out closes all its connections."""
+    with contextlib.suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, _NEVER_USED).wait(timedelta(milliseconds=1))
 
 
 def wait(work: Any) -> None:
@@ -145,7 +156,19 @@ class _Listener:
             self.weights.close()
 
 
-def run_gloo(connection: Any, fds: Any, job: FarJob, address: Address) -> None:
-    """The life of a worker that was started on this machine."""
-    listener = _Listener(job, address)
-    run_station(job, _GlooRoad(job.index, address), listener.weights, listener.join)
+def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address) -> None:
+    """The life of a worker."""
+    road = _GlooRoad(index, address)
+    try:
+        opened: FarJob = cloudpickle.loads(job)
+    except Exception as error:  # of a kind that this machine cannot import
+        road.send(News.of(Raised.of(error, "reading what it is to do")), lambda: None)
+        road.finish()
+        return
+    listener = _Listener(opened, address)
+    run_station(opened, road, listener.weights, listener.join)
+
+
+def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+    """The life of a worker of a node: its store is at the other end of a tunnel."""
+    run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address))

@@ -1,6 +1,7 @@
 """Collectors over several machines. The same worker, the same slots, other roads."""
 
 from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.launching import submitit_delayed_launcher
 from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
 from reap.collectors.distributed.rpc import RPCAsyncCollector, RPCCollector, RPCSyncCollector
 from reap.collectors.distributed.torchdist import (
@@ -20,4 +21,5 @@ __all__ = [
     "RayAsyncCollector",
     "RayCollector",
     "RaySyncCollector",
+    "submitit_delayed_launcher",
 ]

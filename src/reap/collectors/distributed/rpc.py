@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from typing_extensions import Self
 
 from reap.backends.far import FarBackend
 from reap.backends.rpc import RPCBackend
 from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.errors import UsageError, WrongArgument
 
@@ -27,11 +29,12 @@ class RPCCollector(FarCollector):
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
         sync: True: a batch holds a rollout of every worker. False (the default): of one, first come first served.
-        **options: `launcher` "mp"; `tensorpipe_options`, a mapping for `TensorPipeRpcBackendOptions`; further see
-            `FarCollector`.
+        **options: `launcher`, `tcp_port`, `slurm_kwargs`, `listen`, `secret_file`, `join_timeout`, as for
+            `DistributedCollector`; `tensorpipe_options`, a mapping for `TensorPipeRpcBackendOptions`; `backend` and
+            `visible_devices` are checked, and change nothing; further see `FarCollector`.
     """
 
-    _own = {"launcher": "mp", "tensorpipe_options": None}
+    _own = {**LAUNCHING, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -41,12 +44,17 @@ class RPCCollector(FarCollector):
         return object.__new__(cls)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
-        launcher, agent = self._given["launcher"], self._given["tensorpipe_options"] or {}
-        if launcher != "mp":
-            raise UsageError(f"launcher must be 'mp', got {launcher!r}")
+        agent = self._given["tensorpipe_options"] or {}
         if not isinstance(agent, Mapping):
             raise WrongArgument(f"tensorpipe_options must be a mapping, got {type(agent).__name__}")
-        return RPCBackend(plans, agent=agent, **options)
+        check_backend_name(self._given["backend"])
+        for device in self._given["visible_devices"] or ():
+            if torch.device(device).type != "cpu":
+                raise UsageError(
+                    f"visible_devices: {device} is not used to send with: slots travel through the memory of the CPU; "
+                    "storing_device says where batches are delivered"
+                )
+        return RPCBackend(plans, agent=agent, nodes=nodes_of(self._given), **options)
 
 
 class RPCSyncCollector(RPCCollector, MultiSyncCollector):

@@ -10,10 +10,8 @@ from typing_extensions import Self
 from reap.backends.far import FarBackend
 from reap.backends.torchdist import GlooBackend
 from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from reap.errors import UsageError, nearest
-
-_LAUNCHERS = ("mp",)
 
 
 class DistributedCollector(FarCollector):
@@ -23,16 +21,27 @@ class DistributedCollector(FarCollector):
     >>> for batch in collector:
     ...     collector.update_policy_weights_()
 
-    Nothing listens but on the loopback address. A trainer's own process group is left alone. See `FarCollector`.
+    Nothing listens but on the loopback address, unless `listen` names another. A trainer's own process group is left
+    alone. See `FarCollector`.
 
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
         sync: True: a batch holds a rollout of every worker. False (the default): of one, first come first served.
-        **options: `backend` "gloo"; `launcher` "mp"; `tcp_port` (any, by default); further see `FarCollector`.
+        backend: "gloo". "nccl", "ucc" and "mpi" are accepted where torch has them: they carry what is on devices, slots
+            and weights are in the memory of the CPU, so these go by gloo all the same.
+        launcher: "mp": processes of this machine. "join" or None: wait for `python -m reap.join`, started on each
+            machine. "submitit": submit jobs that join. "submitit_delayed": see `submitit_delayed_launcher`.
+        tcp_port: where to listen; any, by default.
+        listen: the address on which to listen for other machines; this machine's loopback address by default.
+        secret_file: with "join": a file that holds what both sides know.
+        join_timeout: seconds until all workers must have joined.
+        slurm_kwargs: with "submitit": parameters of its executor, over `DEFAULT_SLURM_CONF`; `folder` is where its
+            files go, "reap-jobs" by default.
+        **options: see `FarCollector`.
     """
 
-    _own = {"backend": "gloo", "launcher": "mp", "tcp_port": None}
+    _own = {**LAUNCHING, "backend": "gloo"}
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -42,14 +51,8 @@ class DistributedCollector(FarCollector):
         return object.__new__(cls)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
-        backend, launcher, port = self._given["backend"], self._given["launcher"], self._given["tcp_port"]
-        if backend != "gloo":
-            raise UsageError(f"backend must be 'gloo', which carries what is in a CPU's memory, got {backend!r}")
-        if launcher not in _LAUNCHERS:
-            raise UsageError(f"launcher must be 'mp', got {launcher!r}{nearest(str(launcher), _LAUNCHERS)}")
-        if port is not None and not (isinstance(port, (int, str)) and str(port).isdigit() and int(port) < 2**16):
-            raise UsageError(f"tcp_port must be a port number, got {port!r}")
-        return GlooBackend(plans, port=None if port is None else int(port), **options)
+        check_backend_name(self._given["backend"])
+        return GlooBackend(plans, nodes=nodes_of(self._given), **options)
 
 
 class DistributedSyncCollector(DistributedCollector, MultiSyncCollector):

@@ -1,0 +1,182 @@
+"""Reception: where nodes report to a collector, and what is known here of the workers they run.
+
+door ──► "node"   a wire: workers are started, watched, ended        (see wire.py)
+     └─► "store"  the collector's store, which listens on the loopback address
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+from reap.backends.door import Door, Visitor
+from reap.backends.node import run_secret
+from reap.backends.wire import Wire
+from reap.errors import WorkerDied, WorkerSilent
+
+_STACK = 2.0  # seconds for a stack to come
+_log = logging.getLogger("reap")
+
+
+class _Desk:
+    """A node as the collector sees it."""
+
+    def __init__(self, visitor: Visitor, reception: Reception) -> None:
+        self._reception = reception
+        self.host, self.listen, self.free = visitor.host, visitor.host, 0
+        self.guests: dict[int, Guest] = {}
+        self.wire = Wire(visitor, self._hear, self._end)
+
+    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
+        match words:
+            case {"workers": workers, "listen": listen}:
+                self.free, self.listen = workers, listen
+                self._reception.came(self)
+            case {"pid": index, "number": number}:
+                self.guests[index].born(number)
+            case {"gone": index, "how": how, "stack": stack}:
+                self.guests[index].ended(how, stack)
+            case {"stack": index, "text": text}:
+                self.guests[index].told(text)
+
+    def _end(self, why: str) -> None:
+        self.free = 0
+        for guest in self.guests.values():
+            guest.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
+        self._reception.ring()
+
+
+class Guest:
+    """A worker of a node: what `Child` is for one of this machine."""
+
+    def __init__(self, index: int, desk: _Desk, on_end: Callable[[], None]) -> None:
+        self.index, self._desk, self._on_end = index, desk, on_end
+        self.where = f" at {desk.host}"
+        self.sentinel, self._tell = os.pipe()
+        self._how, self._stack, self._asked = "", "", threading.Event()
+        self._pid, self._born = 0, threading.Event()
+        self._ending = threading.Lock()
+        self.lost = False  # it was not heard to end: what it holds open does not close by itself
+
+    @property
+    def pid(self) -> int:
+        """Its number, on its machine; 0 if it never lived."""
+        self._born.wait()
+        return self._pid
+
+    def born(self, number: int) -> None:
+        """It runs."""
+        self._pid = number
+        self._born.set()
+
+    def ended(self, how: str, stack: str, *, lost: bool = False) -> None:
+        """There will be no more of it."""
+        with self._ending:
+            if self._how:
+                return
+            self._how, self._stack, self.lost = how, stack, lost
+            self._born.set()
+            self._asked.set()
+            os.close(self._tell)
+        self._on_end()
+
+    def told(self, text: str) -> None:
+        """Its stack."""
+        self._stack = text
+        self._asked.set()
+
+    def gone(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        return self.sentinel < 0 or bool(wait([self.sentinel], timeout))
+
+    def death(self) -> WorkerDied:
+        """How it ended, and its last stack if there is one."""
+        return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
+
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
+        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        self._asked.clear()
+        self._desk.wire.say(ask=self.index)
+        self._asked.wait(_STACK)
+        if not self._stack:
+            self.signal(signal.SIGKILL)
+        stack = self._stack or "(it does not answer signals)"
+        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        if not self.gone():
+            self._desk.wire.say(signal=self.index, number=int(number))
+
+    def release(self) -> None:
+        """Give back descriptors."""
+        self.ended("was left", "")
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+        self.sentinel = -1
+
+
+class Reception:
+    """Waits for nodes, and gives work to them."""
+
+    def __init__(self, host: str, port: int, secret: bytes, store: int, ring: Callable[[], None]) -> None:
+        self.ring = ring  # somebody came, or ended
+        self.run = secrets.token_hex(8)
+        self.secret = run_secret(secret, self.run)
+        self._desks: list[_Desk] = []
+        self._changing = threading.Lock()
+        services: dict[str, Any] = {"node": self._receive}
+        self._door = Door(host, port, secret, services)
+        services["store"] = self._door.lead_to(store)
+        self.host, self.port = host, self._door.port
+
+    def _receive(self, visitor: Visitor) -> None:
+        desk = _Desk(visitor, self)
+        with self._changing:
+            self._desks.append(desk)
+        desk.wire.start()
+
+    def came(self, desk: _Desk) -> None:
+        """A node has said what it offers."""
+        _log.info("%s offers %d workers", desk.host, desk.free)
+        self.ring()
+
+    @property
+    def places(self) -> int:
+        """How many workers are offered and not taken."""
+        return sum(desk.free for desk in self._desks)
+
+    def start(self, index: int, road: str, job: bytes, more: Any, on_end: Callable[[Guest], None]) -> Guest:
+        """A worker in the first free place."""
+        desk = next(desk for desk in self._desks if desk.free)
+        desk.free -= 1
+        guest = Guest(index, desk, lambda: on_end(guest))
+        desk.guests[index] = guest
+        desk.wire.say(job, start=index, road=road, run=self.run, more=more)
+        return guest
+
+    def dismiss_rest(self) -> None:
+        """Who came and has nothing to do may go."""
+        with self._changing:
+            idle = [desk for desk in self._desks if not desk.guests]
+            self._desks = [desk for desk in self._desks if desk.guests]
+        for desk in idle:
+            desk.wire.say(end="all places are taken")
+            desk.wire.close()
+
+    def close(self, patience: float) -> None:
+        """Nodes go home; those that have not after so many seconds are left to themselves."""
+        until = time.monotonic() + patience
+        for desk in self._desks:
+            desk.wire.say(end="the collector is closed")
+        for desk in self._desks:
+            desk.wire.wait(max(0.0, until - time.monotonic()))
+            desk.wire.close()
+        self._door.close()

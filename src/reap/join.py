@@ -1,0 +1,50 @@
+"""Join a collector with workers of this machine.
+
+    python -m reap.join --new-secret FILE                                 once; copy the file to every machine
+    python -m reap.join --address HOST:PORT --secret-file FILE            on each machine, as often as there are workers
+
+The collector is one with `launcher="join"`; see docs/distributed.md. Ends when the collector does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from reap.backends.nodes import PATIENCE, join, new_secret
+from reap.errors import ReapError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 when the collector ended as it should."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reap.join", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="where the collector listens")
+    parser.add_argument(
+        "--secret-file", metavar="FILE", help="what both sides know; nobody else may be able to read it"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="how many to run here (default: %(default)s)")
+    parser.add_argument("--listen", metavar="ADDRESS", help="of this machine; by default the one that leads to HOST")
+    parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the collector")
+    parser.add_argument("--new-secret", metavar="FILE", type=Path, help="make such a file, and do nothing else")
+    args = parser.parse_args(arguments)
+    try:
+        if args.new_secret is not None:
+            new_secret(args.new_secret)
+            return 0
+        host, colon, port = (args.address or "").rpartition(":")
+        if not colon or not port.isdigit():
+            parser.error(f"--address must be HOST:PORT, got {args.address!r}")
+        why = join(host, int(port), args.secret_file, workers=args.workers, listen=args.listen, patience=args.patience)
+    except (ReapError, ConnectionError) as error:
+        print(f"reap.join: {error}", file=sys.stderr)
+        return 1
+    print(f"reap.join: {why}", file=sys.stderr)
+    return 0 if "closed" in why else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
