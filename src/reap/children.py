@@ -247,6 +247,11 @@ def _common_seedbed() -> _Seedbed:
         return _common
 
 
+def get_ready() -> None:
+    """Children will be started: have what they need imported meanwhile."""
+    _common_seedbed()
+
+
 def _end() -> None:
     if _common is not None:
         _common.close()

@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=1, help="how many to run here (default: %(default)s)")
     parser.add_argument("--listen", metavar="ADDRESS", help="of this machine; by default the one that leads to HOST")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the collector")
+    parser.add_argument("--again", action="store_true", help="when the collector ends, wait for the next")
     parser.add_argument("--new-secret", metavar="FILE", type=Path, help="make such a file, and do nothing else")
     args = parser.parse_args(arguments)
     try:
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host, colon, port = (args.address or "").rpartition(":")
         if not colon or not port.isdigit():
             parser.error(f"--address must be HOST:PORT, got {args.address!r}")
-        why = join(host, int(port), args.secret_file, workers=args.workers, listen=args.listen, patience=args.patience)
+        names = ("workers", "listen", "patience", "again")
+        why = join(host, int(port), args.secret_file, **{name: getattr(args, name) for name in names})
     except (ReapError, ConnectionError) as error:
         print(f"reap.join: {error}", file=sys.stderr)
         return 1

@@ -108,7 +108,7 @@ class _Listening:
         except OSError as error:
             raise UsageError(f"cannot listen on {host}:{port}: {error}") from None
         self.host, self.port = host, int(self._listening.getsockname()[1])
-        self._receiving: set[threading.Thread] = set()
+        self._receiving: dict[threading.Thread, socket.socket] = {}
         self._open = True
         self._pump = Pump(name)
         self._thread = threading.Thread(target=self._accept, name=f"reap-{name}", daemon=True)
@@ -121,7 +121,7 @@ class _Listening:
             except OSError:
                 return
             thread = threading.Thread(target=self._receive, args=(connection, host), daemon=True)
-            self._receiving = {one for one in self._receiving if one.is_alive()} | {thread}
+            self._receiving = {t: c for t, c in self._receiving.items() if t.is_alive()} | {thread: connection}
             thread.start()
 
     def _receive(self, connection: socket.socket, host: str) -> None:
@@ -134,9 +134,12 @@ class _Listening:
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self._thread.join()
+        for thread, connection in self._receiving.items():
+            if thread.is_alive():  # a stranger that says nothing
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            thread.join(_PATIENCE)
         self._pump.close()
-        for thread in self._receiving:
-            thread.join(2 * _PATIENCE)
 
 
 class Door(_Listening):
@@ -171,9 +174,9 @@ class Door(_Listening):
 class Tunnel(_Listening):
     """A port of the loopback address that leads through the door of another machine."""
 
-    def __init__(self, host: str, port: int, secret: bytes, service: str) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, service: str, *, at: int = 0) -> None:
         self._to = (host, port, secret, service)
-        super().__init__(LOOPBACK, 0, "tunnel")
+        super().__init__(LOOPBACK, at, "tunnel")
 
     def _receive(self, connection: socket.socket, host: str) -> None:
         try:

@@ -14,6 +14,8 @@ import contextlib
 import os
 import pickle
 import selectors
+import signal
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +33,11 @@ from reap.backends.remote import Remote
 from reap.children import BOOT, dumps
 from reap.core.shared import SharedSlots
 from reap.core.slot import Pool
-from reap.errors import UsageError
+from reap.errors import UsageError, WorkerDied
 from reap.weights.local import fitting
 from reap.weights.shared import Packing
+
+_GRACE = 2.0  # seconds a worker may live when its road is over
 
 
 class Bell:
@@ -119,13 +123,30 @@ class LocalChild:
 
     def __init__(self, child: Any, remote: FarRemote, give_up: Callable[[], None]) -> None:
         self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
-        self.silence, self.death, self.signal = child.silence, child.death, child.signal
+        self.silence, self.signal, self._cut = child.silence, child.signal, False
         self.where = getattr(child, "where", "")  # if it is on another machine
 
     @property
     def pid(self) -> int:
         """Its number."""
         return int(self._child.pid)
+
+    def see_off(self) -> None:
+        """Its road is over, so it ends too. One that does not has lost its way to us, and is ended."""
+        until = time.monotonic() + _GRACE
+        while not self._child.gone():
+            if time.monotonic() > until:
+                self._cut = True
+                self._child.signal(signal.SIGKILL)
+                return
+            time.sleep(0.02)  # not `gone` with a time: others want to ask too
+
+    def death(self) -> WorkerDied:
+        """How it ended."""
+        if self._cut:
+            return WorkerDied("was ended, for the connection to it broke")
+        found: WorkerDied = self._child.death()
+        return found
 
     def gone(self) -> bool:
         """Whether there is nothing to come from it."""

@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import functools
 import hmac
+import importlib
 import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from reap.backends.door import Tunnel, dial
+from reap.backends.door import Refused, Tunnel, dial
 from reap.backends.wire import Wire
-from reap.children import Child, dumps, end
+from reap.children import Child, dumps, end, get_ready
 from reap.errors import UsageError
 
 DEADLINE = 5.0  # seconds within which a node has ended its workers
-Run = Callable[..., None]  # the life of a worker, given its job as bytes, its number and the address of the store
+_ROADS = {  # what a worker can be: imported by itself, so that a node is light
+    "gloo": "reap.backends.torchdist_worker:run_gloo_guest",
+    "rpc": "reap.backends.rpc_worker:run_rpc_guest",
+}
 
 
 def run_secret(secret: bytes, run: str) -> bytes:
@@ -41,6 +45,7 @@ class Node:
         self._secret, self._workers = secret, workers
         self._news: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
+        get_ready()  # while we wait
         visitor = _patiently(host, port, secret, patience)
         self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
         self._tunnel = Tunnel(host, port, secret, "store")
@@ -51,7 +56,7 @@ class Node:
         self._news.put((words, data))
         self._waker.send(b"!")
 
-    def run(self, roads: Mapping[str, Run]) -> str:
+    def run(self) -> str:
         """Until the collector ends, or has no use for us: says why."""
         self._wire.start()
         self._wire.say(workers=self._workers, listen=self.listen)
@@ -65,7 +70,7 @@ class Node:
                     child.release()
                 while why is None and not self._news.empty():
                     self._wake.recv(1)
-                    why = self._obey(*self._news.get(), roads)
+                    why = self._obey(*self._news.get())
         finally:
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
@@ -76,11 +81,11 @@ class Node:
             self._waker.close()
         return why
 
-    def _obey(self, words: Mapping[str, Any], data: bytes, roads: Mapping[str, Run]) -> str | None:
+    def _obey(self, words: Mapping[str, Any], data: bytes) -> str | None:
         match words:
             case {"start": index, "road": road, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
-                target = functools.partial(roads[road], job=data, index=index, address=address, more=more)
+                target = functools.partial(_run, road=_ROADS[road], job=data, index=index, address=address, more=more)
                 child = Child(dumps(target, "a worker"), name=f"reap-worker-{index}")
                 self._children[index] = child
                 self._wire.say(pid=index, number=child.pid)
@@ -95,13 +100,21 @@ class Node:
         return None
 
 
+def _run(connection: Any, fds: Any, *, road: str, **job: Any) -> None:
+    """The life of a worker."""
+    module, name = road.split(":")
+    getattr(importlib.import_module(module), name)(connection, fds, **job)
+
+
 def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
     """The collector may start after its nodes."""
     until = time.monotonic() + patience
     while True:
         try:
             return dial(host, port, secret, "node")
-        except (ConnectionRefusedError, TimeoutError, socket.gaierror) as error:
+        except Refused:
+            raise
+        except OSError as error:
             if time.monotonic() > until:
                 raise ConnectionError(f"nobody listens at {host}:{port} ({error}); waited {patience:.0f} s") from None
             time.sleep(0.2)

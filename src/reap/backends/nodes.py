@@ -24,7 +24,6 @@ from typing import Any
 from reap.backends.door import LOOPBACK
 from reap.backends.node import Node
 from reap.backends.reception import Guest, Reception
-from reap.backends.roads import ROADS
 from reap.errors import UsageError, WorkerDied, missing
 
 DEFAULT_SLURM_CONF = {
@@ -200,10 +199,13 @@ def join(
     workers: int = 1,
     listen: str | None = None,
     patience: float = PATIENCE,
+    again: bool = False,
 ) -> str:
-    """Be a node until the collector ends: says why it did."""
+    """Be a node until the collector ends: says why it did. `again`: then wait for the next."""
     secret = read_secret(secret_file)
-    return Node(host, port, secret, workers=workers, listen=listen, patience=patience).run(ROADS)
+    while again:
+        Node(host, port, secret, workers=workers, listen=listen, patience=patience).run()
+    return Node(host, port, secret, workers=workers, listen=listen, patience=patience).run()
 
 
 def join_later(folder: str, patience: float = PATIENCE) -> str:

@@ -174,9 +174,9 @@ class Reception:
     def close(self, patience: float) -> None:
         """Nodes go home; those that have not after so many seconds are left to themselves."""
         until = time.monotonic() + patience
+        self._door.close()  # first: one that goes home may come again at once
         for desk in self._desks:
             desk.wire.say(end="the collector is closed")
         for desk in self._desks:
             desk.wire.wait(max(0.0, until - time.monotonic()))
             desk.wire.close()
-        self._door.close()

@@ -10,6 +10,7 @@ import functools
 import selectors
 import shutil
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class RPCRemote(FarRemote):
         super().__init__(index, LocalChild(child, self, lambda: None))
         self._bell, self.agent = bell, name(index)
         self.told = 0
+        self.after = threading.Thread(target=self.child.see_off, name=f"reap-after-{index}", daemon=True)  # type: ignore[attr-defined]
 
     def listen(self) -> None:
         """Ask for its next news; when they come, for those after."""
@@ -75,6 +77,7 @@ class RPCRemote(FarRemote):
     def _end(self) -> None:
         self.over = True
         self._bell.ring()
+        self.after.start()
 
     def messages(self) -> list[Any]:
         return [self.carried_in(said) for said in super().messages()]
@@ -163,6 +166,9 @@ class RPCBackend(FarBackend):
         end(self._children, patience=_GOODBYE, deadline=DEADLINE)
         if self._joined:
             rpc.shutdown(graceful=False)
+        for remote in workers:
+            if remote.after.is_alive():
+                remote.after.join()
         if self._guarded is not None:
             self._guarded.close()
         if self._company is not None:

@@ -66,10 +66,11 @@ class GuardedStore(Store):
         """An address is that of a door here."""
         if _ADDRESSES in key:
             self._own = (key.encode(), bytes(value))
+            port = int(bytes(value).rsplit(b":", 1)[1])
             services: dict[str, Any] = {}
             self._door = Door(self._listen, 0, self._secret, services)
-            services["agent"] = self._door.lead_to(int(bytes(value).rsplit(b":", 1)[1]))
-            value = f"{self._listen}:{self._door.port}"
+            services["agent"] = self._door.lead_to(port)
+            value = f"{self._listen} {self._door.port} {port}"
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -82,9 +83,10 @@ class GuardedStore(Store):
         peer = key.rsplit("/", 1)[1]
         if peer not in self._peers:
             return _NOWHERE
-        host, port = value.decode().rsplit(":", 1)
-        self._tunnels[peer] = Tunnel(host, int(port), self._secret, "agent")
-        return f"uv://{LOOPBACK}:{self._tunnels[peer].port}".encode()
+        host, door, port = value.decode().split()
+        if host != self._listen:  # another machine. The same port here: agents tell each other which they have
+            self._tunnels[peer] = Tunnel(host, int(door), self._secret, "agent", at=int(port))
+        return f"uv://{LOOPBACK}:{port}".encode()
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
         """As it is."""

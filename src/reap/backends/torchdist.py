@@ -65,6 +65,7 @@ class GlooRemote(FarRemote):
             self._group = None
             self.over = True
             self._bell.ring()
+            self.child.see_off()  # type: ignore[attr-defined]
 
     def abandon(self) -> None:
         """Its machine is lost: its connection would stay open for ever."""
