@@ -140,7 +140,7 @@ def test_a_link_that_comes_back(make, kind):
     for lane, found in streams.items():
         whole = torch.cat(found)
         world = CountingWorld([(3, 1, 5)] * 2)
-        want = torch.as_tensor(world.batch(len(whole))["observation"])[lane]
+        want = torch.as_tensor(world.batch(len(whole))[("observation",)])[lane]
         assert torch.equal(whole, want)
 
 

@@ -212,9 +212,6 @@ def test_strangers_are_refused(caplog):
 
 def test_wrong_arguments():
     for wrong, words in (
-        ({"launcher": "sp"}, "launcher"),
-        ({"backend": "nccl"}, "backend"),
-        ({"tcp_port": "x"}, "tcp_port"),
         ({"max_weight_update_interval": 0}, "max_weight_update_interval"),
         ({"update_after_each_batch": True, "max_weight_update_interval": 3}, "update_after_each_batch"),
         ({"collector_kwargs": {"frames_per_batch": 3}}, "collector_kwargs"),
