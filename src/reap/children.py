@@ -28,6 +28,7 @@ import dataclasses
 import faulthandler
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -71,7 +72,7 @@ def send(connection: Connection, thing: Any) -> None:
 
 
 class Line:
-    """The parent's end of a child's connection. Never waits: not for a reader that sleeps, not for half a message."""
+    """The parent's end of a child's connection. Waits for nobody, but in `finish`: no reader, no half message."""
 
     def __init__(self, own: socket.socket) -> None:
         own.setblocking(False)
@@ -101,6 +102,11 @@ class Line:
         except OSError:  # one that is gone says so through its sentinel
             self._unsent.clear()
         return True
+
+    def finish(self) -> None:
+        """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
+        while not self.flush():
+            select.select([], [self._socket], [])
 
     def hear(self) -> list[bytes]:
         """The messages that have come, whole ones only."""

@@ -42,7 +42,9 @@ def test_ppo_cartpole_learns(tmp_path: Path) -> None:
     assert is_png(tmp_path / "demo.png")
 
 
-@pytest.mark.parametrize(("name", "frames"), [("dqn_cartpole.py", 2048), ("sac_pendulum.py", 1024)])
+@pytest.mark.parametrize(
+    ("name", "frames"), [("dqn_cartpole.py", 2048), ("sac_pendulum.py", 1024), ("distributed_sac.py", 1024)]
+)
 def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, frames: int, tmp_path: Path) -> None:
     done = run(name, "--frames", str(frames), cwd=tmp_path, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -58,7 +60,9 @@ def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, frames: int, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("name", "least"), [("dqn_cartpole.py", 400), ("sac_pendulum.py", -250)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("dqn_cartpole.py", 400), ("sac_pendulum.py", -250), ("distributed_sac.py", -250)]
+)
 def test_learning_from_a_buffer(name: str, least: int, tmp_path: Path) -> None:
     done = run(name, "--seed", "0", cwd=tmp_path, timeout=650)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -102,10 +102,11 @@ def test_shutdown_in_the_middle_of_a_step(kind):
 
 @pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
 def test_two_workers_in_step(kind):
-    """Both workers' lanes, in order, bit for bit."""
-    world = CountingWorld([(3, 1, 5)] * 2)
+    """Both workers' lanes, in order, bit for bit; a policy may be larger than what a pipe holds."""
+    world, policy = CountingWorld([(3, 1, 5)] * 2), EchoPolicy()
+    policy.register_buffer("ballast", torch.zeros(2**20))
     with no_leaks():
-        c = kind([healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=16, total_frames=320, track_traj_ids=False)
+        c = kind([healthy(0), healthy(1)], policy, frames_per_batch=16, total_frames=320, track_traj_ids=False)
         for batch in c:
             want = {key: value for key, value in world.batch(8).items() if key != ("collector", "traj_ids")}
             assert_same(batch, want)

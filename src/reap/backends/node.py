@@ -88,6 +88,7 @@ class Node:
                 target = functools.partial(_run, road=_ROADS[road], job=data, index=index, address=address, more=more)
                 child = Child(dumps(target, "a worker"), name=f"reap-worker-{index}")
                 self._children[index] = child
+                child.line.finish()
                 self._wire.say(pid=index, number=child.pid)
             case {"signal": index, "number": number}:
                 if index in self._children:

@@ -119,7 +119,7 @@ class RPCBackend(FarBackend):
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
-        return [
+        children = [
             Child(
                 dumps(functools.partial(run, job=job, index=i), "a worker"),
                 start=self._start_method,
@@ -127,6 +127,9 @@ class RPCBackend(FarBackend):
             )
             for i, job in enumerate(packed)
         ]
+        for child in children:
+            child.line.finish()
+        return children
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=JOIN)

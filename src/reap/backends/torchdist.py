@@ -125,10 +125,13 @@ class GlooBackend(FarBackend):
 
     def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
         targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
-        return [
+        children = [
             Child(dumps(target, "a worker"), start=self._start_method, name=f"reap-worker-{index}")
             for index, target in enumerate(targets)
         ]
+        for child in children:
+            child.line.finish()
+        return children
 
     def _lost(self, guest: Guest) -> None:
         """Called from a thread of the reception."""
