@@ -104,3 +104,46 @@ def test_torchrls_envs_in_three_hands():
     make, width, actions = envs()["TransformedEnv: counters"]
     found = measure(make, width, actions, frames=40, rounds=2)
     assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
+
+
+def test_the_simulation_knows_the_plain_cases():
+    """Nobody waits; then one thing after the other is the only one that is slow; then a tree that can be drawn."""
+    from benchmarks.scale_sim import STAR, Costs, Shape, Work, arrival, simulate
+
+    free = Costs(per_batch=0.0, per_byte=0.0, network=1e15, latency=0.0)
+    work = Work(frame_bytes=100, frames=100, rate=1000.0, weights=10**6, update_every=1.0)
+
+    def speed(workers, **costs):
+        found = simulate(workers, STAR, work, Costs(**{**vars(free), **costs}), rollouts=40)
+        return found.frames_per_second, found.wall
+
+    assert speed(50) == (pytest.approx(50_000, rel=0.02), "workers")
+    assert speed(50, per_batch=0.01) == (pytest.approx(10_000, rel=0.02), "consumer")  # 100 frames in 10 ms
+    assert speed(50, per_byte=1e-6) == (pytest.approx(10_000, rel=0.02), "consumer")  # 10 kB at a µs each
+    assert speed(50, network=1e6)[0] == pytest.approx(10_000, rel=0.02)
+    assert speed(1, latency=1.0)[0] == pytest.approx(4 * 100 / 2.1, rel=0.1)  # four slots, each under way for 2 s
+    assert simulate(100, STAR, work, Costs(network=1e8, latency=0.0)).delay == pytest.approx(1.0)
+    # One sends to two, who send to two: after 1 s and 2 s; then 2, 3 and 3, 4.
+    assert [arrival(n, 2, 1.0, 0.0) for n in range(1, 7)] == [1, 2, 2, 3, 3, 3]
+    half = Shape("two by two", node=2, fan_out=2)
+    both = simulate(50, half, work, Costs(**{**vars(free), "per_batch": 0.01}), rollouts=40)
+    assert both.frames_per_second == pytest.approx(20_000, rel=0.02)  # half as many batches
+
+
+def test_far_and_wide(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from benchmarks.scale_sim import CASES, SHAPES, main
+
+    rows = main(["--most", "300", "--picture", str(tmp_path / "scaling.png")])
+    assert len(rows) == len(CASES) * len(SHAPES) * 4
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("workers ") >= len(rows)
+
+
+def test_roads_are_measured(capsys):
+    from benchmarks.roads import main, weights
+
+    found = main(["--only", "distributed", "--rounds", "1", "--seconds", "0.2", "--case", "pixels"])
+    assert found["pixels"]["distributed"][0] > 0
+    assert "GB/s" in capsys.readouterr().out
+    assert weights("distributed", 1, updates=3, parameters=1000) < 1

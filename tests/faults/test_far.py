@@ -168,7 +168,7 @@ def test_random_frames_and_updates_after_each_batch():
         total_frames=40,
         track_policy_version=True,
         init_random_frames=8,
-        update_after_each_batch=True,
+        update_interval=1,
     )
     versions = [batch["policy_version"].unique().tolist() for batch in c]
     c.shutdown()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from reap.backends.nodes import new_secret, read_secret
+from reap.collectors import Collector
 from reap.collectors.distributed import (
     DistributedCollector,
     DistributedSyncCollector,
@@ -192,6 +193,10 @@ def test_wrong_arguments(tmp_path):
     ):
         with no_leaks(), pytest.raises(UsageError, match=words):
             RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
+    with pytest.raises(UsageError, match="slurm_kwargs"):
+        Collector(healthy(), EchoPolicy(), frames_per_batch=8, backend="submitit", backend_options={"slurm_kwargs": 3})
+    with pytest.raises(UsageError, match="say the same"):
+        collect(DistributedCollector, [healthy()], update_interval=1, max_weight_update_interval=2)
     for wrong in ({"framework": "smoke"}, {"num_jobs": 0}, {"tcpport": "x"}):
         with pytest.raises(UsageError):
             submitit_delayed_launcher(**{"num_jobs": 1, **wrong})

@@ -150,18 +150,17 @@ class Collector(BaseCollector):
 
 _FRONT_DOOR = {"backend", "num_collectors", "sync", "backend_options"}
 _BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"} | {
-    name: name for name in ("distributed", "ray", "rpc")
+    name: name for name in ("distributed", "ray", "rpc", "submitit")
 }
-_KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc'"
-_LATER = ("submitit",)
+_KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc', 'submitit'"
 
 
 def _far(backend: str) -> type[MultiCollector]:
     """The collector over this road, imported when it is asked for."""
     from reap.collectors import distributed
 
-    names = {"distributed": "DistributedCollector", "ray": "RayCollector", "rpc": "RPCCollector"}
-    found: type[MultiCollector] = getattr(distributed, names[backend])
+    names = {"ray": "RayCollector", "rpc": "RPCCollector"}
+    found: type[MultiCollector] = getattr(distributed, names.get(backend, "DistributedCollector"))
     return found
 
 
@@ -173,8 +172,6 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
         raise WrongArgument(f"num_collectors must be a whole number, got {count!r}")
     if count is not None and count < 1:
         raise UsageError(f"num_collectors must be at least 1, got {count}")
-    if name in _LATER:
-        raise UsageError(f"backend={name!r} is not supported yet; {_KNOWN} are")
     if name is not None and name not in _BACKENDS:
         raise UsageError(f"backend must be one of {_KNOWN}, got {name!r}{nearest(str(name), _BACKENDS)}")
     backend = _BACKENDS[name] if name is not None else "direct" if count is None else "process"
@@ -190,7 +187,8 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
     twice = [key for key in more if key in options or key in {*_FRONT_DOOR, "num_workers"}]
     if twice:
         raise UsageError(f"backend_options holds {twice[0]!r}, which is an argument of its own")
-    return backend, count, bool(sync), dict(more)
+    usual = {"launcher": "submitit"} if backend == "submitit" else {}
+    return backend, count, bool(sync), {**usual, **more}
 
 
 def _lanes(index: Any, count: int) -> list[int]:

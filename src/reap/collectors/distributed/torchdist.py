@@ -12,6 +12,7 @@ from reap.backends.torchdist import GlooBackend
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.errors import UsageError
 
 
 class DistributedCollector(FarCollector):
@@ -32,6 +33,8 @@ class DistributedCollector(FarCollector):
             and weights are in the memory of the CPU, so these go by gloo all the same.
         launcher: "mp": processes of this machine. "join" or None: wait for `python -m reap.join`, started on each
             machine. "submitit": submit jobs that join. "submitit_delayed": see `submitit_delayed_launcher`.
+        update_interval: send weights when this many batches were delivered; another name for
+            `max_weight_update_interval`. None: only when you say so.
         tcp_port: where to listen; any, by default.
         listen: the address on which to listen for other machines; this machine's loopback address by default.
         secret_file: with "join": a file that holds what both sides know.
@@ -49,6 +52,15 @@ class DistributedCollector(FarCollector):
         if cls is DistributedCollector:
             return object.__new__(DistributedSyncCollector if sync else DistributedAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
+
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        self._why_closed = "it was never built"
+        interval = options.pop("update_interval", None)
+        if interval is not None:
+            if options.get("max_weight_update_interval", -1) != -1:
+                raise UsageError("update_interval and max_weight_update_interval say the same; give one of them")
+            options["max_weight_update_interval"] = interval
+        super().__init__(create_env_fn, policy, **options)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
         check_backend_name(self._given["backend"])
