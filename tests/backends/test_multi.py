@@ -390,7 +390,7 @@ def test_the_front_door():
     for kind, words, options in [
         (UsageError, "sync is for workers", {"sync": True}),
         (UsageError, "backend must be", {"backend": "procces"}),
-        (UsageError, "not supported yet", {"backend": "submitit"}),
+        (UsageError, "slurm_kwargs", {"backend": "submitit", "backend_options": {"slurm_kwargs": 3}}),
         (WrongArgument, "whole number", {"num_collectors": 1.5}),
         (UsageError, "at least 1", {"num_collectors": 0}),
         (UsageError, "argument of its own", {"num_collectors": 1, "backend_options": {"sync": True}}),

@@ -49,8 +49,8 @@ def test_unknown_option_names_the_nearest():
 def test_options_that_come_later_say_so():
     with pytest.raises(UsageError, match="does not support collector_class yet"):
         Collector(CountingEnv(), frames_per_batch=3, collector_class="MyCollector")
-    with pytest.raises(UsageError, match="backend='submitit' is not supported yet"):
-        Collector(CountingEnv(), frames_per_batch=3, backend="submitit")
+    with pytest.raises(UsageError, match="secret_file"):
+        Collector(CountingEnv, frames_per_batch=3, backend="distributed", backend_options={"launcher": "join"})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Collectors over several machines. The same worker, the same slots, other roads."""
 
+from reap.backends.nodes import DEFAULT_SLURM_CONF
 from reap.collectors.distributed.far import FarCollector
-from reap.collectors.distributed.launching import DEFAULT_SLURM_CONF, submitit_delayed_launcher
+from reap.collectors.distributed.launching import submitit_delayed_launcher
 from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
 from reap.collectors.distributed.rpc import RPCAsyncCollector, RPCCollector, RPCSyncCollector
 from reap.collectors.distributed.torchdist import (
