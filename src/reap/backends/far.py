@@ -167,7 +167,9 @@ class FarWeights:
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Pack once, send to all."""
-        parcel = torch.zeros(parcel_size(self.packing), dtype=torch.uint8)
+        parcel = self._backend.spare()
+        if parcel is None:
+            parcel = torch.empty(parcel_size(self.packing), dtype=torch.uint8)
         self.count += 1
         pack(parcel, self.packing, named, self.count, version)
         self._backend.broadcast(parcel)
@@ -195,7 +197,11 @@ class FarBackend(ProcessBackend):
 
     @abstractmethod
     def broadcast(self, parcel: Tensor) -> None:
-        """A parcel for all of them. It is not written to any more."""
+        """A parcel for all of them. It is not written to any more, until it is spare."""
+
+    def spare(self) -> Tensor | None:
+        """A parcel that was sent and can be filled again: memory that was used before costs less than new."""
+        return None
 
     @abstractmethod
     def part(self, workers: Sequence[FarRemote]) -> None:

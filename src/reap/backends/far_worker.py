@@ -117,7 +117,13 @@ class Weights:
         self._changed = threading.Condition()
         self._packing: Packing | None = None
         self._parcel: Tensor | None = None
-        self.count, self._seen = 0, 0
+        self._spare: list[Tensor] = []
+        self.count = 0
+
+    def room(self, size: int) -> Tensor:
+        """For the next parcel; one that was acted with, if there is any."""
+        with self._changed:
+            return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
 
     def expect(self, packing: Packing) -> None:
         """Which tensors they are."""
@@ -128,6 +134,7 @@ class Weights:
         count = int(parcel[:8].view(torch.int64))
         with self._changed:
             if count > self.count:  # on some roads parcels may overtake one another
+                self._spare = self._spare if self._parcel is None else [self._parcel]
                 self._parcel, self.count = parcel, count
                 self._changed.notify_all()
 
@@ -149,7 +156,10 @@ class Weights:
             for tensor, marked, value in zip(tensors, marks.tolist(), values):
                 if marked:
                     tensor.copy_(value)
-        return int(parcel[8:16].view(torch.int64))
+        version = int(parcel[8:16].view(torch.int64))
+        with self._changed:
+            self._spare = [parcel]
+        return version
 
 
 def parcel_size(packing: Packing) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-import torch
 
 from reap.backends.far_worker import News, Order, Road, Weights, run_station
 from reap.children import Raised
@@ -96,7 +95,9 @@ class MailStation:
 
     def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
         """New weights."""
-        self._weights.put(torch.from_numpy(np.array(parcel)))
+        own = self._weights.room(parcel.nbytes)
+        np.copyto(own.numpy(), parcel)
+        self._weights.put(own)
 
     def wait(self) -> None:
         """Until it has gone home."""

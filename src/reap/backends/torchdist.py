@@ -96,6 +96,7 @@ class GlooBackend(FarBackend):
         self._company: Company | None = None
         self._children: list[Any] = []
         self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._spare: list[Tensor] = []
         self._group: Any = None
         self._store: Any = None
 
@@ -156,13 +157,18 @@ class GlooBackend(FarBackend):
     def broadcast(self, parcel: Tensor) -> None:
         try:
             while len(self._under_way) >= _UNDER_WAY:
-                wait(self._under_way.popleft()[0])
+                work, sent = self._under_way.popleft()
+                wait(work)
+                self._spare.append(sent)
             self._under_way.append((join_broadcast(self._group, parcel), parcel))
         except (ConnectionError, RuntimeError) as error:
             for remote in self.workers:
                 if self._children[remote.index].gone(1.0):
                     raise self._death(remote) from None
             raise WorkerDied(f"weights could not be sent: {error}") from None
+
+    def spare(self) -> Tensor | None:
+        return self._spare.pop() if self._spare else None
 
     def part(self, workers: Sequence[FarRemote]) -> None:
         for remote in workers:

@@ -149,7 +149,7 @@ class _Listener:
         try:
             group = self._address.group("weights", self._job.index + 1, self._job.workers + 1)
             while True:
-                parcel = torch.empty(parcel_size(packing), dtype=torch.uint8)
+                parcel = self.weights.room(parcel_size(packing))
                 wait(join_broadcast(group, parcel))
                 self.weights.put(parcel)
         except (ConnectionError, RuntimeError):
