@@ -233,12 +233,6 @@ class FarBackend(ProcessBackend):
             self.meet(packing)
             self._shared = FarWeights(packing, self)  # type: ignore[assignment]
 
-    def linger(self, seconds: float) -> None:
-        """Wait until somebody rings, or so long. Ctrl-C is let in."""
-        self._selector.select(seconds)
-        self.bell.quiet()
-        self._interrupts.let_in()
-
     def _make_room(self) -> None:
         layouts = [remote.about.layout for remote in self.workers]
         self._together = self._sync and len({layout.steps for layout in layouts}) == 1
@@ -268,6 +262,12 @@ class FarBackend(ProcessBackend):
         self._selector.select(patience)
         self.bell.quiet()
         return [remote for remote in self.workers if remote.speaks or remote.child.gone()]  # type: ignore[attr-defined]
+
+    def linger(self, seconds: float) -> None:
+        """Wait until somebody rings, or so long. Ctrl-C is let in."""
+        self._selector.select(seconds)
+        self.bell.quiet()
+        self._interrupts.let_in()
 
     def _hand_out(self) -> None:
         for remote in self.workers:
