@@ -75,11 +75,11 @@ def link(name, state):
 def listening():
     """Addresses of this machine on which somebody listens, but for the loopback ones."""
     found = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_ = line.split()
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    for _, local, _, state, *_ in lines:
         if state == "0A":
             address, port = local.split(":")
-            host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+            host = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
             if not host.startswith("127."):
                 found.add((host, int(port, 16)))
     return found

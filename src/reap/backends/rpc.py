@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import FileStore, TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import FileStore, rpc  # type: ignore[attr-defined]
 
-from reap.backends.door import LOOPBACK
 from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
 from reap.backends.far_worker import FarJob, News, Order
 from reap.backends.nodes import Company, Nodes
@@ -36,6 +35,7 @@ from reap.backends.rpc_worker import (
     run_rpc,
     send,
 )
+from reap.backends.stores import loopback_store
 from reap.children import Child, dumps, end
 from reap.errors import UsageError, WorkerDied
 
@@ -132,7 +132,7 @@ class RPCBackend(FarBackend):
         return children
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=JOIN)
+        self._store = loopback_store(0, JOIN)
         self._agent.update(_BETWEEN_MACHINES)
         self._company = self._nodes.open(len(packed), self._store.port, self.bell.ring)
         peers = [name(index) for index in range(len(packed))]

@@ -13,7 +13,6 @@ import functools
 import pickle
 import secrets
 import selectors
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from reap.backends.door import LOOPBACK
 from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
@@ -30,9 +28,10 @@ from reap.backends.nodes import Company, Nodes
 from reap.backends.process import DEADLINE
 from reap.backends.reception import Guest
 from reap.backends.seal import Seal
-from reap.backends.torchdist_worker import HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
+from reap.backends.stores import loopback_store
+from reap.backends.torchdist_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
 from reap.children import Child, dumps, end
-from reap.errors import UsageError, WorkerDied
+from reap.errors import WorkerDied
 from reap.weights.shared import Packing
 
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
@@ -102,14 +101,8 @@ class GlooBackend(FarBackend):
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
         local = self._nodes.launcher == "mp"
-        try:
-            listening = socket.create_server((LOOPBACK, self._nodes.port if local else 0), backlog=1024)
-        except OSError as error:
-            raise UsageError(f"tcp_port {self._nodes.port}: {error}") from None
-        port = listening.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        self._store = loopback_store(self._nodes.port if local else 0, EVER)
+        port = self._store.port
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if local:
             self._address = Address(LOOPBACK, port, secrets.token_bytes(32), LOOPBACK)

@@ -22,6 +22,7 @@ from reap.backends.door import Visitor
 from reap.backends.seal import Seal
 
 BEAT, LOST = 1.0, 5.0  # seconds between two signs of life, and without one
+_PIECE = 1 << 16  # bytes sent at once
 _SIZES = struct.Struct("!IQ")
 
 
@@ -48,9 +49,15 @@ class Wire:
     def say(self, data: bytes = b"", /, **words: Any) -> None:
         """Tell the other side, if it is there."""
         text = json.dumps(words).encode()
-        with self._saying, contextlib.suppress(OSError):
-            sealed = self._seal.close(data, text.decode()) if data else b""
-            self._socket.sendall(_SIZES.pack(len(text), len(sealed)) + text + sealed)
+        sealed = self._seal.close(data, text.decode()) if data else b""
+        whole = memoryview(_SIZES.pack(len(text), len(sealed)) + text + sealed)
+        with self._saying:
+            try:
+                for start in range(0, len(whole), _PIECE):  # a time-out is for each
+                    self._socket.sendall(whole[start : start + _PIECE])
+            except OSError:  # half a message may be there: nothing can follow
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, patience: float) -> None:
         """Until the other side has hung up, or so many seconds."""
