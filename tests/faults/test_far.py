@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from reap.backends.rpc_worker import below
 from reap.backends.seal import Forged, Seal
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import (
@@ -149,6 +150,19 @@ def test_by_the_front_door(backend):
         c.shutdown()
     with pytest.raises(UsageError, match="no road to these workers"):
         MultiSyncCollector([healthy()], EchoPolicy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
+
+
+def test_weights_go_down_a_tree():
+    """Everybody is sent to once, nobody sends to more than two, and all of five act with them."""
+    for workers in (1, 2, 5, 100):
+        told = [below(index, workers) for index in range(-1, workers)]
+        assert sorted(i for each in told for i in each) == list(range(workers))
+        assert max(map(len, told)) <= 2
+    c = RPCSyncCollector([healthy()] * 5, EchoPolicy(), frames_per_batch=5, track_policy_version=True)
+    for version in range(4):
+        assert (c.next()["policy_version"] == version).all()
+        c.update_policy_weights_()
+    c.shutdown()
 
 
 def test_one_agent_at_a_time():

@@ -1,7 +1,7 @@
 """The far side of torch.distributed.rpc: what workers are called for, and how agents find each other.
 
-    collector ── parcel ──► worker 0 ──► worker 1 ──► worker 3 …       weights go down a tree: everybody sends to two
-                                  └────► worker 2
+    collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
+                         └─► worker 1  └─► worker 3 …
 
 An agent knows no secrets and does what it is told. So it listens on the loopback interface alone; to other machines it
 is reached through a door, and reaches their agents through tunnels.
@@ -45,8 +45,9 @@ def name(index: int) -> str:
 
 
 def below(index: int, workers: int) -> list[int]:
-    """To whom a worker sends weights on; the collector is number -1 and sends to the first."""
-    return [0] if index < 0 else [i for i in range(_BRANCHES * index + 1, _BRANCHES * (index + 1) + 1) if i < workers]
+    """To whom a worker sends weights on; the collector is number -1."""
+    first = _BRANCHES * (index + 1)
+    return [i for i in range(first, first + _BRANCHES) if i < workers]
 
 
 class GuardedStore(Store):
