@@ -8,8 +8,12 @@ An actor that dies is named; or replaced, if `restart` is True: what it was aske
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -81,14 +85,25 @@ class _Cluster:
 CLUSTER = _Cluster()
 
 
+class ReapWorker(MailStation):
+    """What the cluster knows as an actor."""
+
+    def where(self) -> tuple[int, str]:
+        """Process and node."""
+        return os.getpid(), engine().get_runtime_context().get_node_id()
+
+
 class _Actor:
     """Whether an actor lives, and how it ended."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self._how = pid, ""
+    def __init__(self, pid: int, node: str) -> None:
+        self.pid, self.node, self._how = pid, node, ""
 
     def end(self, how: str) -> None:
         self._how = self._how or how
+
+    def end_more(self, also: str) -> None:
+        self._how += f"; {also}"
 
     def gone(self) -> bool:
         return bool(self._how)
@@ -103,15 +118,15 @@ class _Actor:
 class RayRemote(FarRemote):
     """An actor as it is seen here."""
 
-    def __init__(self, index: int, actor: Any, pid: int, bell: Bell) -> None:
+    def __init__(self, index: int, actor: Any, where: tuple[int, str], bell: Bell) -> None:
         super().__init__(index, None)
         self._ring = lambda _: bell.ring()  # holds on to nothing else: Ray may keep it for a while
-        self.move(actor, pid)
+        self.move(actor, where)
 
-    def move(self, actor: Any, pid: int) -> None:
+    def move(self, actor: Any, where: tuple[int, str]) -> None:
         """From now on it is this actor."""
         self._futures: deque[Any] = deque()
-        self.actor, self.child = actor, _Actor(pid)  # type: ignore[assignment]
+        self.actor, self.child = actor, _Actor(*where)  # type: ignore[assignment]
         self.told = 0
         for _ in range(_ASKED):
             self._ask_news()
@@ -171,20 +186,20 @@ class RayBackend(FarBackend):
     def _hire(self, jobs: Sequence[FarJob]) -> list[RayRemote]:
         """An actor for each; they are among the workers then."""
         actors = [self._actor(job) for job in jobs]
-        pids = self._pids(jobs, actors)
-        new = [RayRemote(job.index, actor, pid, self.bell) for job, actor, pid in zip(jobs, actors, pids)]
+        places = self._places(jobs, actors)
+        new = [RayRemote(job.index, actor, where, self.bell) for job, actor, where in zip(jobs, actors, places)]
         self.workers.extend(new)
         self._jobs.extend(jobs)
         return new
 
     def _actor(self, job: FarJob) -> Any:
-        kind = self._ray.remote(concurrency_groups=_GROUPS)(MailStation)
+        kind = self._ray.remote(concurrency_groups=_GROUPS)(ReapWorker)
         actor = kind.options(**self._resources[job.index])
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
-    def _pids(self, jobs: Sequence[FarJob], actors: Sequence[Any]) -> list[int]:
-        """When all of them are there. If one cannot be, none is."""
-        asked = [actor.pid.remote() for actor in actors]
+    def _places(self, jobs: Sequence[FarJob], actors: Sequence[Any]) -> list[tuple[int, str]]:
+        """Where they are, when all of them are there. If one cannot be, none is."""
+        asked = [actor.where.remote() for actor in actors]
         try:
             for _ in range(int(BOOT / _LOOK)):
                 _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
@@ -202,12 +217,12 @@ class RayBackend(FarBackend):
                 self._ray.kill(actor)
             raise
 
-    def _answer(self, job: FarJob, ref: Any) -> int:
+    def _answer(self, job: FarJob, ref: Any) -> tuple[int, str]:
         try:
-            pid: int = self._ray.get(ref)
+            where: tuple[int, str] = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
-        return pid
+        return where
 
     def send(self, remote: Any, order: Order | None) -> None:
         remote.actor.order.options(concurrency_group="orders").remote(remote.told, order)
@@ -225,13 +240,22 @@ class RayBackend(FarBackend):
         if self._ray is None:
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
+            here = [p for remote in workers if (p := self._process_of(remote.child)) is not None]
             living = [remote for remote in workers if not remote.child.gone()]
             left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE) for remote in living]
             if left:
                 self._ray.wait(left, num_returns=len(left), timeout=0.4 * DEADLINE)
             for remote in workers:
                 self._ray.kill(remote.actor)
+            _wait_for_ends(here, 0.4 * DEADLINE)
         CLUSTER.leave(end=self.end_cluster)
+
+    def _process_of(self, actor: _Actor) -> int | None:
+        """A descriptor of its process, if that is on this node and lives."""
+        if actor.node == self._ray.get_runtime_context().get_node_id() and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                return os.pidfd_open(actor.pid)
+        return None
 
     # ---- more of them, and one for another ------------------------------------------------------------------------
 
@@ -279,10 +303,21 @@ class RayBackend(FarBackend):
         elif remote.child.gone():
             self._failure = self._failure or self._death(remote)
 
+    def _cluster_answers(self) -> bool:
+        """In a thread: with nobody to answer, Ray waits for a minute and longer."""
+        asking = threading.Thread(target=self._ray.nodes, daemon=True, name="reap-asks-cluster")
+        asking.start()
+        asking.join(DEADLINE)
+        return not asking.is_alive()
+
     def _replace(self, remote: Any) -> None:
         """Another actor in its place."""
         if self._shared is None and self.version > 0 and remote.about.weighs:
             self._failure = self._death(remote)  # what it acted with went with it
+            return
+        if not self._cluster_answers():
+            remote.child.end_more("the cluster does not answer any more")
+            self._failure = self._death(remote)
             return
         slots = sorted(remote.working)
         remote.working.clear()
@@ -290,12 +325,20 @@ class RayBackend(FarBackend):
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
         job = replace(self._jobs[remote.index], entropy=int(entropy))
         actor = self._actor(job)
-        remote.move(actor, *self._pids([job], [actor]))
+        remote.move(actor, *self._places([job], [actor]))
         (remote.about,) = self._answers([remote], FIRST, grace=BOOT)
         self.restarts += 1
         self._begin(remote)
         for slot in slots:
             remote.give(slot)
+
+
+def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
+    """Until these have ended, at most so many seconds."""
+    deadline = time.monotonic() + patience
+    for fd in processes:
+        select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(fd)
 
 
 def _short(error: BaseException) -> str:

@@ -9,7 +9,10 @@ A call has happened when it returns: whoever samples after an `extend` may find 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from reap.backends.ray import CLUSTER, engine
 from reap.buffers.replay import ReplayBuffer
+from reap.children import dumps
 from reap.errors import UsageError, WorkerDied, WrongArgument, WrongState
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
@@ -61,8 +65,9 @@ def _unpacked(value: Any) -> Any:
 class _Keeper:
     """The actor: a buffer, and calls to it."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._buffer = make()
+    def begin(self, make: bytes, path: Sequence[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._buffer = pickle.loads(make)()
 
     def call(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         given = [one.unpack(copy=False) if isinstance(one, _Columns) else one for one in arguments]
@@ -156,7 +161,7 @@ class RayReplayBuffer(_Client):
     def __init__(
         self,
         *,
-        replay_buffer_cls: type[Any] = ReplayBuffer,
+        replay_buffer_cls: Callable[..., Any] = ReplayBuffer,
         ray_init_config: Mapping[str, Any] | None = None,
         remote_config: Mapping[str, Any] | None = None,
         **options: Any,
@@ -172,9 +177,9 @@ class RayReplayBuffer(_Client):
         self._open = True
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
         try:
-            actor = ray.remote(_Keeper).options(**settings).remote(_Made(replay_buffer_cls, options))
-            super().__init__(actor)
-            len(self)  # it is there; else it says what is wrong
+            made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
+            super().__init__(ray.remote(_Keeper).options(**settings).remote())
+            self._ask(self._actor.begin, made, list(sys.path))
         except BaseException:
             self.shutdown()
             raise
@@ -222,13 +227,3 @@ class RayReplayBuffer(_Client):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.shutdown()
-
-
-class _Made:
-    """Makes the buffer, in the actor."""
-
-    def __init__(self, kind: type[Any], options: Mapping[str, Any]) -> None:
-        self._kind, self._options = kind, dict(options)
-
-    def __call__(self) -> Any:
-        return self._kind(**self._options)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from reap.children import kept_seedbed
 
+_RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
 
 @contextlib.contextmanager
 def no_leaks() -> Iterator[None]:
@@ -48,9 +50,20 @@ def _descendants(ancestor: int) -> set[int]:
     for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, task.read_text().split()):
-                if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":  # a cluster keeps a pool of its own
-                    found |= {pid} | _descendants(pid)
+                below = _descendants(pid)
+                if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
+                    found |= {pid} | below
+                else:  # a cluster and the pool it keeps are Ray's own; actors are not
+                    actors = {one for one in below if _is_actor(one)}
+                    found |= actors.union(*map(_descendants, actors))
     return found
+
+
+def _is_actor(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        title = Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0 ").decode(errors="replace")
+        return title.startswith("ray::") and not title.startswith(_RAYS_OWN)
+    return False
 
 
 def _shared_memory() -> set[str]:
