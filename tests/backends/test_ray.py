@@ -21,6 +21,7 @@ from reap.weight_update import RayWeightSyncScheme
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(120)
 SMALL = {"num_cpus": 0.25}
+SOCKETS = 3.0  # seconds: Ray closes those to actors that are gone by itself
 MIX = torch.tensor([3.0, 5.0, 7.0])
 MAKERS = {
     "sync": lambda env, policy, **options: RayCollector(
@@ -78,7 +79,7 @@ def test_in_step():
     """Both actors' lanes, bit for bit; weights, seeds and state; then a third actor."""
     world = CountingWorld([(3, 1, 5)] * 2)
     policy = EchoPolicy()
-    with no_leaks():
+    with no_leaks(patience=SOCKETS):
         c = collect([healthy(0), healthy(1)], policy, sync=True, frames_per_batch=16, track_policy_version=True)
         for _ in range(20):
             want = {k: v for k, v in world.batch(8).items() if k != ("collector", "traj_ids")}
@@ -132,12 +133,12 @@ def test_a_dead_actor_is_named():
             c.next()
     assert c.closed
     assert all_gone(workers, within=1)
-    with no_leaks(), pytest.raises(WorkerDied, match=r"worker 0 \(.*\): its actor died"):
+    with no_leaks(patience=SOCKETS), pytest.raises(WorkerDied, match=r"worker 0 \(.*\): its actor died"):
         collect([faulty("kill", 0, "reset")], restart=True)
 
 
 def test_shutdown_in_the_middle_of_a_step():
-    with no_leaks():
+    with no_leaks(patience=SOCKETS):
         c = collect([faulty("hang", 2)])
         workers = pids(c)
         with within(BOUND):
@@ -150,7 +151,7 @@ def test_shutdown_in_the_middle_of_a_step():
 def test_a_team_inside(kind):
     """One actor, two processes in it: their lanes, weights, seeds; one of them dies and is named by both numbers."""
     policy, world = Placed(), CountingWorld([(3, 1, 5)] * (2 if kind == "sync" else 1))
-    with no_leaks():
+    with no_leaks(patience=SOCKETS):
         c = collect(
             [lambda: healthy(0)()],
             policy,
@@ -190,7 +191,7 @@ def test_a_team_inside(kind):
 
 def test_a_buffer_of_its_own():
     """Actors write into it, in front and in the background; rows are true; what is wrong is raised here."""
-    with no_leaks():
+    with no_leaks(patience=SOCKETS):
         buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(1000), batch_size=32)
         c = collect([healthy(), healthy(1)], total_frames=80, replay_buffer=buffer, max_weight_update_interval=2)
         assert [c.next() for _ in range(5)] == [None] * 5
@@ -225,7 +226,7 @@ def test_a_buffer_of_its_own():
 
 @pytest.mark.slow
 def test_a_buffer_that_cannot_be_made():
-    with no_leaks(), pytest.raises(UsageError, match="batch_size"):
+    with no_leaks(patience=SOCKETS), pytest.raises(UsageError, match="batch_size"):
         RayReplayBuffer(storage=lambda: LazyTensorStorage(10), batch_size=-1)
 
 
@@ -277,4 +278,3 @@ def test_wrong_arguments():
             collect([healthy()], **wrong)
     with pytest.raises(UsageError, match="transport"):
         RayReplayBuffer(storage=lambda: LazyTensorStorage(10), transport="distributed")
-    assert not [one for one in ray.util.state.list_actors() if one.state == "ALIVE"]

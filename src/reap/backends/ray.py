@@ -14,12 +14,14 @@ import select
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from reap.backends.far import Bell, FarBackend, FarRemote
@@ -87,6 +89,12 @@ CLUSTER = _Cluster()
 
 class ReapWorker(MailStation):
     """What the cluster knows as an actor."""
+
+    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+        """New weights: read where they lie, when they are acted with."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
+            self._weights.put(torch.from_numpy(parcel))
 
     def where(self) -> tuple[int, str]:
         """Process and node."""
