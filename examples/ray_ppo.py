@@ -3,8 +3,8 @@
     python examples/ray_ppo.py                      # starts a cluster here, and ends it
     python examples/ray_ppo.py --address auto       # uses the one that runs (`ray start --head`)
 
-Each actor plays some copies of the game with the current policy. A batch holds a rollout of every actor, all made by the
-same weights; they are put into Ray's object store once per update, and every actor pulls them from there. An actor
+Each actor plays some copies of the game with the current policy. A batch holds a rollout of every actor, all made by
+the same weights; they are put into Ray's object store once per update, and every actor pulls them from there. An actor
 that dies is replaced, and learning goes on.
 """
 

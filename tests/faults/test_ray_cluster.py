@@ -34,7 +34,7 @@ c.shutdown()
 assert not ray.is_initialized()
 """
 STARTS = """
-config = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "log_to_driver": False}
+config = {"address": "local", "num_cpus": 1, "object_store_memory": 80 * 2**20, "log_to_driver": False}
 with no_leaks():
     c = collect(ray_init_config=config)
     buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(100))
