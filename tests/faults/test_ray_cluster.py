@@ -16,11 +16,11 @@ import pytest
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(120)
 COMMON = """
-import os, ray, sys, time
+import os, ray, sys, threading, time
 from reap.collectors.distributed import RayCollector
 from reap.data import LazyTensorStorage, RayReplayBuffer
 from reap.errors import WorkerDied
-from reap.testing import CountingEnv, EchoPolicy, no_leaks
+from reap.testing import CountingEnv, EchoPolicy
 def collect(**options):
     options = {"frames_per_batch": 8, "remote_configs": {"num_cpus": 0.25}, **options}
     return RayCollector([lambda: CountingEnv((3, 1, 5), 0)], EchoPolicy(), **options)
@@ -35,16 +35,20 @@ assert not ray.is_initialized()
 """
 STARTS = """
 config = {"address": "local", "num_cpus": 1, "object_store_memory": 80 * 2**20, "log_to_driver": False}
-with no_leaks():
-    c = collect(ray_init_config=config)
-    buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(100))
-    c.next()
-    c.shutdown()
-    assert ray.is_initialized()  # somebody uses it still
-    assert len(buffer) == 0
-    buffer.shutdown()
-    assert not ray.is_initialized()
-    del c, buffer
+def children():
+    tasks = os.listdir("/proc/self/task")
+    return [pid for task in tasks for pid in open(f"/proc/self/task/{task}/children").read().split()]
+c = collect(ray_init_config=config)
+assert children()
+buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(100))
+c.next()
+c.shutdown()
+assert ray.is_initialized()  # somebody uses it still
+assert len(buffer) == 0
+buffer.shutdown()
+assert not ray.is_initialized()
+assert not children()
+assert threading.active_count() == 1
 """
 DIES = """
 c = collect(ray_init_config={"address": "auto", "log_to_driver": False}, restart=RESTART)
