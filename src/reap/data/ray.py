@@ -12,6 +12,7 @@ import contextlib
 import functools
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap.backends.ray import CLUSTER, engine
+from reap.buffers.feed import Feed
 from reap.buffers.replay import ReplayBuffer
 from reap.children import dumps
-from reap.errors import UsageError, WorkerDied, WrongArgument, WrongState
+from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
 
@@ -172,7 +174,7 @@ class RayReplayBuffer(_Client):
                 raise UsageError(f"{name}: rows travel through Ray's object store; leave it out")
         if not callable(replay_buffer_cls):
             raise WrongArgument(f"replay_buffer_cls must be a class, got {replay_buffer_cls!r}")
-        self.batch_size = options.get("batch_size")
+        self.batch_size, self.feed = options.get("batch_size"), Feed()
         ray = CLUSTER.enter(ray_init_config or {})
         self._open = True
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
@@ -187,6 +189,15 @@ class RayReplayBuffer(_Client):
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield self.sample()
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Frames, as the buffer's sampler draws them; waits for the first while a collector brings them."""
+        began = time.monotonic()
+        while True:
+            try:
+                return super().sample(batch_size, return_info)
+            except Starved as why:
+                self.feed.wait(why, began)
 
     def empty(self) -> None:
         """Forget all rows."""

@@ -90,6 +90,8 @@ class RayCollector(FarCollector):
         """None where the buffer is an actor: workers write into it themselves."""
         sink = super()._make_sink()
         self._direct = getattr(self.replay_buffer, "service_backend", None) == "ray"
+        if hasattr(self.replay_buffer, "feed"):
+            self.replay_buffer.feed.attach(self)
         return None if self._direct else sink
 
     def _writer(self) -> Any:
