@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
@@ -234,6 +235,20 @@ def test_a_buffer_of_its_own():
         with pytest.raises(WrongState, match="closed"):
             buffer.sample()
         del c, buffer, sample
+
+
+@pytest.mark.slow
+def test_a_buffer_of_torchrls():
+    """Actors write into it through its own clients."""
+    theirs = pytest.importorskip("torchrl.data")
+    storage = functools.partial(theirs.LazyTensorStorage, 100)
+    buffer = theirs.RayReplayBuffer(storage=storage, batch_size=8, remote_config={"num_cpus": 0})
+    c = collect([healthy()], total_frames=40, replay_buffer=buffer)
+    assert list(c) == [None] * 5
+    assert len(buffer) == 40
+    assert acts_with(buffer.sample(), 1.0)
+    c.shutdown()
+    buffer.shutdown()
 
 
 @pytest.mark.slow

@@ -104,3 +104,14 @@ def test_torchrls_envs_in_three_hands():
     make, width, actions = envs()["TransformedEnv: counters"]
     found = measure(make, width, actions, frames=40, rounds=2)
     assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
+
+
+@pytest.mark.slow
+def test_ray_is_measured(capsys):
+    pytest.importorskip("ray")
+    from benchmarks.on_ray import main
+
+    found = main(["--seconds", "0.1", "--rounds", "1", "--no-peers"])
+    assert set(found) == {"frames", "pixels", "weights"}
+    assert found["frames"]["reap, processes"] > 0
+    assert "GB/s" in capsys.readouterr().out

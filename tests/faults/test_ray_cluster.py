@@ -124,6 +124,7 @@ def test_one_that_runs(running):
     ends_well(drive(JOINS, running))
 
 
+@pytest.mark.slow
 def test_one_of_our_own(environment):
     ends_well(drive(STARTS, environment))
 
