@@ -1,22 +1,28 @@
-"""The behaviour suite for workers that are Ray actors, on a real local cluster."""
+"""Workers that are Ray actors, on a real local cluster: the behaviour suite, and what only Ray can do."""
 
 from __future__ import annotations
 
+import functools
 import os
-import threading
+import signal
 
 import pytest
 import torch
 from tests.faults.worlds import BOUND, all_gone, faulty, healthy, pids, within
 
-from reap.collectors.distributed import RayCollector
-from reap.errors import WorkerDied
-from reap.testing import EchoPolicy
+from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors.distributed import RayAsyncCollector, RayCollector
+from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WrongArgument, WrongState
+from reap.seeding import chain
+from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
+from reap.weight_update import RayWeightSyncScheme
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(120)
-SMALL = {"num_cpus": 0.5}
+SMALL = {"num_cpus": 0.25}
+MIX = torch.tensor([3.0, 5.0, 7.0])
 MAKERS = {
     "sync": lambda env, policy, **options: RayCollector(
         [env], policy, sync=True, cat_results=0, remote_configs=SMALL, **options
@@ -27,82 +33,275 @@ MAKERS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
+    """One for all; with a first actor, of which Ray keeps a socket for as long as it is connected."""
     ray.init(num_cpus=2, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False)
+
+    class First:
+        def say(self):
+            return "hello"
+
+    ray.get(ray.remote(First).options(num_cpus=0).remote().say.remote())
     yield
     ray.shutdown()
 
 
-CHECKS = [
-    name for name in backend_checks if name != "shuts_down"
-]  # Ray closes its own sockets when it likes; see below
-QUICK = ("exact_lanes", "weights_are_explicit", "errors_name_their_place")  # an actor takes seconds to start
+class Placed(EchoPolicy):
+    def pid(self):
+        return os.getpid()
 
 
+def collect(makers, policy=None, **options):
+    return RayCollector(makers, policy or EchoPolicy(), **{"frames_per_batch": 8, "remote_configs": SMALL, **options})
+
+
+def acts_with(batch, weight):
+    """Whether the weights that acted are these."""
+    return torch.equal(batch["action"], weight * (batch["observation"] * MIX).sum(-1, keepdim=True))
+
+
+def double(policy, collector):
+    with torch.no_grad():
+        policy.weight.fill_(2.0)
+    collector.update_policy_weights_()
+
+
+# An actor takes seconds to start, wherever it is: the suite is for `make test-all`, one rich test of each kind is here.
 @pytest.mark.parametrize(
-    "check", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHECKS]
+    ("kind", "check"),
+    [pytest.param(kind, check, marks=pytest.mark.slow) for kind in MAKERS for check in backend_checks],
 )
-@pytest.mark.parametrize("kind", MAKERS)
 def test_ray(kind, check):
     backend_checks[check](MAKERS[kind])
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-def test_shutdown_ends_the_actors(kind):
-    collector = MAKERS[kind](healthy(), EchoPolicy(), frames_per_batch=6, total_frames=-1)
-    workers = pids(collector)
-    threads = threading.active_count()
-    with within(BOUND), collector:
-        next(iter(collector))
-    collector.shutdown()
-    closed_says_so(collector)
-    assert all_gone(workers, within=BOUND)
-    assert threading.active_count() <= threads
+def test_in_step():
+    """Both actors' lanes, bit for bit; weights, seeds and state; then a third actor."""
+    world = CountingWorld([(3, 1, 5)] * 2)
+    policy = EchoPolicy()
+    with no_leaks(sockets=False):
+        c = collect([healthy(0), healthy(1)], policy, sync=True, frames_per_batch=16, track_policy_version=True)
+        for _ in range(20):
+            want = {k: v for k, v in world.batch(8).items() if k != ("collector", "traj_ids")}
+            assert_same(c.next().exclude("policy_version", ("next", "policy_version"), ("collector", "traj_ids")), want)
+        double(policy, c)
+        batch = c.next()
+        assert acts_with(batch, 2.0)
+        assert (batch["policy_version"] == 1).all()
+        seen = int(batch["collector", "traj_ids"].max())
+        c.add_collectors([healthy(2)])
+        assert c.num_workers == len(c.remote_collectors) == 3
+        batch = c.next()
+        assert batch.batch_size == (3, 8)
+        assert acts_with(batch, 2.0)
+        assert (batch["policy_version"] == 1).all()
+        assert batch["collector", "traj_ids"][2].min() >= 2**32 > seen
+        workers = pids(c)
+        with within(BOUND):
+            c.stop_remote_collectors()
+        closed_says_so(c)
+        assert all_gone(workers, within=0.1)
+        del c, batch
+
+
+@pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_dead_actor_is_replaced(sync):
+    """Killed in a rollout and in an update: the new one has the latest weights, and trajectories of its own."""
+    policy = EchoPolicy()
+    c = collect([healthy(), healthy(1)], policy, sync=sync, restart=True, track_policy_version=True)
+    last = int(c.next()["collector", "traj_ids"].max())
+    os.kill(pids(c)[1], signal.SIGKILL)
+    double(policy, c)
+    batch = c.next()
+    while not (c.stats()["restarts"] == 1 and (batch["collector", "traj_ids"] >= 2**32).any()):
+        batch = c.next()
+        assert acts_with(batch, torch.where(batch["policy_version"] == 0, 1.0, 2.0).unsqueeze(-1))
+        last = max(last, int((batch["collector", "traj_ids"] % 2**32).max()))
+    assert (batch["policy_version"] == 1).all()
+    assert last < 2**32
+    assert c.stats()["workers_alive"] == 2
+    c.shutdown()
 
 
 def test_a_dead_actor_is_named():
-    c = RayCollector([healthy(), faulty("exit", 21)], EchoPolicy(), frames_per_batch=8, remote_configs=SMALL)
+    """In a step; while it is built; and whoever updates is told too."""
+    c = collect([healthy(), faulty("exit", 21)])
     workers = pids(c)
     with pytest.raises(WorkerDied, match=rf"worker 1 \(pid {workers[1]}\): its actor died"):
         while True:
+            c.update_policy_weights_()
             c.next()
     assert c.closed
-    assert all_gone(workers, within=5)
+    assert all_gone(workers, within=1)
+    with no_leaks(sockets=False), pytest.raises(WorkerDied, match=r"worker 0 \(.*\): its actor died"):
+        collect([faulty("kill", 0, "reset")], restart=True)
 
 
-@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_dead_actor_is_replaced(sync, tmp_path):
-    """Once; the new one has the latest weights, and trajectories of its own."""
-    mark = str(tmp_path / "died")
+@pytest.mark.slow
+def test_sockets_do_not_add_up():
+    def sockets():
+        links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+        return sum(os.path.islink(link) and "socket:" in os.readlink(link) for link in links)
 
-    def dies_once():
-        died = os.path.exists(mark)
-        open(mark, "w").close()
-        return healthy()() if died else faulty("kill", 9)()
+    counts = []
+    for _ in range(6):
+        with collect([healthy(), healthy(1)]) as c:
+            c.next()
+        counts.append(sockets())
+    assert max(counts[3:]) <= max(counts[:3]) + 1
 
-    policy = EchoPolicy()
-    c = RayCollector(
-        [healthy(), dies_once],
-        policy,
-        sync=sync,
-        frames_per_batch=8,
-        restart=True,
-        remote_configs=SMALL,
-        track_policy_version=True,
-    )
-    with torch.no_grad():
-        policy.weight.fill_(2.0)
-    c.update_policy_weights_()
-    last = -1
-    while c.stats()["restarts"] == 0:
+
+def test_shutdown_in_the_middle_of_a_step():
+    with no_leaks(sockets=False):
+        c = collect([faulty("hang", 2)])
+        workers = pids(c)
+        with within(BOUND):
+            c.shutdown()
+        assert all_gone(workers, within=0.1)
+        del c
+
+
+@pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_team_inside(kind):
+    """One actor, two processes in it: their lanes, weights, seeds; one of them dies and is named by both numbers."""
+    policy, world = Placed(), CountingWorld([(3, 1, 5)] * (2 if kind == "sync" else 1))
+    with no_leaks(sockets=False):
+        c = collect(
+            [lambda: healthy(0)()],
+            policy,
+            sync=True,
+            cat_results=0,
+            frames_per_batch=16,
+            collector_class=MultiSyncCollector if kind == "sync" else "async",
+            num_workers_per_collector=2,
+            track_policy_version=True,
+        )
+        (inside,) = c.get_distant_attr("worker_idx")
+        assert inside == [0, 1]
         batch = c.next()
-        last = max(last, int(batch["collector", "traj_ids"].max())) if c.stats()["restarts"] == 0 else last
-    for _ in range(8):
-        batch = c.next()
-        echo = (batch["observation"] * torch.tensor([3.0, 5.0, 7.0])).sum(-1, keepdim=True)
-        assert (batch["policy_version"] == 1).all()
-        assert torch.equal(batch["action"], 2 * echo)
-        if batch["collector", "traj_ids"].max() > 2**32:
-            break
-    assert batch["collector", "traj_ids"].max() > 2**32 > last
-    assert c.stats()["restarts"] == 1
+        if kind == "sync":
+            for key, want in world.batch(8).items():
+                if key in ("observation", ("next", "reward")):
+                    assert torch.equal(batch[key][0], torch.as_tensor(want)[0])
+        assert batch.batch_size == ((2, 8) if kind == "sync" else (16,))
+        assert acts_with(batch, 1.0)
+        double(policy, c)
+        while (batch["policy_version"] == 0).any():
+            batch = c.next()
+            assert acts_with(batch, torch.where(batch["policy_version"] == 0, 1.0, 2.0).unsqueeze(-1))
+        assert c.set_seed(3) == chain(3, 2)[1]
+        state = c.state_dict()
+        c.load_state_dict(state)
+        if kind == "sync":  # else some are made already
+            assert c.next()["collector", "traj_ids"].min() >= int(state["traj_pool"]["traj_id"])
+        (numbers,) = c.map_fn("policy.pid")
+        os.kill(numbers[1], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"worker 0/1 \(pid {numbers[1]}\).*SIGKILL"):
+            while True:
+                c.next()
+        assert all_gone(numbers, within=BOUND)
+        del c, batch
+
+
+def test_a_buffer_of_its_own():
+    """Actors write into it, in front and in the background; rows are true; what is wrong is raised here."""
+    with no_leaks(sockets=False):
+        buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(1000), batch_size=32)
+        c = collect([healthy(), healthy(1)], total_frames=80, replay_buffer=buffer, max_weight_update_interval=2)
+        assert [c.next() for _ in range(5)] == [None] * 5
+        assert len(buffer) >= 40
+        assert c.policy_version == 2
+        c.start()
+        while c.is_running():
+            buffer.sample()
+        c.shutdown()
+        assert len(buffer) == buffer.write_count == 80
+        sample = buffer.sample()
+        assert sample.batch_size == (32,)
+        assert acts_with(sample, 1.0)
+        assert set(buffer[torch.arange(80)]["observation"][:, 0].tolist()) == {0.0, 1.0}
+        buffer.sample(4).zero_()  # ours to write to
+        with pytest.raises(UsageError, match="batch dimension"):
+            buffer.extend(sample[0])
+        state = buffer.state_dict()
+        buffer.empty()
+        assert len(buffer) == 0
+        buffer.load_state_dict(state)
+        assert len(buffer) == 80
+        ray.kill(buffer._actor)
+        with pytest.raises(WorkerDied, match="actor is gone"):
+            len(buffer)
+        assert not buffer.is_alive
+        buffer.shutdown()
+        with pytest.raises(WrongState, match="closed"):
+            buffer.sample()
+        del c, buffer, sample
+
+
+@pytest.mark.slow
+def test_a_buffer_of_torchrls():
+    """Actors write into it through its own clients."""
+    theirs = pytest.importorskip("torchrl.data")
+    storage = functools.partial(theirs.LazyTensorStorage, 100)
+    buffer = theirs.RayReplayBuffer(storage=storage, batch_size=8, remote_config={"num_cpus": 0})
+    c = collect([healthy()], total_frames=40, replay_buffer=buffer)
+    assert list(c) == [None] * 5
+    assert len(buffer) == 40
+    assert acts_with(buffer.sample(), 1.0)
     c.shutdown()
+    buffer.shutdown()
+
+
+@pytest.mark.slow
+def test_a_buffer_that_cannot_be_made():
+    with no_leaks(sockets=False), pytest.raises(UsageError, match="batch_size"):
+        RayReplayBuffer(storage=lambda: LazyTensorStorage(10), batch_size=-1)
+
+
+def test_into_a_buffer_of_this_process_by_the_front_door():
+    """With a placement group, a scheme by name, and weights after each batch."""
+    group = ray.util.placement_group([{"CPU": 0.25}])
+    where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=16)
+    c = Collector(
+        healthy(),
+        EchoPolicy(),
+        backend="ray",
+        num_collectors=1,
+        frames_per_batch=8,
+        total_frames=40,
+        replay_buffer=buffer,
+        track_policy_version=True,
+        weight_sync_schemes={"policy": RayWeightSyncScheme()},
+        backend_options={"remote_configs": {**SMALL, "scheduling_strategy": where}, "update_after_each_batch": True},
+    )
+    assert isinstance(c, RayAsyncCollector)
+    assert list(c) == [None] * 5
+    assert len(buffer) == 40
+    assert c.policy_version == 4
+    c.shutdown()
+    ray.util.remove_placement_group(group)
+
+
+def test_wrong_arguments():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+    for error, words, wrong in (
+        (UsageError, "num_collectors is 3", {"num_collectors": 3}),
+        (WrongArgument, "ray_init_config", {"ray_init_config": "auto"}),
+        (SpecMismatch, "remote_configs holds 2", {"remote_configs": [SMALL] * 2}),
+        (WrongArgument, "remote_configs must hold mappings", {"remote_configs": ["cpu"]}),
+        (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 2}),
+        (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
+        (UsageError, "'sync'", {"collector_class": "synk"}),
+        (UsageError, "collector_class", {"collector_class": ReplayBuffer}),
+        (UsageError, "use_env_creator", {"use_env_creator": True}),
+        (UsageError, "weight_recv_schemes", {"weight_recv_schemes": {"policy": RayWeightSyncScheme()}}),
+        (UsageError, "max_weight_update_interval", {"max_weight_update_interval": 0}),
+        (UsageError, "update_after_each_batch", {"update_after_each_batch": True, "max_weight_update_interval": 3}),
+        (UsageError, "collector_kwargs", {"collector_kwargs": {"frames_per_batch": 3}}),
+        (UsageError, "preemptive_threshold", {"preemptive_threshold": 0.5, "sync": True}),
+        (WrongArgument, "return_same_td", {"replay_buffer": buffer, "return_same_td": True}),
+    ):
+        with pytest.raises(error, match=words):
+            collect([healthy()], **wrong)
+    with pytest.raises(UsageError, match="transport"):
+        RayReplayBuffer(storage=lambda: LazyTensorStorage(10), transport="distributed")

@@ -147,3 +147,14 @@ def test_roads_are_measured(capsys):
     assert found["pixels"]["distributed"][0] > 0
     assert "GB/s" in capsys.readouterr().out
     assert weights("distributed", 1, updates=3, parameters=1000) < 1
+
+
+@pytest.mark.slow
+def test_ray_is_measured(capsys):
+    pytest.importorskip("ray")
+    from benchmarks.on_ray import main
+
+    found = main(["--seconds", "0.1", "--rounds", "1", "--no-peers"])
+    assert set(found) == {"frames", "pixels", "weights"}
+    assert found["frames"]["reap, processes"] > 0
+    assert "GB/s" in capsys.readouterr().out

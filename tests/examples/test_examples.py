@@ -71,5 +71,18 @@ def test_learning_from_a_buffer(name: str, least: int, tmp_path: Path) -> None:
     assert int(told[1]) >= least
 
 
+@pytest.mark.parametrize(
+    ("frames", "word"),
+    [(4096, "not learned"), pytest.param(None, "solved", marks=[pytest.mark.slow, pytest.mark.timeout(400)])],
+)
+def test_ray_ppo(frames: int | None, word: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    done = run("ray_ppo.py", *(["--frames", str(frames)] if frames else []), cwd=tmp_path, timeout=350)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(rf"{word}: mean return \d+ after [\d,]+ frames in \d+ s, 0 actors replaced", last_line(done))
+    assert "Warning" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.rstrip().splitlines()[-1]

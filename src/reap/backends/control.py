@@ -12,6 +12,7 @@ told      what each worker has to say about its episodes                 its wor
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,3 +100,19 @@ def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
     """And back."""
     told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, numbers.tolist())}
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
+
+
+def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The workers' counts as one: sums of counts, means over episodes."""
+    if not stats:
+        return {}
+    ended = [s for s in stats if s["mean_return"] is not None]
+    rates = [s["frames_per_second"] for s in stats]
+    return {
+        "episodes": sum(s["episodes"] for s in stats),
+        "mean_return": sum(s["mean_return"] for s in ended) / len(ended) if ended else None,
+        "mean_length": sum(s["mean_length"] for s in ended) / len(ended) if ended else None,
+        "nan_rewards": sum(s["nan_rewards"] for s in stats),
+        "collect_seconds": max(s["collect_seconds"] for s in stats),
+        "frames_per_second": sum(rates),
+    }

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reap.backends.base import Rollout
 from reap.backends.control import NOWHERE, Control
-from reap.backends.far_worker import FarJob, Header, News, Order, pack, parcel_size
+from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
 from reap.children import BOOT, dumps
@@ -178,10 +178,11 @@ class FarWeights:
 class FarBackend(ProcessBackend):
     """Workers over some road. A road launches them, sends orders and parcels, and ends them."""
 
-    def __init__(self, plans: Sequence[Any], **options: Any) -> None:
+    def __init__(self, plans: Sequence[Any], *, station: Callable[..., Station] | None = None, **options: Any) -> None:
         if options.get("threshold") is not None:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
         super().__init__(plans, **options)
+        self._station = station  # what is there; None: a worker
         self._random_given = 0
 
     @abstractmethod
@@ -211,12 +212,8 @@ class FarBackend(ProcessBackend):
 
     def _start(self) -> None:
         count = len(self._plans)
-        entropy = np.random.SeedSequence().generate_state(count, np.uint32)
-        jobs = [
-            FarJob(w, count, plan, self._threads, int(entropy[w]), self._init) for w, plan in enumerate(self._plans)
-        ]
-        self.control = Control(self._file("control"), count)
-        self.control.step[:] = self.control.lane[:] = NOWHERE
+        jobs = [self._job(w, plan, count) for w, plan in enumerate(self._plans)]
+        self._make_words(count)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._interrupts.open(), selectors.EVENT_READ)
         self.bell = Bell()
@@ -233,7 +230,19 @@ class FarBackend(ProcessBackend):
             self.meet(packing)
             self._shared = FarWeights(packing, self)  # type: ignore[assignment]
 
+    def _job(self, index: int, plan: Any, count: int) -> FarJob:
+        (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
+        writer: Any = self._writer  # of this kind needs no descriptors
+        return FarJob(index, count, plan, self._threads, int(entropy), self._init, self._station, writer)
+
+    def _make_words(self, count: int) -> None:
+        self.control = Control(self._file("control"), count)
+        self.control.step[:] = self.control.lane[:] = NOWHERE
+
     def _make_room(self) -> None:
+        if self._writer is not None:  # rollouts stay where they are made
+            self._together = False
+            return
         layouts = [remote.about.layout for remote in self.workers]
         self._together = self._sync and len({layout.steps for layout in layouts}) == 1
         if self._together:

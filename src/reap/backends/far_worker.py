@@ -23,6 +23,7 @@ from torch import Tensor
 
 from reap.backends.control import numbers_of, stats_of
 from reap.backends.host import Full, Host
+from reap.backends.process_worker import Writer
 from reap.children import Raised
 from reap.core.slot import Slot
 from reap.core.worker import Plan
@@ -46,6 +47,8 @@ class FarJob:
     threads: int
     entropy: int
     init: Callable[[], Any] | None = None
+    station: Callable[..., Station] | None = None  # makes it; None: a worker and nothing else
+    writer: Callable[[], Writer] | None = None  # rollouts stay there, and go where it brings them
 
 
 class News(NamedTuple):
@@ -197,6 +200,7 @@ class Station(Host):
             job.init()
         super().__init__(job.plan, job.index, job.workers)
         self._road, self._weights, self._join, self._at_least = road, weights, join, 0
+        self._writer = None if job.writer is None else job.writer()
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
@@ -211,11 +215,21 @@ class Station(Host):
             self._road.send(News.of(self.answer(call, name, arguments)), _nothing)
 
     def _fill(self, number: int, random: bool) -> None:
-        self.doing = "collecting"
+        self.doing, writer = "collecting", self._writer
+        if writer is not None and writer.before is not None:
+            writer.before()
         slot = self._slots.get()
         self._refresh()
         worker = self.worker
         frames = worker.fill(slot, random=random)
+        if writer is not None:
+            self.doing = "writing to the replay buffer"
+            writer.write(slot)
+            self._slots.put(slot)
+            stats, version = worker.stats.summary(), worker.loop.version
+            full = Full(number, frames, version, stats, seeded=self.seeded, span=worker.stats.span)
+            self._road.send(News.of(full), _nothing)
+            return
         loose, finals = slot.hand_over(), slot.finals
         stats, version = worker.stats.summary(), worker.loop.version
         full = Full(number, frames, version, stats, finals, loose, self.seeded, worker.stats.span)
@@ -232,6 +246,14 @@ class Station(Host):
             self._weights.expect(packing)
             self._join(packing)
 
+    def do_hook(self, packed: bytes) -> None:
+        if self._writer is not None:
+            self._writer.set_hook(packed)
+
+    def _forget(self) -> None:
+        if self._writer is not None:
+            self._writer.forget()
+
     def do_load_weights(self, data: bytes, version: int) -> None:
         """Weights for this worker alone."""
         self._load(cloudpickle.loads(data), version)
@@ -241,7 +263,7 @@ def run_station(job: FarJob, road: Road, weights: Weights, join: Callable[[Packi
     """The life of a station. `join` is called when it is known what parcels of weights will hold."""
     station = None
     try:
-        station = Station(job, road, weights, join)
+        station = (job.station or Station)(job, road, weights, join)
         road.send(News.of(station.about), _nothing)
         while (order := road.next_order()) is not None:
             station.obey(order)

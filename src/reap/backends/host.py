@@ -29,6 +29,7 @@ class About:
     packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
     needed: tuple[str, ...]  # the names an update may not leave out
     weighs: bool  # whether its policy has weights at all
+    lanes: int | None = None  # it has in all, where a rollout does not hold every one
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class Host:
         self.index = index
         self.doing = "starting"
         self.seeded = 0  # the call that seeded it
-        self.worker = Worker(plan, ids=TrajectoryIds(index, workers))
+        self._build(plan, workers)
+
+    def _build(self, plan: Plan, workers: int) -> None:
+        self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
         model = self.worker.model
         named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
         plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}

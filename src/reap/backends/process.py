@@ -521,7 +521,7 @@ class ProcessBackend:
         calls: dict[int, Sequence[Any]] = {}
         for remote in self.workers:
             calls[remote.index] = (seed, static)
-            _, seed = chain(seed, remote.about.layout.lanes, static=static)
+            _, seed = chain(seed, remote.about.lanes or remote.about.layout.lanes, static=static)
         with self._talking, self._interrupts.held():
             self._finish_pending()
             self.call("set_seed", calls)

@@ -8,26 +8,35 @@ An actor that dies is named; or replaced, if `restart` is True: what it was aske
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
+import threading
+import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from reap.backends.far import Bell, FarBackend, FarRemote
 from reap.backends.far_worker import FarJob, News, Order
 from reap.backends.mail import MailStation
-from reap.backends.process import DEADLINE, FIRST
+from reap.backends.process import DEADLINE, FIRST, OWN_SLOTS
 from reap.backends.remote import Remote
 from reap.children import BOOT, dumps
-from reap.errors import UsageError, WorkerDied, WorkerSilent, missing
+from reap.core.shared import SharedSlots
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
 
 _ASKED = 2  # news asked for at a time: one is fetched while another is read
 _GROUPS = {"orders": 1, "news": 1, "weights": 1}  # calls of a group follow one another, groups run side by side
-_FRESH_IDS = 2**32  # trajectories of a worker before it is replaced, at most
+_FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
+_LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
 
 
 def engine() -> Any:
@@ -39,14 +48,70 @@ def engine() -> Any:
     return ray
 
 
+class _Cluster:
+    """The cluster this process is connected to. What was connected here is left with the last who uses it here."""
+
+    def __init__(self) -> None:
+        self._users, self._ours, self._lock = 0, False, threading.Lock()
+
+    def enter(self, config: Mapping[str, Any]) -> Any:
+        """The library, connected: to what it is connected to already, or else as `config` says."""
+        ray = engine()
+        with self._lock:
+            if not ray.is_initialized():
+                self._connect(ray, config)
+                self._ours, self._users = True, 0
+            elif not self._users:
+                self._ours = False
+            self._users += 1
+        return ray
+
+    def _connect(self, ray: Any, config: Mapping[str, Any]) -> None:
+        try:
+            ray.init(**{"include_dashboard": False, **config})
+        except ConnectionError as cause:
+            raise UsageError(
+                f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
+                f"`ray start --head`, or leave the address out to have one started here"
+            ) from cause
+
+    def leave(self, *, end: bool = False) -> None:
+        """One user less. `end`: for all of them."""
+        with self._lock:
+            self._users = max(self._users - 1, 0)
+            if end or (self._ours and not self._users):
+                self._ours, self._users = False, 0
+                engine().shutdown()
+
+
+CLUSTER = _Cluster()
+
+
+class ReapWorker(MailStation):
+    """What the cluster knows as an actor."""
+
+    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+        """New weights: read where they lie, when they are acted with."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
+            self._weights.put(torch.from_numpy(parcel))
+
+    def where(self) -> tuple[int, str]:
+        """Process and node."""
+        return os.getpid(), engine().get_runtime_context().get_node_id()
+
+
 class _Actor:
     """Whether an actor lives, and how it ended."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self._how = pid, ""
+    def __init__(self, pid: int, node: str) -> None:
+        self.pid, self.node, self._how = pid, node, ""
 
     def end(self, how: str) -> None:
         self._how = self._how or how
+
+    def end_more(self, also: str) -> None:
+        self._how += f"; {also}"
 
     def gone(self) -> bool:
         return bool(self._how)
@@ -61,16 +126,16 @@ class _Actor:
 class RayRemote(FarRemote):
     """An actor as it is seen here."""
 
-    def __init__(self, index: int, actor: Any, pid: int, bell: Bell) -> None:
-        super().__init__(index, _Actor(pid))
+    def __init__(self, index: int, actor: Any, where: tuple[int, str], bell: Bell) -> None:
+        super().__init__(index, None)
         self._ring = lambda _: bell.ring()  # holds on to nothing else: Ray may keep it for a while
-        self.move(actor, pid)
+        self.move(actor, where)
 
-    def move(self, actor: Any, pid: int) -> None:
+    def move(self, actor: Any, where: tuple[int, str]) -> None:
         """From now on it is this actor."""
-        self.actor, self.child = actor, _Actor(pid)  # type: ignore[assignment]
-        self.told = 0
         self._futures: deque[Any] = deque()
+        self.actor, self.child = actor, _Actor(*where)  # type: ignore[assignment]
+        self.told = 0
         for _ in range(_ASKED):
             self._ask_news()
 
@@ -112,37 +177,60 @@ class RayBackend(FarBackend):
         restart: bool = False,
         **options: Any,
     ) -> None:
+        engine()  # is it there?
         super().__init__(plans, **options)
-        self._ray, self._cluster, self._resources, self._restart = engine(), dict(cluster), resources, restart
-        self._ours = False  # whether the cluster is ours to end
+        self._config, self._resources, self._restart = dict(cluster), list(resources), restart
+        self._ray: Any = None  # when connected
         self.restarts = 0
+        self.end_cluster = False  # with `close`, whoever else uses it
+        self._starts = 0  # of workers that came later
         self._parcel: Any = None
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
-        if not self._ray.is_initialized():
-            self._ray.init(**{"include_dashboard": False, **self._cluster})
-            self._ours = True
-        self._jobs = list(jobs)
+        self._ray = CLUSTER.enter(self._config)
+        self._jobs: list[FarJob] = []
+        self._hire(jobs)
+
+    def _hire(self, jobs: Sequence[FarJob]) -> list[RayRemote]:
+        """An actor for each; they are among the workers then."""
         actors = [self._actor(job) for job in jobs]
-        for job, actor, pid in zip(jobs, actors, self._pids(actors)):
-            self.workers.append(RayRemote(job.index, actor, pid, self.bell))
+        places = self._places(jobs, actors)
+        new = [RayRemote(job.index, actor, where, self.bell) for job, actor, where in zip(jobs, actors, places)]
+        self.workers.extend(new)
+        self._jobs.extend(jobs)
+        return new
 
     def _actor(self, job: FarJob) -> Any:
-        kind = self._ray.remote(concurrency_groups=_GROUPS)(MailStation)
+        kind = self._ray.remote(concurrency_groups=_GROUPS)(ReapWorker)
         actor = kind.options(**self._resources[job.index])
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
-    def _pids(self, actors: Sequence[Any]) -> list[int]:
+    def _places(self, jobs: Sequence[FarJob], actors: Sequence[Any]) -> list[tuple[int, str]]:
+        """Where they are, when all of them are there. If one cannot be, none is."""
+        asked = [actor.where.remote() for actor in actors]
         try:
-            pids: list[int] = self._ray.get([actor.pid.remote() for actor in actors], timeout=BOOT)
-        except self._ray.exceptions.GetTimeoutError:
+            for _ in range(int(BOOT / _LOOK)):
+                _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
+                self._interrupts.let_in()
+                if not coming:
+                    break
+            else:
+                raise UsageError(
+                    f"the cluster has no room for {len(actors)} actors with "
+                    f"{dict(self._resources[jobs[0].index])}; it has {self._ray.available_resources()} left"
+                )
+            return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
+        except BaseException:
             for actor in actors:
                 self._ray.kill(actor)
-            raise UsageError(
-                f"the cluster has no room for {len(actors)} actors with {dict(self._resources[0])}; it has "
-                f"{self._ray.available_resources()} left"
-            ) from None
-        return pids
+            raise
+
+    def _answer(self, job: FarJob, ref: Any) -> tuple[int, str]:
+        try:
+            where: tuple[int, str] = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
+        return where
 
     def send(self, remote: Any, order: Order | None) -> None:
         remote.actor.order.options(concurrency_group="orders").remote(remote.told, order)
@@ -157,16 +245,64 @@ class RayBackend(FarBackend):
         remote.actor.parcel.options(concurrency_group="weights").remote(self._parcel)
 
     def part(self, workers: Sequence[Any]) -> None:
-        living = [remote for remote in workers if not remote.child.gone()]
-        left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE) for remote in living]
-        if left:
-            self._ray.wait(left, num_returns=len(left), timeout=0.4 * DEADLINE)
-        for remote in workers:
-            self._ray.kill(remote.actor)
-        if self._ours:
-            self._ray.shutdown()
+        if self._ray is None:
+            return
+        if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
+            here = [p for remote in workers if (p := self._process_of(remote.child)) is not None]
+            living = [remote for remote in workers if not remote.child.gone()]
+            left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE) for remote in living]
+            if left:
+                self._ray.wait(left, num_returns=len(left), timeout=0.4 * DEADLINE)
+            for remote in workers:
+                self._ray.kill(remote.actor)
+            _wait_for_ends(here, 0.4 * DEADLINE)
+        CLUSTER.leave(end=self.end_cluster)
 
-    # ---- one for another ------------------------------------------------------------------------------------------
+    def _process_of(self, actor: _Actor) -> int | None:
+        """A descriptor of its process, if that is on this node and lives."""
+        if actor.node == self._ray.get_runtime_context().get_node_id() and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                return os.pidfd_open(actor.pid)
+        return None
+
+    # ---- more of them, and one for another ------------------------------------------------------------------------
+
+    def add(self, plans: Sequence[Any], resources: Sequence[Mapping[str, Any]]) -> None:
+        """More workers, from here on."""
+        with self._talking, self._interrupts.held():
+            if self._pending is not None:
+                raise WrongState("a batch is half made: take it before more actors come")
+            count = len(self.workers)
+            self._plans.extend(plans)
+            self._resources.extend(resources)
+            self._make_words(count + len(plans))
+            jobs = [self._job(count + i, plan, self._jobs[0].workers) for i, plan in enumerate(plans)]
+            new = self._hire(jobs)
+            for remote, about in zip(new, self._answers(new, FIRST, grace=BOOT)):
+                remote.about = about
+                if self._shared is not None and about.packing != self._shared.packing:
+                    raise SpecMismatch(f"worker {remote.index}: its policy's weights are not those of the others")
+                if self._writer is None and not self._sync:
+                    remote.slots = SharedSlots(self._file("slots"), about.layout, OWN_SLOTS)
+                self._begin(remote)
+            if self._sync:
+                self._make_room()
+            elif self._begun and self._writer is None:
+                for remote in new:
+                    for slot in range(OWN_SLOTS):
+                        remote.give(slot)
+
+    def _begin(self, remote: RayRemote) -> None:
+        """With the latest weights, new episodes, and ids nobody has seen."""
+        self._starts += 1
+        self.call("begin", {remote.index: (None if self._shared is None else self._shared.packing,)})
+        if self._parcel is not None:
+            self._send_parcel(remote)
+        self.call("load_state", {remote.index: ({}, self._starts * _FRESH_IDS, self.version)})
+
+    def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
+        self.look()  # who has died meanwhile is reported, or there is another in its place
+        return super().publish(weights, worker_ids)
 
     def _hear(self, remote: Remote) -> None:
         super()._hear(remote)
@@ -175,25 +311,42 @@ class RayBackend(FarBackend):
         elif remote.child.gone():
             self._failure = self._failure or self._death(remote)
 
+    def _cluster_answers(self) -> bool:
+        """In a thread: with nobody to answer, Ray waits for a minute and longer."""
+        asking = threading.Thread(target=self._ray.nodes, daemon=True, name="reap-asks-cluster")
+        asking.start()
+        asking.join(DEADLINE)
+        return not asking.is_alive()
+
     def _replace(self, remote: Any) -> None:
-        """Another actor in its place: with the latest weights, new episodes, and ids nobody has seen."""
+        """Another actor in its place."""
         if self._shared is None and self.version > 0 and remote.about.weighs:
             self._failure = self._death(remote)  # what it acted with went with it
+            return
+        if not self._cluster_answers():
+            remote.child.end_more("the cluster does not answer any more")
+            self._failure = self._death(remote)
             return
         slots = sorted(remote.working)
         remote.working.clear()
         remote.free.close()
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
-        actor = self._actor(replace(self._jobs[remote.index], entropy=int(entropy)))
-        remote.move(actor, *self._pids([actor]))
+        job = replace(self._jobs[remote.index], entropy=int(entropy))
+        actor = self._actor(job)
+        remote.move(actor, *self._places([job], [actor]))
         (remote.about,) = self._answers([remote], FIRST, grace=BOOT)
         self.restarts += 1
-        self.call("begin", {remote.index: (None if self._shared is None else self._shared.packing,)})
-        if self._parcel is not None:
-            self._send_parcel(remote)
-        self.call("load_state", {remote.index: ({}, self.restarts * _FRESH_IDS, self.version)})
+        self._begin(remote)
         for slot in slots:
             remote.give(slot)
+
+
+def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
+    """Until these have ended, at most so many seconds."""
+    deadline = time.monotonic() + patience
+    for fd in processes:
+        select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(fd)
 
 
 def _short(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
 
 from reap.backends.base import Rollout
+from reap.backends.control import together
 from reap.backends.free import FreeRunner
 from reap.backends.process import ProcessBackend
 from reap.buffers.replay import ReplayBuffer
@@ -301,7 +302,7 @@ class MultiCollector(BaseCollector):
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
                 "dropped_frames": self._dropped,
-                **_together([remote.stats for remote in remotes if remote.stats]),
+                **together([remote.stats for remote in remotes if remote.stats]),
             }
         if workers != "aggregate":
             for remote, size in zip(remotes, self._sizes):
@@ -508,19 +509,3 @@ def _marked(index: Any, count: int) -> list[int]:
         raise UsageError(f"reset takes one True or False for each of {count} workers, got {index!r}")
     found: list[int] = chosen.nonzero().reshape(-1).tolist()
     return found
-
-
-def _together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over episodes."""
-    if not stats:
-        return {}
-    ended = [s for s in stats if s["mean_return"] is not None]
-    rates = [s["frames_per_second"] for s in stats]
-    return {
-        "episodes": sum(s["episodes"] for s in stats),
-        "mean_return": sum(s["mean_return"] for s in ended) / len(ended) if ended else None,
-        "mean_length": sum(s["mean_length"] for s in ended) / len(ended) if ended else None,
-        "nan_rewards": sum(s["nan_rewards"] for s in stats),
-        "collect_seconds": max(s["collect_seconds"] for s in stats),
-        "frames_per_second": sum(rates),
-    }

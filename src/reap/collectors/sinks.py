@@ -192,14 +192,14 @@ class WriterMaker:
 class Writer:
     """What a worker does with a full slot when it writes into the buffer itself."""
 
-    def __init__(self, way: Way, buffer: ReplayBuffer) -> None:
+    def __init__(self, way: Way, buffer: Any) -> None:
         self._way, self._buffer, self._sink = way, buffer, sink_for(way, buffer)
         self.before, self.hook = way.before, way.hook
 
     @property
     def wanted(self) -> bool:
         """Whether it is time for another rollout; False while the buffer's limiter has us rest."""
-        return self._buffer.may_write
+        return bool(self._buffer.may_write)
 
     def write(self, slot: Slot) -> None:
         """Write what is in it."""

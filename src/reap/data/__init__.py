@@ -21,6 +21,7 @@ from reap.buffers.samplers import (
     SliceSampler,
 )
 from reap.buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+from reap.data.ray import RayReplayBuffer
 
 __all__ = [
     "LazyMemmapStorage",
@@ -28,6 +29,7 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",
+    "RayReplayBuffer",
     "ReplayBuffer",
     "Sampler",
     "SamplerWithoutReplacement",

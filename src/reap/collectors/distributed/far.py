@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from reap.backends.far import FarBackend
 from reap.backends.process import ProcessBackend
 from reap.collectors.base import BaseCollector
+from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.sinks import Sink
@@ -23,6 +25,9 @@ class FarCollector(MultiCollector):
         sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
         update_after_each_batch: send the policy's weights after each batch.
         max_weight_update_interval: send them when this many batches were delivered since they were last sent.
+        collector_class: what runs in a worker: "single" or `Collector` (the default), a loop; "sync" or
+            `MultiSyncCollector`, "async" or `MultiAsyncCollector`: `num_workers_per_collector` processes.
+        collector_kwargs: further options, as a mapping.
         **options: see `reap.collectors.options.Options`.
     """
 
@@ -46,10 +51,10 @@ class FarCollector(MultiCollector):
         self._interval = 1 if update_after_each_batch else max_weight_update_interval
         self._sent_at = 0
         self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
-        if options.pop("num_workers_per_collector", 1) != 1:
-            raise UsageError("num_workers_per_collector: a worker is one process here; give more workers")
-        if options.pop("collector_class", None) not in (None, "single"):
-            raise UsageError("collector_class: workers run the loop of Collector; leave it out")
+        random_frames = max(options.get("init_random_frames") or 0, 0)
+        self._team = team_for(
+            options.pop("collector_class", None), options.pop("num_workers_per_collector", 1), random_frames
+        )
         collector_kwargs = options.pop("collector_kwargs", None)
         if collector_kwargs is not None:
             if not isinstance(collector_kwargs, Mapping):
@@ -61,7 +66,8 @@ class FarCollector(MultiCollector):
         super().__init__(create_env_fn, policy, sync=sync, **options)
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
-        return self._make_far(plans, start_method=settings.start_method, **self._running(settings))
+        team = None if self._team is None else replace(self._team, random_frames=self._team.random_frames // len(plans))
+        return self._make_far(plans, start_method=settings.start_method, station=team, **self._running(settings))
 
     _make_far: Callable[..., FarBackend]
 
@@ -70,8 +76,11 @@ class FarCollector(MultiCollector):
         self._direct = False
         return BaseCollector._make_sink(self)
 
+    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
+        self._sent_at = self._batches
+        return super()._publish(weights, worker_ids)
+
     def _before_batch(self) -> None:
         super()._before_batch()
         if self._interval > 0 and self._batches - self._sent_at >= self._interval:
-            self._sent_at = self._batches
             self.update_policy_weights_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,19 @@ from typing_extensions import Self
 
 from reap.backends.far import FarBackend
 from reap.backends.ray import RayBackend
+from reap.children import dumps
+from reap.collectors.background import Runner
+from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.sinks import Sink, Way, Writer
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 
-_USUAL = {"num_cpus": 1}
+_GPU_SHARE = 0.2  # of an actor whose policy is on one
+_ELSEWHERE = {
+    "use_env_creator": "env factories travel as they are",
+    "weight_recv_schemes": "this collector sends weights, with weight_sync_schemes; it is nobody's worker",
+}
 
 
 class RayCollector(FarCollector):
@@ -29,10 +38,18 @@ class RayCollector(FarCollector):
         sync: True: a batch holds a rollout of every actor. False (the default): of one, first come first served.
         **options: `num_collectors`; `ray_init_config`, a mapping for `ray.init` (`{"address": "auto"}`: a cluster that
             runs); `remote_configs`, resources and placement of an actor, or a list with those of each; `restart`, True
-            to replace actors that die (`stats()["restarts"]` counts them); further see `FarCollector`.
+            to replace actors that die (`stats()["restarts"]` counts them); `replay_buffer`, of this process, or a
+            `reap.data.RayReplayBuffer` actors write to themselves; further see `FarCollector`.
     """
 
-    _own = {"num_collectors": None, "ray_init_config": None, "remote_configs": None, "restart": False}
+    _own = {
+        "num_collectors": None,
+        "ray_init_config": None,
+        "remote_configs": None,
+        "restart": False,
+        "use_env_creator": None,
+        "weight_recv_schemes": None,
+    }
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -48,19 +65,116 @@ class RayCollector(FarCollector):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
+        for name, why in _ELSEWHERE.items():
+            if options.get(name):
+                raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
         super().__init__(create_env_fn, policy, **options)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
-        cluster, configs = self._given["ray_init_config"] or {}, self._given["remote_configs"] or _USUAL
+        cluster = self._given["ray_init_config"] or {}
         if not isinstance(cluster, Mapping):
             raise WrongArgument(f"ray_init_config must be a mapping for ray.init, got {type(cluster).__name__}")
-        each = [configs] * len(plans) if isinstance(configs, Mapping) else list(configs)
-        if len(each) != len(plans):
-            raise SpecMismatch(f"remote_configs holds {len(each)} values for {len(plans)} actors")
-        self._ray = RayBackend(plans, cluster=cluster, resources=each, restart=self._given["restart"], **options)
+        self._ray = RayBackend(
+            plans,
+            cluster=cluster,
+            resources=_resources(self._given["remote_configs"], plans),
+            restart=self._given["restart"],
+            writer=self._writer(),
+            **options,
+        )
         return self._ray
 
-    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+    # ---- the buffer -----------------------------------------------------------------------------------------------
+
+    def _make_sink(self) -> Sink | None:
+        """None where the buffer is an actor: workers write into it themselves."""
+        sink = super()._make_sink()
+        self._direct = getattr(self.replay_buffer, "service_backend", None) == "ray"
+        if hasattr(self.replay_buffer, "feed"):
+            self.replay_buffer.feed.attach(self)
+        return None if self._direct else sink
+
+    def _writer(self) -> Any:
+        if not self._direct:
+            return None
+        if self.options.max_lag is not None:
+            raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
+        maker = _WriterMaker(Way.of(self.options), self.replay_buffer.client())
+        dumps(maker, "postproc, or a hook")
+        return maker
+
+    def _make_runner(self) -> Runner:
+        return BaseCollector._make_runner(self)
+
+    # ---- more and fewer actors ------------------------------------------------------------------------------------
+
+    @property
+    def remote_collectors(self) -> list[Any]:
+        """The actors, as Ray knows them."""
+        return [remote.actor for remote in self._ray.workers]  # type: ignore[attr-defined]
+
+    def add_collectors(
+        self,
+        create_env_fn: Any,
+        num_envs: int | None = None,
+        policy: Any = None,
+        collector_kwargs: Any = None,
+        remote_configs: Any = None,
+    ) -> None:
+        """More actors, one for each env factory. They have the options, and the latest weights, of those before.
+
+        >>> collector.add_collectors([make_env] * 2)
+
+        From the next batch on, a collector in step delivers their lanes too.
+
+        Args:
+            create_env_fn: a list with one env factory per new actor.
+            num_envs: `num_workers_per_collector`, which is as it was.
+            policy: the collector's own; others would need other weights.
+            collector_kwargs: none: options are as they were.
+            remote_configs: resources and placement of a new actor, or a list with those of each.
+        """
+        makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+        inside = 1 if self._team is None else self._team.workers
+        if num_envs not in (None, inside):
+            raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
+        if policy is not None and policy is not self._policy:
+            raise UsageError("policy: all actors act with the collector's own; make another collector for another one")
+        if collector_kwargs and any(collector_kwargs if isinstance(collector_kwargs, list) else [collector_kwargs]):
+            raise UsageError("collector_kwargs: actors have the options of those before; leave it out")
+        own, size = self.options, self._sizes[0]
+        plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
+        resources = _resources(remote_configs or self._given["remote_configs"], plans, extend=True)
+        self._ask(lambda: self._ray.add(plans, resources))
+        self.num_workers += len(makers)
+        self.create_env_fn = [*self.create_env_fn, *makers]
+        if self._sync:
+            frames = sum(remote.size for remote in self._ray.workers)
+            self.options = dataclasses.replace(own, frames_per_batch=frames)
+        self._count_frames()
+
+    def stop_remote_collectors(self) -> None:
+        """End all actors; the collector is closed then."""
+        self.shutdown()
+
+    def shutdown(
+        self,
+        timeout: float | None = None,
+        close_env: bool = True,
+        raise_on_error: bool = True,
+        *,
+        shutdown_ray: bool = False,
+    ) -> None:
+        """As for every collector. A cluster that was started by reap ends with the last who uses it.
+
+        `shutdown_ray`: disconnect from the cluster now, whoever else uses it.
+        """
+        if hasattr(self, "_ray"):
+            self._ray.end_cluster = shutdown_ray
+        super().shutdown(timeout, close_env, raise_on_error)
+
+    def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
+        """Counts so far, `restarts` among them. Asks nobody, so there is no `timeout` to wait for."""
         return {**super().stats(workers), "restarts": self._ray.restarts}
 
 
@@ -70,3 +184,35 @@ class RaySyncCollector(RayCollector, MultiSyncCollector):
 
 class RayAsyncCollector(RayCollector, MultiAsyncCollector):
     """Every batch is one actor's rollout; actors go on while the consumer works. See `RayCollector`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _WriterMaker:
+    """Makes an actor's writer, there."""
+
+    way: Way
+    client: Any
+
+    def __call__(self) -> Writer:
+        return Writer(self.way, self.client)
+
+
+def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:
+    """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
+    if configs is None or isinstance(configs, Mapping):
+        each = [configs] * len(plans)
+    else:
+        each = list(configs)
+        if extend and len(each) != len(plans):
+            each = each[-1:] * len(plans)
+    if len(each) != len(plans):
+        raise SpecMismatch(f"remote_configs holds {len(each)} values for {len(plans)} actors")
+    for one in each:
+        if one is not None and not isinstance(one, Mapping):
+            raise WrongArgument(f"remote_configs must hold mappings for Ray's options(), got {type(one).__name__}")
+    return [_usual(plan) if one is None else dict(one) for one, plan in zip(each, plans)]
+
+
+def _usual(plan: Any) -> dict[str, Any]:
+    on_gpu = plan.policy_device is not None and plan.policy_device.type == "cuda"
+    return {"num_cpus": 1, "num_gpus": _GPU_SHARE} if on_gpu else {"num_cpus": 1}

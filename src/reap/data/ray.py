@@ -1,0 +1,240 @@
+"""RayReplayBuffer: a replay buffer in an actor of its own; anybody in the cluster writes to it and samples from it.
+
+    extend ──► columns, one object ──► actor: ReplayBuffer ──► columns, one object ──► sample
+    (actors of a RayCollector, or this process)                                         (this process)
+
+A call has happened when it returns: whoever samples after an `extend` may find its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from reap.backends.ray import CLUSTER, engine
+from reap.buffers.feed import Feed
+from reap.buffers.replay import ReplayBuffer
+from reap.children import dumps
+from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
+
+_THREADS = 4  # of the actor: who samples does not wait for who writes
+
+
+class _Columns:
+    """A TensorDict, or a tensor, on its way: arrays that Ray carries as they lie in memory."""
+
+    def __init__(self, data: TensorDictBase | Tensor) -> None:
+        whole = {(): data} if isinstance(data, Tensor) else dict(data.items(True, True))
+        self._size = None if isinstance(data, Tensor) else data.batch_size
+        self._columns = {key: _array(value) for key, value in whole.items()}
+
+    def unpack(self, *, copy: bool) -> Any:
+        """What it was. Without a copy it must not be written to: others may read it too."""
+        found = {
+            key: torch.from_numpy(np.array(value) if copy else value) if isinstance(value, np.ndarray) else value
+            for key, value in self._columns.items()
+        }
+        return found[()] if self._size is None else TensorDict(found, self._size)
+
+
+def _array(value: Any) -> Any:
+    plain = isinstance(value, Tensor) and value.dtype is not torch.bfloat16
+    return np.ascontiguousarray(value.detach().cpu().numpy()) if plain else value
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, (TensorDictBase, Tensor)):
+        return _Columns(value)
+    return tuple(map(_packed, value)) if isinstance(value, tuple) else value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, _Columns):
+        return value.unpack(copy=True)
+    return tuple(map(_unpacked, value)) if isinstance(value, tuple) else value
+
+
+class _Keeper:
+    """The actor: a buffer, and calls to it."""
+
+    def begin(self, make: bytes, path: Sequence[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._buffer = pickle.loads(make)()
+
+    def call(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        given = [one.unpack(copy=False) if isinstance(one, _Columns) else one for one in arguments]
+        return _packed(getattr(self._buffer, name)(*given, **options))
+
+    def show(self, name: str) -> Any:
+        return len(self._buffer) if name == "len" else getattr(self._buffer, name)
+
+
+class _Client:
+    """What everybody holds: it can be sent to other processes of the cluster."""
+
+    service_backend = "ray"
+    _actor: Any
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return _unpacked(self._ask(self._actor.call, name, tuple(map(_packed, arguments)), options))
+
+    def _ask(self, method: Any, *arguments: Any) -> Any:
+        ray = engine()
+        try:
+            return ray.get(method.remote(*arguments))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None  # what the buffer raised, as if it were here
+        except ray.exceptions.RayError as error:
+            raise WorkerDied(f"the replay buffer's actor is gone: {' '.join(str(error).split())[:400]}") from None
+
+    def extend(self, data: Any) -> Any:
+        """Write a row for each frame of a batch; their numbers."""
+        return self._call("extend", data)
+
+    def add(self, data: Any) -> Any:
+        """Write one frame; its row's number."""
+        return self._call("add", data)
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Frames, as the buffer's sampler draws them."""
+        return self._call("sample", batch_size, return_info)
+
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """How likely these rows are drawn from now on."""
+        self._call("update_priority", index, priority)
+
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """The same, with rows and priorities of a sample."""
+        self._call("update_tensordict_priority", data)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._call("__getitem__", index)
+
+    def __len__(self) -> int:
+        return int(self._ask(self._actor.show, "len"))
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return int(self._ask(self._actor.show, "write_count"))
+
+    @property
+    def may_write(self) -> bool:
+        """Whether the buffer's limiter wants more rows now."""
+        return bool(self._ask(self._actor.show, "may_write"))
+
+    def client(self) -> _Client:
+        """One for another process."""
+        return _Client(self._actor)
+
+    def clients(self, num_clients: int) -> list[_Client]:
+        """So many of them."""
+        return [self.client() for _ in range(num_clients)]
+
+
+class RayReplayBuffer(_Client):
+    """A replay buffer that lives in a Ray actor.
+
+    >>> buffer = RayReplayBuffer(storage=lambda: LazyTensorStorage(100_000), batch_size=256)
+    >>> collector = RayCollector([make_env] * 2, policy, frames_per_batch=200, replay_buffer=buffer)
+    >>> collector.start()                       # actors write into it themselves
+    >>> sample = buffer.sample()
+
+    Args:
+        replay_buffer_cls: what lives in the actor; `ReplayBuffer` by default.
+        ray_init_config: a mapping for `ray.init`, where this process is not connected to a cluster yet.
+        remote_config: resources and placement of the actor.
+        **options: for the buffer. Storage and sampler may be factories: they are made in the actor.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay_buffer_cls: Callable[..., Any] = ReplayBuffer,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._open = False
+        for name in ("transport", "transport_options"):
+            if options.pop(name, None) not in (None, "auto", "ray", {}):
+                raise UsageError(f"{name}: rows travel through Ray's object store; leave it out")
+        if not callable(replay_buffer_cls):
+            raise WrongArgument(f"replay_buffer_cls must be a class, got {replay_buffer_cls!r}")
+        self.batch_size, self.feed = options.get("batch_size"), Feed()
+        ray = CLUSTER.enter(ray_init_config or {})
+        self._open = True
+        settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
+        try:
+            made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
+            super().__init__(ray.remote(_Keeper).options(**settings).remote())
+            self._ask(self._actor.begin, made, list(sys.path))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.sample()
+
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Frames, as the buffer's sampler draws them; waits for the first while a collector brings them."""
+        began = time.monotonic()
+        while True:
+            try:
+                return super().sample(batch_size, return_info)
+            except Starved as why:
+                self.feed.wait(why, began)
+
+    def empty(self) -> None:
+        """Forget all rows."""
+        self._call("empty")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows and all that is needed to go on."""
+        state: dict[str, Any] = self._call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The counterpart."""
+        self._call("load_state_dict", state)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its actor answers."""
+        with contextlib.suppress(WorkerDied, WrongState):
+            return self._open and len(self) >= 0
+        return False
+
+    def _ask(self, method: Any, *arguments: Any) -> Any:
+        if not self._open:
+            raise WrongState("this RayReplayBuffer is closed; make a new one")
+        return super()._ask(method, *arguments)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the actor, and its rows with it. May be called twice."""
+        if self._open:
+            self._open = False
+            ray = engine()
+            if ray.is_initialized() and hasattr(self, "_actor"):
+                ray.kill(self._actor)
+            CLUSTER.leave()
+
+    close = shutdown
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.shutdown()
