@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import gc
 import os
 import pickle
 import selectors
@@ -408,6 +409,7 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
             __import__(name)
     if preload:
         _warm_up()
+    settle()  # or a collection in a child writes to, and so copies, all pages it shares with us
     wake, waker = socket.socketpair()
     wake.setblocking(False)
     waker.setblocking(False)
@@ -455,6 +457,12 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
             _reap(status)
             time.sleep(0.01)
     os._exit(0)
+
+
+def settle() -> None:
+    """What is there now will stay: the garbage collector of this process need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _warm_up() -> None:

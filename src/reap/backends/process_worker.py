@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from reap.backends.control import NOWHERE, Control
-from reap.children import Raised, dumps, send
+from reap.children import Raised, dumps, send, settle
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.shared import SharedFile, SharedSlots
@@ -128,6 +128,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
         send(connection, host.about)
         memory = connection.recv()
         host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
+        settle()
         send(connection, "ready")
         host.serve(free)
     except (EOFError, ConnectionError):

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.children import Raised, send
+from reap.children import Raised, send, settle
 from reap.core.env import Env
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -59,6 +59,7 @@ def live(connection: Connection, fds: Sequence[int], threads: int, make: Callabl
     try:
         host = make(reply)
         host.files = [SharedFile(fd=fd) for fd in files]
+        settle()
         send(connection, host.spec)
         host.serve(bell)
     except (EOFError, ConnectionError):
