@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 
-from reap.collectors import Collector, RandomPolicy
+from reap.collectors import Collector, MultiSyncCollector, RandomPolicy
 from reap.envs import GymEnv, PettingZooEnv, SerialEnv, TorchEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.spec import Leaf
@@ -18,6 +18,7 @@ from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
 from tests.envs.test_pettingzoo import PLAN, Town
 from tests.envs.test_torch_native import CountingTorch
+from tests.envs.test_turns import Table
 from tests.envs.test_world import CountingVector
 
 
@@ -651,3 +652,39 @@ def test_set_truncated_marks_frames_only():
         for lane in range(4):
             frames = mask[lane].nonzero().reshape(-1).tolist()
             assert not frames or cut[lane, frames[-1]]
+
+
+def test_a_lane_without_a_frame_in_a_rollout_keeps_its_episode():
+    """Two players, rollouts of one move each: half of the lanes make no frame, and their episode is not over."""
+    c = Collector(Table(length=6), lambda observation: observation[..., :1], frames_per_batch=3, trajs_per_batch=2)
+    whole = Collector(Table(length=6), lambda observation: observation[..., :1], frames_per_batch=60, trajs_per_batch=2)
+    assert sorted(c.next()["collector", "mask"].sum(-1)) == sorted(whole.next()["collector", "mask"].sum(-1))
+
+
+def test_what_is_asked_of_no_worker_changes_none():
+    policy = EchoPolicy()
+    with MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=8) as c:
+        policy.weight.data.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[])
+        assert c.policy_version == 0
+        assert float(c.next()["action"][..., 1:, :].abs().max()) > 0
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 1.0]
+        c.update_policy_weights_(worker_ids=torch.tensor([1]))
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 2.0]
+    Collector(CountingEnv(), policy, frames_per_batch=3).update_policy_weights_(worker_ids=[])
+
+
+@pytest.mark.parametrize("bad", [[0, 4], [4, -1], [4.5, 4], ["4", 4], [True, 8]])
+def test_frames_of_each_worker_are_checked_here(bad):
+    with pytest.raises(UsageError, match="frames_per_batch must be"):
+        MultiSyncCollector([CountingEnv] * 2, frames_per_batch=bad)
+
+
+def test_means_of_workers_count_episodes():
+    with MultiSyncCollector(
+        [lambda: CountingEnv((2,)), lambda: CountingEnv((20,))],
+        lambda observation: observation[..., :1] * 0,
+        frames_per_batch=40,
+    ) as c:
+        c.next()
+        assert c.stats()["mean_length"] == pytest.approx((10 * 2 + 1 * 20) / 11)

@@ -104,7 +104,7 @@ class Full:
     stats: dict[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
-    seeded: int = 0  # the call that seeded it
+    since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
 
 
@@ -114,6 +114,9 @@ class Answer:
 
     call: int
     value: Any
+
+
+ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -151,7 +154,7 @@ class _Host:
         self._at = self._control.step[job.index :][:1]
         self._free = self._resting = False  # whether it runs free, and whether it is paused then
         self.doing = "starting"
-        self._seeded = 0
+        self._since = 0
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -197,7 +200,7 @@ class _Host:
             if calls in ready:
                 call, name, arguments = self._connection.recv()
                 self.doing = name
-                self._seeded = call if name == "set_seed" else self._seeded
+                self._since = call if name in ANEW else self._since
                 try:
                     value = getattr(self, f"do_{name}")(*arguments)
                 except UsageError as error:
@@ -217,7 +220,7 @@ class _Host:
         frames = self._collect(slot, random=claimed is not None)
         loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
         stats, version = worker.stats.summary(), worker.loop.version
-        full = Full(slot.index, frames, version, stats, finals, loose, self._seeded, worker.stats.span)
+        full = Full(slot.index, frames, version, stats, finals, loose, self._since, worker.stats.span)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
@@ -272,23 +275,31 @@ class _Host:
         if self._writer is not None:
             self._writer.set_hook(packed)
 
-    def do_reset(self, lanes: Sequence[int] | None) -> None:
-        self.worker.reset(lanes)
+    def do_reset(self, taken: int) -> None:
+        self.worker.reset()
+        self._forget_claims(taken)
 
-    def do_set_seed(self, seed: int, static: bool) -> int:
+    def do_set_seed(self, taken: int, seed: int, static: bool) -> int:
         self._forget()
+        self._forget_claims(taken)
         return self.worker.set_seed(seed, static=static)
+
+    def _forget_claims(self, taken: int) -> None:
+        """Frames nobody has taken are not wanted any more; without a buffer, that is, where they lie already."""
+        if self._writer is None:
+            self._control.claimed[self._job.index] = taken
 
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
 
-    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         self.worker.ledger.counter.skip_to(first_id)
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], version)
         self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self._control.claimed[self._job.index] = taken
         self._forget()
 
     def _forget(self) -> None:

@@ -68,6 +68,10 @@ class Remote:
             self.busy_since = time.monotonic()
         self.asked = call
 
+    def uncount(self, frames: int) -> None:
+        """A rollout nobody will see."""
+        self.frames, self.rollouts = self.frames - frames, self.rollouts - 1
+
     @property
     def size(self) -> int:
         """Frames of a whole rollout."""

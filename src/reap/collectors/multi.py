@@ -29,6 +29,7 @@ from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
+from reap.core.stats import RECENT
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 
@@ -239,6 +240,7 @@ class MultiCollector(BaseCollector):
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        ids = None if ids is None else [int(w) for w in ids]
         return self._process.publish(weights, ids)
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
@@ -275,7 +277,7 @@ class MultiCollector(BaseCollector):
         chosen = (
             range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
         )
-        self._ask(lambda: self._process.call("reset", dict.fromkeys(chosen, (None,))))
+        self._ask(lambda: self._process.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
@@ -489,10 +491,9 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
-        return [int(v) for v in value]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
-        Options(frames_per_batch=value)  # says what is wrong with it
-    return [-(-int(value) // count) if sync else int(value)] * count
+        return [_frames(one, 1, sync=sync)[0] for one in value]
+    whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
+    return [-(-whole // count) if sync else whole] * count
 
 
 def _marked(index: Any, count: int) -> list[int]:
@@ -504,15 +505,20 @@ def _marked(index: Any, count: int) -> list[int]:
 
 
 def _together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over episodes."""
+    """The workers' counts as one: sums of counts, means over everybody's recent episodes."""
     if not stats:
         return {}
     ended = [s for s in stats if s["mean_return"] is not None]
+    recent = [min(s["episodes"], RECENT) for s in ended]
     rates = [s["frames_per_second"] for s in stats]
+
+    def mean(name: str) -> float | None:
+        return sum(s[name] * n for s, n in zip(ended, recent)) / sum(recent) if ended else None
+
     return {
         "episodes": sum(s["episodes"] for s in stats),
-        "mean_return": sum(s["mean_return"] for s in ended) / len(ended) if ended else None,
-        "mean_length": sum(s["mean_length"] for s in ended) / len(ended) if ended else None,
+        "mean_return": mean("mean_return"),
+        "mean_length": mean("mean_length"),
         "nan_rewards": sum(s["nan_rewards"] for s in stats),
         "collect_seconds": max(s["collect_seconds"] for s in stats),
         "frames_per_second": sum(rates),
