@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -501,7 +502,7 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         os.setpgid(0, 0)  # whatever is started from here on can be ended with us
         faulthandler.enable(stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        signal.signal(signal.SIGTERM, _goodbye)
+        signal.signal(signal.SIGTERM, functools.partial(_goodbye, os.getpid()))
         sys.unraisablehook = _swallowed
         connection = Connection(connection_fd)
         path, directory, name = pickle.loads(connection.recv_bytes())
@@ -526,7 +527,11 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         os._exit(code)
 
 
-def _goodbye(*_: object) -> None:
+def _goodbye(whose: int, *_: object) -> None:
+    if os.getpid() != whose:  # a process that an env forked has nobody to say goodbye to
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: cleaning up is not to be interrupted
     raise Goodbye
 

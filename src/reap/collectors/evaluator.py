@@ -217,9 +217,11 @@ class Evaluator:
             steps = batch.batch_size[-1]
             reward = reward.reshape(*batch.batch_size, -1).double().mean(-1).reshape(-1, steps).numpy(force=True)
             done = done.reshape(*batch.batch_size, -1).any(-1).reshape(-1, steps).numpy(force=True)
+            mask = batch.get(("collector", "mask"), None)
+            real = np.ones_like(done) if mask is None else mask.reshape(-1, steps).numpy(force=True)
             scores = scores or _Scores(len(reward), self._wanted)
-            scores.feed(reward, done)
-            frames += batch.numel()
+            scores.feed(reward * real, done & real, real)
+            frames += int(real.sum())
             if frames > _PATIENCE and not scores.any:
                 raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
             if self._metrics is not None:
@@ -317,14 +319,15 @@ class _Scores:
     def any(self) -> bool:
         return any(self._done)
 
-    def feed(self, reward: np.ndarray[Any, Any], done: np.ndarray[Any, Any]) -> None:
-        for lane, (rewards, ends) in enumerate(zip(reward, done)):
+    def feed(self, reward: np.ndarray[Any, Any], done: np.ndarray[Any, Any], real: np.ndarray[Any, Any]) -> None:
+        """Rewards `[lanes, T]`, where episodes end, and which rows are frames at all."""
+        for lane, (rewards, ends, frames) in enumerate(zip(reward, done, real)):
             total, length = self._open[lane]
             at = 0
-            for end in np.flatnonzero(ends):
-                self._done[lane].append((total + float(rewards[at : end + 1].sum()), length + int(end) + 1 - at))
-                total, length, at = 0.0, 0, int(end) + 1
-            self._open[lane] = total + float(rewards[at:].sum()), length + len(rewards) - at
+            for end in np.flatnonzero(ends) + 1:
+                self._done[lane].append((total + float(rewards[at:end].sum()), length + int(frames[at:end].sum())))
+                total, length, at = 0.0, 0, int(end)
+            self._open[lane] = total + float(rewards[at:].sum()), length + int(frames[at:].sum())
 
     def first(self, wanted: int) -> tuple[list[float], list[int]]:
         """Episode by episode over the lanes, so many."""

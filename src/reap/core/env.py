@@ -37,6 +37,7 @@ class Env(abc.ABC):
 
     spec: EnvSpec
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
+    driver: object = None  # whoever moved the lanes last: nobody else knows where they are
     tidies = False  # whether `tidy` has anything to do
     draws = False  # whether random actions come from `draw`, step by step
 
@@ -132,6 +133,14 @@ class Wrapped(Env):
     @pending_seeds.setter
     def pending_seeds(self, seeds: Sequence[int] | None) -> None:
         self._env.pending_seeds = seeds
+
+    @property
+    def driver(self) -> object:
+        return self._env.driver
+
+    @driver.setter
+    def driver(self, who: object) -> None:
+        self._env.driver = who
 
     def say_lane_in(self, memory: Any) -> None:
         self._env.say_lane_in(memory)

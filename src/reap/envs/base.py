@@ -110,6 +110,7 @@ class EnvBase:
         return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
 
     def _restart(self) -> None:
+        self.lanes_env.driver = None
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
         self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
 
@@ -145,6 +146,7 @@ class EnvBase:
         (row,) = slot.cut(RowKeys(spec), self._current)
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
+        self.lanes_env.driver = None
         self.lanes_env.step(range(spec.lanes), row)
         for mine, successor in zip(self._current, row.next):
             mine[...] = successor
