@@ -14,7 +14,7 @@ from torch import distributions, nn
 
 from reap.collectors import Collector, Evaluator, MultiSyncCollector, RandomPolicy
 from reap.envs import EnvPoolEnv, GymEnv, PettingZooEnv, SerialEnv, TorchEnv
-from reap.errors import SpecMismatch, UsageError, WorkerRaised
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongState
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
@@ -760,3 +760,13 @@ def test_the_last_frame_is_marked_not_a_blank_one():
     column[0, 0], column[1, 0] = frames
     mark_frames({FRAME: column})
     assert [bool(frame["next", "truncated"]) for frame in frames] == [False, True]
+
+
+def test_a_collector_that_closes_an_env_says_so():
+    env = GymEnv(CountingEnv())
+    c = Collector(env, EchoPolicy(), frames_per_batch=3, max_frames_per_traj=2)
+    assert not env.is_closed
+    c.shutdown()
+    assert env.is_closed
+    with pytest.raises(WrongState, match="GymEnv is closed; make a new one"):
+        env.reset()

@@ -32,6 +32,9 @@ from reap.spec import EnvSpec, Key, Leaf
 Rows = Sequence["np.ndarray[Any, Any]"]
 
 
+CLOSED = object()  # the driver of lanes nobody can move any more
+
+
 class Env(abc.ABC):
     """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
 

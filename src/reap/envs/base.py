@@ -14,7 +14,7 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.as_policy import as_policy
-from reap.core.env import Env, Wrapped
+from reap.core.env import CLOSED, Env, Wrapped
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
@@ -42,7 +42,6 @@ class EnvBase:
         self.device = torch.device(device) if device is not None else None
         self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
         self._one: tuple[tuple[Leaf, ...], Slot] | None = None
-        self.is_closed = False
 
     # ---- what it looks like -------------------------------------------------------------------------------------
 
@@ -219,8 +218,13 @@ class EnvBase:
 
     def close(self, **_: Any) -> None:
         """Close the env. May be called twice."""
-        self.is_closed = True
+        self.lanes_env.driver = CLOSED
         self.lanes_env.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by hand or with a collector."""
+        return self.lanes_env.driver is CLOSED
 
     def __enter__(self) -> Self:
         return self
