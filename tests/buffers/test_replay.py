@@ -412,3 +412,40 @@ def test_a_failing_write_leaves_a_hole(monkeypatch):
     assert sorted(every.sample(20)["step"].tolist()) == [0, 1, 2, 3, 4, 8, 9, 10, 11]
     by_priority = ReplayBuffer.open(*_again(buffer), sampler=PrioritizedSampler(20, 1, 1))
     assert set(by_priority.sample(500)["step"].tolist()) == {0, 1, 2, 3, 4, 8, 9, 10, 11}
+
+
+def test_columns_of_any_kind_come_back_apart():
+    """Narrow, wide, empty, without NumPy's like: dense tensors in the order of the batch, that share nothing."""
+    rows = TensorDict(
+        {
+            "c": torch.arange(40).to(torch.bfloat16).reshape(20, 2),
+            "a": {"y": torch.arange(20), "x": {"flag": torch.arange(20) % 2 == 0, "nothing": torch.zeros(20, 0)}},
+            "wide": torch.arange(20 * 100.0).reshape(20, 100),
+            "b": torch.arange(20) % 3 == 0,
+            "d": torch.arange(40, 80).to(torch.bfloat16).reshape(20, 2),
+        },
+        batch_size=[20],
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=32)
+    buffer.extend(rows)
+    sample, info = buffer.sample(return_info=True)
+    wanted = rows[info["index"]]
+    assert list(sample.keys(True, True)) == list(rows.keys(True, True))
+    for key, column in sample.items(True, True):
+        assert column.is_contiguous()
+        assert column.dtype is wanted[key].dtype
+        assert torch.equal(column, wanted[key])
+    sample["c"].zero_()
+    sample["b"].fill_(True)
+    assert [sample["d"]._version, sample["a", "x", "flag"]._version] == [0, 0]  # autograd asks for these
+    assert torch.equal(sample["d"], wanted["d"])
+    assert torch.equal(sample["a", "x", "flag"], wanted["a", "x", "flag"])
+
+
+def test_a_sample_stays_as_it_was_when_more_are_drawn():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=64)
+    buffer.extend(TensorDict({"number": torch.arange(1000)}, [1000]))
+    kept = [buffer.sample(return_info=True) for _ in range(20)]
+    for sample, info in kept:
+        assert torch.equal(sample["number"], info["index"])
+    assert len({tuple(info["index"].tolist()) for _, info in kept}) == 20

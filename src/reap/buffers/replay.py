@@ -29,7 +29,7 @@ from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
-from reap.buffers.rows import Rows, as_array
+from reap.buffers.rows import Rows, as_array, as_tensordict
 from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
 from reap.buffers.storages import LazyTensorStorage, Storage
@@ -140,7 +140,7 @@ class ReplayBuffer:
                 raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
             columns[key] = tuple(value.shape[lead:]), value.dtype
             array = as_array(value)
-            array = array.reshape(-1, *array.shape[lead:])
+            array = array.reshape(batch.numel(), *array.shape[lead:])
             values[key] = array if keep is None else array[keep]
         if not columns:
             raise UsageError("this batch has no tensors to write")
@@ -185,20 +185,22 @@ class ReplayBuffer:
 
     def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
         """A sample, what is known about it, and whether it is the last of a round."""
-        began = time.monotonic()
+        limiter, since = self.limiter, None
         while True:
             try:
                 with self._sampling:
-                    if self.limiter is not None:
-                        self.limiter.check(self._memory.ring)
-                    _, info, columns = self._draw(count)
+                    if limiter is not None:
+                        limiter.check(self._memory.ring)
+                    rows, info, columns = self._draw(count)
                     last = self._sampler.ran_out
                 break
             except Starved as why:
-                self.feed.wait(why, began, None if self.limiter is None else self.limiter.timeout)
-        if self.limiter is not None:
-            self.limiter.count(self._memory.ring, len(info["index"]))
-        sample = self._deliver(columns, len(info["index"]), info)
+                since = since or time.monotonic()
+                self.feed.wait(why, since, None if limiter is None else limiter.timeout)
+        count = len(rows)  # fewer at the end of a round, and where episodes are short
+        if limiter is not None:
+            limiter.count(self._memory.ring, count)
+        sample = self._deliver(columns, count, info)
         if self._collate is not None:
             sample = self._collate(sample)
         for transform in self._transforms:
@@ -206,25 +208,31 @@ class ReplayBuffer:
         return sample, info, last
 
     def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        ring = self._memory.ring
-        for _ in range(0 if self._sampler.alone else _PATIENCE):
-            drawn = self._read(count)
-            if ring.intact(int(drawn[0].min())):
-                return drawn
-        with ring.gate.locked():  # nobody reserves what we read
-            return self._read(count)
+        """Rows, what is to be known about them, and what they hold."""
+        memory, sampler, generator = self._memory, self._sampler, self._generator
+        ring = memory.ring
+        for _ in range(0 if sampler.alone else _PATIENCE):
+            low = ring.low
+            positions, info = sampler.draw(memory, count, generator)
+            rows = positions % ring.capacity
+            columns = self._rows().read(rows)
+            # The first question is the cheap one: nothing drawn is below `low`.
+            if ring.intact(low) or ring.intact(int(positions.min())):
+                break
+        else:
+            with ring.gate.locked():  # nobody reserves what we read
+                positions, info = sampler.draw(memory, count, generator)
+                rows = positions % ring.capacity
+                columns = self._rows().read(rows)
+        info["index"] = torch.from_numpy(rows)
+        return rows, info, columns
 
-    def _read(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        positions, info = self._sampler.draw(self._memory, count, self._generator)
-        rows = positions % self._memory.capacity
-        return positions, {**info, "index": torch.from_numpy(rows)}, self._rows().read(rows)
-
-    def _deliver(self, columns: Mapping[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
+    def _deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
         if _PLAIN in columns:
             return self._placed(columns[_PLAIN])
         if self._as_index:
-            columns = {**columns, **self._told(columns, info)}
-        return self._placed(_tensordict(columns, count))
+            columns.update(self._told(columns, info))
+        return self._placed(as_tensordict(columns, count))
 
     def _told(self, columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
         """What a sample says about itself."""
@@ -551,18 +559,3 @@ def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     if not isinstance(made, kind):
         raise WrongArgument(f"expected a {kind.__name__} of reap.data, got {type(made).__name__}")
     return made
-
-
-def _tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
-    tree: dict[str, Any] = {}
-    for key, value in columns.items():
-        node = tree
-        for part in key[:-1]:
-            node = node.setdefault(part, {})
-        node[key[-1]] = value
-    return _branch(tree, torch.Size([count]))
-
-
-def _branch(tree: dict[str, Any], size: torch.Size) -> TensorDict:
-    leaves = {key: _branch(value, size) if isinstance(value, dict) else value for key, value in tree.items()}
-    return TensorDict._new_unsafe(leaves, batch_size=size)

@@ -33,7 +33,7 @@ class Sampler:
     cuts = Cuts()  # what it needs runs to be cut by
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        """Positions, and what is to be known about them."""
+        """Positions, which may be others with the next draw, and what is to be known about them."""
         raise NotImplementedError
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
@@ -65,12 +65,20 @@ class RandomSampler(Sampler):
     >>> ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=RandomSampler(), batch_size=256)
     """
 
+    def __init__(self) -> None:
+        self._drawn = torch.zeros(0, dtype=torch.int64)
+        self._positions: Array = self._drawn.numpy()
+
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         ring = memory.ring
         low, high = ring.window()
         if low == high:
             raise nothing()
-        positions = _integers(high - low, count, generator) + low
+        if len(self._positions) != count:  # kept from sample to sample: nobody needs them for longer
+            self._drawn = torch.zeros(count, dtype=torch.int64)
+            self._positions = self._drawn.numpy()
+        self._drawn.random_(low, high, generator=generator)
+        positions = self._positions
         if not ring.holes(low):
             return positions, {}
         for _ in range(_TRIES):
