@@ -4,7 +4,8 @@
     (any process or thread)                         (any process or thread)
 
 Guarantees: a sample holds committed rows only, each as its writer wrote it; a writer that dies, however it dies, costs
-its own unfinished rows and nothing else; slices never cross an episode, a writer, the end of the ring or a crash.
+its own unfinished rows and nothing else; slices and windows of n steps never cross an episode, a writer, the end of the
+ring or a crash.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
+from reap.buffers.multistep import MultiStep
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
 from reap.buffers.rows import Rows, as_array, as_tensordict
 from reap.buffers.runs import Marker
@@ -54,7 +56,7 @@ class ReplayBuffer:
         sampler: `RandomSampler()` by default.
         batch_size: of a sample; `sample(n)` goes before it.
         prefetch: how many samples a thread prepares ahead.
-        transform: called with every sample; its `inv`, if it has one, with what is written.
+        transform: called with every sample; its `inv`, if it has one, with what is written. `MultiStep` looks ahead.
         collate_fn: called with a sample before the transform.
         pin_memory: samples in pinned memory.
         generator: where random numbers come from; torch's own by default.
@@ -90,7 +92,7 @@ class ReplayBuffer:
         if batch_size is not None and batch_size < 1:
             raise UsageError(f"batch_size is a positive number, got {batch_size}")
         self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
-        self._transforms: list[Any] = [] if transform is None else [transform]
+        self._set_transforms([] if transform is None else [transform])
         self._collate = collate_fn
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
             raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
@@ -101,7 +103,7 @@ class ReplayBuffer:
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._ahead, self._last = prefetch or 0, False
+        self._prefetch, self._last = prefetch or 0, False
         self._pool: ThreadPoolExecutor | None = None
         self._prepared: deque[Future[tuple[Any, dict[Any, Any], bool]]] = deque()
 
@@ -177,7 +179,7 @@ class ReplayBuffer:
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
-        if self._ahead and batch_size in (None, self._batch_size):
+        if self._prefetch and batch_size in (None, self._batch_size):
             sample, info, self._last = self._next_prepared(count)
         else:
             sample, info, self._last = self._sample(count)
@@ -203,7 +205,7 @@ class ReplayBuffer:
         sample = self._deliver(columns, count, info)
         if self._collate is not None:
             sample = self._collate(sample)
-        for transform in self._transforms:
+        for transform in self._transforms[self._ahead is not None :]:
             sample = transform(sample)
         return sample, info, last
 
@@ -214,18 +216,22 @@ class ReplayBuffer:
         for _ in range(0 if sampler.alone else _PATIENCE):
             low = ring.low
             positions, info = sampler.draw(memory, count, generator)
-            rows = positions % ring.capacity
-            columns = self._rows().read(rows)
+            rows, columns = self._read(positions)
             # The first question is the cheap one: nothing drawn is below `low`.
             if ring.intact(low) or ring.intact(int(positions.min())):
                 break
         else:
             with ring.gate.locked():  # nobody reserves what we read
                 positions, info = sampler.draw(memory, count, generator)
-                rows = positions % ring.capacity
-                columns = self._rows().read(rows)
+                rows, columns = self._read(positions)
         info["index"] = torch.from_numpy(rows)
         return rows, info, columns
+
+    def _read(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[Key, Tensor]]:
+        rows = positions % self._memory.capacity
+        if self._ahead is not None:
+            return rows, self._ahead.read(self._memory, positions, self._cuts)
+        return rows, self._rows().read(rows)
 
     def _deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
         if _PLAIN in columns:
@@ -251,7 +257,7 @@ class ReplayBuffer:
     def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "reap-prefetch")
-        while len(self._prepared) <= self._ahead:
+        while len(self._prepared) <= self._prefetch:
             self._prepared.append(self._pool.submit(self._sample, count))
         try:
             return self._prepared.popleft().result()
@@ -439,13 +445,22 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Any) -> ReplayBuffer:
         """One more transform, after the others."""
-        self._transforms.append(transform)
-        return self
+        return self.insert_transform(len(self._transforms), transform)
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
         """One more transform, before the one at `index`."""
-        self._transforms.insert(index, transform)
+        transforms = self._transforms.copy()
+        transforms.insert(index, transform)
+        self._set_transforms(transforms)
         return self
+
+    def _set_transforms(self, transforms: list[Any]) -> None:
+        if any(isinstance(transform, MultiStep) for transform in transforms[1:]):
+            raise UsageError(
+                "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
+            )
+        ahead = transforms[0] if transforms else None
+        self._transforms, self._ahead = transforms, ahead if isinstance(ahead, MultiStep) else None
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""

@@ -80,14 +80,18 @@ class Rows:
             if head < len(new):
                 column[: len(new) - head] = new[head:]
 
-    def read(self, rows: Array) -> dict[Key, Tensor]:
-        """Copies of these rows."""
+    def read(self, rows: Array, elsewhere: Mapping[Key, Array] | None = None) -> dict[Key, Tensor]:
+        """Copies of these rows; columns that are `elsewhere` come from those instead, in the shape they are given."""
         found: dict[Key, Any] = dict.fromkeys(self.layout.columns)
         taken, count = self._record.take(rows), len(rows)
         for kind in self._kinds:
             kind.part(taken, count, found)
+        elsewhere = elsewhere or {}
         for key, column in self._wide.items():
-            found[key] = _tensor(column.take(rows, axis=0), self.layout.columns[key].dtype)
+            found[key] = _tensor(column.take(elsewhere.get(key, rows), axis=0), self.layout.columns[key].dtype)
+        for key, others in elsewhere.items():
+            if key not in self._wide:
+                found[key] = _tensor(self._columns[key][others], self.layout.columns[key].dtype)
         return found
 
 
