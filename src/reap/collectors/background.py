@@ -103,9 +103,8 @@ class ThreadRunner:
             pass
         except Exception as error:
             self._failure = error
-        except BaseException as cause:  # an env that calls sys.exit() ends a thread without a word
-            self._failure = WorkerRaised(f"the collecting thread was ended by {cause!r}")
-            self._failure.__cause__ = cause
+        except BaseException as cause:
+            self._failure = ended_by(cause, "the collecting thread")
         finally:
             with self._change:
                 self._over = True
@@ -162,15 +161,7 @@ class ThreadRunner:
             self._stopping = True
             self._change.notify_all()
         self._break_off()
-        if threading.current_thread() is self._thread or not self._thread.ident:
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            frame = sys._current_frames().get(self._thread.ident)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
-            raise WorkerSilent(
-                f"the collecting thread did not end within {timeout:.1f} s; its env stays open. Its stack:\n{stack}"
-            )
+        join(self._thread, timeout, "the collecting thread")
 
     @property
     def running(self) -> bool:
@@ -178,6 +169,24 @@ class ThreadRunner:
 
     def failure(self) -> Exception | None:
         return self._failure
+
+
+def join(thread: threading.Thread, timeout: float, who: str) -> None:
+    """Wait for a thread that was told to end, unless it is this one; `WorkerSilent`, with its stack, if it does not."""
+    if threading.current_thread() is thread or not thread.ident:
+        return
+    thread.join(timeout)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
+        raise WorkerSilent(f"{who} did not end within {timeout:.1f} s; its env stays open. Its stack:\n{stack}")
+
+
+def ended_by(cause: BaseException, who: str) -> WorkerRaised:
+    """An env that calls sys.exit() ends a thread without a word: this is the word."""
+    error = WorkerRaised(f"{who} was ended by {cause!r}")
+    error.__cause__ = cause
+    return error
 
 
 def _stop_all() -> None:
