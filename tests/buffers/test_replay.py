@@ -363,7 +363,7 @@ def test_errors_say_what_to_do(tmp_path):
         buffer.extend(line(4).set("step", torch.zeros(4)))
     with pytest.raises(UsageError, match="add takes a single frame"):
         buffer.extend(line(4)[0])
-    with pytest.raises(WrongArgument, match="TensorDicts or tensors"):
+    with pytest.raises(WrongArgument, match="TensorDicts, tensors or lists of them"):
         buffer.extend([1, 2])
     assert buffer.write_count == 4  # none of this cost a row
     with pytest.raises(WrongState, match="batch_size"):
@@ -449,3 +449,46 @@ def test_a_sample_stays_as_it_was_when_more_are_drawn():
     for sample, info in kept:
         assert torch.equal(sample["number"], info["index"])
     assert len({tuple(info["index"].tolist()) for _, info in kept}) == 20
+
+
+def test_nothing_may_be_written():
+    """A batch that a filter left empty costs nothing, before the columns are known and after."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    for shape in ([0], [3, 0], [0, 3]):
+        empty = frames(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        assert buffer.extend(empty).tolist() == []
+        assert (len(buffer), buffer.write_count) == (0, 0)
+    buffer.extend(line(3))
+    assert buffer.extend(line(0)).tolist() == []
+    buffer.extend(line(2, 3))
+    assert buffer._memory.runs.table()[1].tolist() == [5]
+
+
+def test_frames_in_a_list():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    assert buffer.extend([line(1, t)[0] for t in range(3)]).tolist() == [0, 1, 2]
+    assert buffer[:]["step"].tolist() == [0, 1, 2]
+    plain = ReplayBuffer(storage=LazyTensorStorage(8))
+    assert plain.extend([torch.tensor(3.0), torch.tensor(4.0)]).tolist() == [0, 1]
+    assert plain[:].tolist() == [3, 4]
+    with pytest.raises(WrongArgument, match="lists of them, got list"):
+        plain.extend([])
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "x", True])
+def test_sizes_that_are_none(wrong):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(line(4))
+    for call in (buffer.sample, lambda n: ReplayBuffer(batch_size=n), lambda n: ReplayBuffer(prefetch=n or -1)):
+        with pytest.raises(UsageError, match=r"(batch_size|prefetch) is a whole number >= [01], got"):
+            call(wrong)
+
+
+def test_rows_by_number_are_transformed_like_samples():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(8), batch_size=4, transform=lambda rows: rows.set("twice", rows["step"] * 2)
+    )
+    buffer.extend(line(11))
+    assert buffer[:]["twice"].tolist() == [16, 18, 20, 6, 8, 10, 12, 14]
+    assert buffer[2]["twice"] == 20
+    assert buffer[np.array([[0, 1], [2, 3]])]["twice"].tolist() == [[16, 18], [20, 6]]

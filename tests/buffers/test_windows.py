@@ -139,6 +139,9 @@ class World:
         positions = [p + low for p in ((sample["index"] - low) % self.capacity).tolist()]
         assert set(positions) <= set(live)
         check(sample, [self.window(p) for p in positions], self.gamma, self.n_steps)
+        rows = sorted(p % self.capacity for p in live)
+        windows = [self.window(low + (row - low) % self.capacity) for row in rows]
+        check(self.buffer[:], windows, self.gamma, self.n_steps)
 
 
 @settings(max_examples=120, deadline=None)

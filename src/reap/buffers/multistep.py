@@ -71,7 +71,9 @@ class MultiStep:
         if not isinstance(batch, TensorDictBase) or not batch.ndim:
             raise WrongArgument(f"MultiStep takes a TensorDict of shape […, T], got {type(batch).__name__}")
         shape = batch.batch_size
-        window, steps = self._window(np.arange(batch.numel()), _ends(batch))
+        if not shape.numel():
+            return batch
+        window, steps = self._window(np.arange(shape.numel()), _ends(batch))
         after = batch["next"].reshape(-1)
         keys = [("next", *as_key(key)) for key in after.keys(True, True)]
         rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}

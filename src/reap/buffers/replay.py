@@ -89,8 +89,10 @@ class ReplayBuffer:
         self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
         if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
             raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
-        if batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size is a positive number, got {batch_size}")
+        if batch_size is not None:
+            _check_count(batch_size, "batch_size", least=1)
+        if prefetch is not None:
+            _check_count(prefetch, "prefetch", least=0)
         self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
         self._set_transforms([] if transform is None else [transform])
         self._collate = collate_fn
@@ -109,8 +111,11 @@ class ReplayBuffer:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def extend(self, data: TensorDictBase | Tensor) -> Tensor:
-        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out."""
+    def extend(self, data: TensorDictBase | Tensor | Sequence[TensorDictBase | Tensor]) -> Tensor:
+        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out.
+
+        Single frames may come in a list.
+        """
         index = self._write(self._batch(data))
         return torch.from_numpy(index)
 
@@ -120,10 +125,12 @@ class ReplayBuffer:
         return int(self._write(batch)[0])
 
     def _batch(self, data: Any) -> TensorDictBase:
+        if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
+            data = torch.stack(list(data))
         if isinstance(data, Tensor):
             return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
         if not is_tensor_collection(data):
-            raise WrongArgument(f"a buffer takes TensorDicts or tensors, got {type(data).__name__}")
+            raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
         for transform in reversed(self._transforms):
             if (inverse := getattr(transform, "inv", None)) is not None:
                 data = inverse(data)
@@ -133,6 +140,8 @@ class ReplayBuffer:
 
     def _write(self, batch: TensorDictBase) -> np.ndarray[Any, Any]:
         ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
+        if not batch.batch_size.numel():
+            return np.zeros(0, np.int64)
         mask = batch.get(_MASK, None)
         keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
         values, columns = {}, {}
@@ -142,7 +151,7 @@ class ReplayBuffer:
                 raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
             columns[key] = tuple(value.shape[lead:]), value.dtype
             array = as_array(value)
-            array = array.reshape(batch.numel(), *array.shape[lead:])
+            array = array.reshape(batch.batch_size.numel(), *array.shape[lead:])
             values[key] = array if keep is None else array[keep]
         if not columns:
             raise UsageError("this batch has no tensors to write")
@@ -176,6 +185,8 @@ class ReplayBuffer:
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
+        if batch_size is not None:
+            _check_count(batch_size, "batch_size", least=1)
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
@@ -205,9 +216,12 @@ class ReplayBuffer:
         sample = self._deliver(columns, count, info)
         if self._collate is not None:
             sample = self._collate(sample)
+        return self._transformed(sample), info, last
+
+    def _transformed(self, sample: Any) -> Any:
         for transform in self._transforms[self._ahead is not None :]:
             sample = transform(sample)
-        return sample, info, last
+        return sample
 
     def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
         """Rows, what is to be known about them, and what they hold."""
@@ -272,7 +286,7 @@ class ReplayBuffer:
         return rows
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by number, as they lie in the ring; a slice leaves out those being written. Writers wait meanwhile."""
+        """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
         if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
@@ -288,10 +302,11 @@ class ReplayBuffer:
                     chosen = chosen[whole[chosen]]
                 elif not whole[chosen].all():
                     raise WrongState(f"of rows {index} some are being written, or never were to the end")
-            columns = self._rows().read(np.atleast_1d(chosen).reshape(-1))
-        info = {"index": torch.from_numpy(np.array(chosen).reshape(-1))} if self._as_index else {}
-        sample = self._deliver(columns, chosen.size, info)
-        return sample[0] if np.ndim(chosen) == 0 else sample.reshape(chosen.shape)
+            rows, columns = self._read(low + (np.array(chosen).reshape(-1) - low) % ring.capacity)
+        sample = self._transformed(self._deliver(columns, len(rows), {"index": torch.from_numpy(rows)}))
+        if np.ndim(chosen) == 0:
+            return sample[0]
+        return sample if chosen.ndim == 1 else sample.reshape(chosen.shape)
 
     def __iter__(self) -> Iterator[Any]:
         """Samples; without replacement, until every row was seen, else for ever."""
@@ -574,3 +589,8 @@ def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     if not isinstance(made, kind):
         raise WrongArgument(f"expected a {kind.__name__} of reap.data, got {type(made).__name__}")
     return made
+
+
+def _check_count(value: Any, name: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise UsageError(f"{name} is a whole number >= {least}, got {value!r}")

@@ -42,7 +42,7 @@ class Marker:
 
     def marks(self, batch: TensorDictBase, keep: Array | None) -> tuple[Array, Any, bool]:
         """For a batch `[…, T]`: marks of its rows, the ids at both ends (None: unknown), whether the last row ends."""
-        count, steps = batch.numel(), batch.batch_size[-1] if batch.ndim else 1
+        count, steps = batch.batch_size.numel(), batch.batch_size[-1]
         begins = np.zeros(count, bool)
         begins[::steps] = True
         ids = next((batch.get(key) for key in self._cuts.ids if batch.get(key, None) is not None), None)

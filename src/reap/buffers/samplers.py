@@ -288,7 +288,7 @@ class SliceSampler(Sampler):
         room = lengths[which] - sizes + 1
         starts = starts + (torch.rand(slices, dtype=torch.float64, generator=generator).numpy() * room).astype(np.int64)
         at = np.arange(length)
-        inside = (at < sizes[:, None]).reshape(-1)  # all, but for shorter episodes
+        inside: Any = slice(None) if self.strict_length else (at < sizes[:, None]).reshape(-1)
         told: Info = {}
         if self.truncated_key is not None:
             told[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
