@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -449,6 +451,30 @@ def test_a_sample_stays_as_it_was_when_more_are_drawn():
     for sample, info in kept:
         assert torch.equal(sample["number"], info["index"])
     assert len({tuple(info["index"].tolist()) for _, info in kept}) == 20
+
+
+STARVING = """
+import sys, torch
+from tensordict import TensorDict
+from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
+limiter = SamplesPerInsert(1, tolerance=8, min_size=10, timeout=600)
+buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8, prefetch=2, limiter=limiter)
+buffer.extend(TensorDict({"a": torch.arange(20)}, [20]))
+buffer.sample()
+while buffer._memory.ring.words[6] < 24:  # so many may be sampled: the thread waits for rows now
+    pass
+if sys.argv[1] == "told":
+    buffer.shutdown()
+elif sys.argv[1] == "dropped":
+    buffer.__del__()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("how", ["told", "dropped", "forgotten"])
+def test_a_thread_that_waits_for_rows_ends_with_the_program(how):
+    done = subprocess.run([sys.executable, "-c", STARVING, how], capture_output=True, text=True, timeout=45)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
 
 
 def test_nothing_may_be_written():

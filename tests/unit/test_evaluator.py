@@ -188,7 +188,9 @@ def test_shutdown_is_bounded(policy):
         evaluator = Evaluator(lambda: GymEnv(Hangs((4,))), policy, num_trajectories=1, frames_per_batch=4)
         evaluator.trigger_eval()
         assert inside.wait(10)
-        with pytest.raises(WorkerSilent, match=r"evaluating thread did not end within 0.2 s(.|\n)*free.wait"):
+        with pytest.raises(
+            WorkerSilent, match=r"evaluating thread, whose env stays open, did not end within 0.2 s(.|\n)*free.wait"
+        ):
             evaluator.shutdown(timeout=0.2)
         free.set()
         evaluator.shutdown()

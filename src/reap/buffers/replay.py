@@ -11,13 +11,12 @@ ring or a crash.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
 from reap.buffers.multistep import MultiStep
+from reap.buffers.prefetch import Prefetch
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
 from reap.buffers.rows import Rows, as_array, as_tensordict
 from reap.buffers.runs import Marker
@@ -106,8 +106,7 @@ class ReplayBuffer:
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
         self._prefetch, self._last = prefetch or 0, False
-        self._pool: ThreadPoolExecutor | None = None
-        self._prepared: deque[Future[tuple[Any, dict[Any, Any], bool]]] = deque()
+        self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -179,7 +178,8 @@ class ReplayBuffer:
         with self._sampling:
             self._memory.ring.empty()
             self._sampler.empty()
-            self._prepared.clear()
+            if self._pool is not None:
+                self._pool.forget()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -191,13 +191,14 @@ class ReplayBuffer:
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
         if self._prefetch and batch_size in (None, self._batch_size):
-            sample, info, self._last = self._next_prepared(count)
+            pool = self._pool = self._pool or Prefetch(self._prefetch)
+            sample, info, self._last = pool.next(functools.partial(self._sample, count, pool.closing.is_set))
         else:
             sample, info, self._last = self._sample(count)
         return (sample, info) if return_info else sample
 
-    def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
-        """A sample, what is known about it, and whether it is the last of a round."""
+    def _sample(self, count: int, closing: Callable[[], bool] | None = None) -> tuple[Any, dict[Any, Any], bool]:
+        """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
         limiter, since = self.limiter, None
         while True:
             try:
@@ -208,6 +209,8 @@ class ReplayBuffer:
                     last = self._sampler.ran_out
                 break
             except Starved as why:
+                if closing is not None and closing():
+                    raise
                 since = since or time.monotonic()
                 self.feed.wait(why, since, None if limiter is None else limiter.timeout)
         count = len(rows)  # fewer at the end of a round, and where episodes are short
@@ -267,17 +270,6 @@ class ReplayBuffer:
         if self._storage.device.type != "cpu":
             return sample.to(self._storage.device)
         return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
-
-    def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "reap-prefetch")
-        while len(self._prepared) <= self._prefetch:
-            self._prepared.append(self._pool.submit(self._sample, count))
-        try:
-            return self._prepared.popleft().result()
-        except Starved:
-            self._prepared.clear()  # what else was begun is as old
-            raise
 
     def _rows(self) -> Rows:
         rows = self._memory.rows
@@ -484,14 +476,13 @@ class ReplayBuffer:
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.stop()
             self._pool = None
-            self._prepared.clear()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             if self._pool is not None:
-                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool.leave()
 
     def __repr__(self) -> str:
         parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"

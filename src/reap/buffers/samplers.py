@@ -281,8 +281,10 @@ class SliceSampler(Sampler):
         if not fit.all():
             starts, lengths = starts[fit], lengths[fit]
         if not len(starts):
-            what = "shorter slices, or strict_length=False" if self.strict_length else f"burn_in={self.burn_in} is more"
-            raise Starved(f"no episode has {least} rows yet; {what}")
+            what = "or strict_length=False" if self.strict_length else "or a smaller burn_in"
+            raise Starved(
+                f"no episode has {least} rows side by side yet: longer batches, trajs_per_batch, shorter slices, {what}"
+            )
         which = _integers(len(starts), slices, generator)
         starts, sizes = starts[which], np.minimum(lengths[which], length)
         room = lengths[which] - sizes + 1

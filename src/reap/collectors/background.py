@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import threading
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
 from reap.errors import WorkerRaised, WorkerSilent
+from reap.threads import join
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -161,7 +160,7 @@ class ThreadRunner:
             self._stopping = True
             self._change.notify_all()
         self._break_off()
-        join(self._thread, timeout, "the collecting thread")
+        join(self._thread, timeout, "the collecting thread, whose env stays open,")
 
     @property
     def running(self) -> bool:
@@ -169,17 +168,6 @@ class ThreadRunner:
 
     def failure(self) -> Exception | None:
         return self._failure
-
-
-def join(thread: threading.Thread, timeout: float, who: str) -> None:
-    """Wait for a thread that was told to end, unless it is this one; `WorkerSilent`, with its stack, if it does not."""
-    if threading.current_thread() is thread or not thread.ident:
-        return
-    thread.join(timeout)
-    if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
-        raise WorkerSilent(f"{who} did not end within {timeout:.1f} s; its env stays open. Its stack:\n{stack}")
 
 
 def ended_by(cause: BaseException, who: str) -> WorkerRaised:

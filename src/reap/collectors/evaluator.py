@@ -22,11 +22,12 @@ from torch import nn
 from typing_extensions import Self
 
 from reap.backends.base import Halted
-from reap.collectors.background import ended_by, join
+from reap.collectors.background import ended_by
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey
+from reap.threads import join
 from reap.weights.local import load
 
 _BUSY = ("skip", "error", "queue")
@@ -298,7 +299,7 @@ class Evaluator:
         if thread is not None:
             if self._break_off is not None:
                 self._break_off()
-            join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread")
+            join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
         collector, self._collector, self._break_off = self._collector, None, None  # its memory goes with it
         if collector is not None:
             collector.shutdown()
