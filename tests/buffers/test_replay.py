@@ -477,6 +477,47 @@ def test_a_thread_that_waits_for_rows_ends_with_the_program(how):
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
 
 
+def test_one_sampler_for_two_buffers_in_two_threads():
+    """Nobody draws from a buffer what was drawn for another."""
+    sampler = RandomSampler()
+    small, large = (
+        ReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler, batch_size=64) for n in (10_000, 20_000)
+    )
+    small.extend(TensorDict({"number": torch.arange(100)}, [100]))
+    large.extend(TensorDict({"number": torch.arange(20_000)}, [20_000]))
+    over, failed = threading.Event(), []
+
+    def read(buffer, limit):
+        while not over.is_set():
+            sample, info = buffer.sample(return_info=True)
+            if int(info["index"].max()) >= limit or not torch.equal(sample["number"], info["index"]):
+                failed.append(limit)
+                over.set()
+
+    threads = [threading.Thread(target=read, args=pair) for pair in ((small, 100), (large, 20_000))]
+    for thread in threads:
+        thread.start()
+    over.wait(2)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_a_dump_that_broke_off_is_none(tmp_path):
+    """Not the new rows with the old description: nothing."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    buffer.extend(line(3))
+    buffer.dumps(tmp_path)
+    (tmp_path / "rows.pt").unlink()
+    (tmp_path / "rows.pt").mkdir()  # in the way
+    buffer.extend(line(3))
+    with pytest.raises(Exception, match="Is a directory"):
+        buffer.dumps(tmp_path)
+    with pytest.raises(UsageError, match="no dumped buffer"):
+        buffer.loads(tmp_path)
+
+
 def test_nothing_may_be_written():
     """A batch that a filter left empty costs nothing, before the columns are known and after."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)

@@ -397,6 +397,7 @@ class ReplayBuffer:
         """Write everything to a directory."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
+        (path / "buffer.json").unlink(missing_ok=True)  # what was there before ends here
         state = self.state_dict()
         torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
         about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}

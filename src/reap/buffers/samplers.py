@@ -8,6 +8,7 @@ SliceSampler                 runs of rows, none over the end of an episode, a wr
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from reap.spec import AnyKey, Key, as_key
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
 _TRIES = 16
+_own = threading.local()
 
 
 class Sampler:
@@ -33,7 +35,7 @@ class Sampler:
     cuts = Cuts()  # what it needs runs to be cut by
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        """Positions, which may be others with the next draw, and what is to be known about them."""
+        """Positions, which this thread's next draw may write over, and what is to be known about them."""
         raise NotImplementedError
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
@@ -65,20 +67,12 @@ class RandomSampler(Sampler):
     >>> ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=RandomSampler(), batch_size=256)
     """
 
-    def __init__(self) -> None:
-        self._drawn = torch.zeros(0, dtype=torch.int64)
-        self._positions: Array = self._drawn.numpy()
-
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         ring = memory.ring
         low, high = ring.window()
         if low == high:
             raise nothing()
-        if len(self._positions) != count:  # kept from sample to sample: nobody needs them for longer
-            self._drawn = torch.zeros(count, dtype=torch.int64)
-            self._positions = self._drawn.numpy()
-        self._drawn.random_(low, high, generator=generator)
-        positions = self._positions
+        positions = _between(low, high, count, generator)
         if not ring.holes(low):
             return positions, {}
         for _ in range(_TRIES):
@@ -317,6 +311,16 @@ class SliceSampler(Sampler):
     def __repr__(self) -> str:
         burn_in = f", burn_in={self.burn_in}" if self.burn_in else ""
         return f"SliceSampler(num_slices={self.num_slices}, slice_len={self.slice_len}{burn_in})"
+
+
+def _between(low: int, high: int, count: int, generator: torch.Generator | None) -> Array:
+    """Numbers in [low, high), in memory that this thread's next call fills again."""
+    if getattr(_own, "count", None) != count:
+        _own.count, _own.drawn = count, torch.zeros(count, dtype=torch.int64)
+        _own.seen = _own.drawn.numpy()
+    _own.drawn.random_(low, high, generator=generator)
+    seen: Array = _own.seen
+    return seen
 
 
 def _integers(below: int, count: int, generator: torch.Generator | None) -> Array:
