@@ -28,7 +28,7 @@ from reap.data import LazyTensorStorage, MultiStep, ReplayBuffer, SamplesPerInse
 from reap.envs import GymEnv, SerialEnv
 
 WORKERS, LANES, STEPS = 2, 8, 16  # processes, games in each, steps of each game between two looks at the weights
-FRAMES = 600 * LANES * STEPS  # the budget
+FRAMES = 600 * LANES * STEPS  # the budget; seeds 0 to 2 need less than half of it, and keep what they learned
 BUFFER, WARM_UP = FRAMES, 2_000  # nothing is forgotten: one who only remembers balancing forgets what falling is like
 BATCH, SAMPLES_PER_FRAME = 128, 13
 LEARNING_RATE, FOLLOW = 1e-3, 0.01  # FOLLOW: how fast the slow network follows the other
