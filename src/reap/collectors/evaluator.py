@@ -21,14 +21,18 @@ from tensordict.nn import InteractionType
 from torch import nn
 from typing_extensions import Self
 
+from reap.backends.base import Halted
+from reap.collectors.background import ended_by
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey
+from reap.threads import join
 from reap.weights.local import load
 
 _BUSY = ("skip", "error", "queue")
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
+_DEADLINE = 5.0  # seconds to end, unless told otherwise
 _LATER = ("num_gpus", "ray_kwargs", "weight_sync_schemes", "collector_cls")
 
 
@@ -116,6 +120,7 @@ class Evaluator:
         else:
             self._collector = Collector(env, self._policy, **options)
             self._freeze()
+        self._break_off: Callable[[], None] | None = self._collector._backend.breaker()
         self._one = threading.Lock()  # one evaluation at a time
         self._news = threading.Condition()  # guards the four below
         self._thread: threading.Thread | None = None  # at work, or nobody
@@ -189,6 +194,10 @@ class Evaluator:
                     self._on_result(result)
             except Exception as error:  # raised where it is asked for
                 result = error
+            except Halted:
+                result = WrongState("this evaluation was broken off: its Evaluator was shut down")
+            except BaseException as cause:
+                result = ended_by(cause, "the evaluating thread")
             with self._news:
                 self._results.append(result)
                 self._left -= 1
@@ -279,7 +288,10 @@ class Evaluator:
         self._collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Finish what is going on, drop what waits, close the env. May be called twice."""
+        """Break off what is going on, after the step it is in; drop what waits; close the env. May be called twice.
+
+        `timeout`: seconds to wait for that step (5 by default); then `WorkerSilent`, with its stack.
+        """
         self._closed = True
         with self._news:
             self._left -= len(self._queue)
@@ -287,8 +299,10 @@ class Evaluator:
             thread = self._thread
             self._news.notify_all()
         if thread is not None:
-            thread.join(timeout)
-        collector, self._collector = self._collector, None  # its memory goes with it
+            if self._break_off is not None:
+                self._break_off()
+            join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
+        collector, self._collector, self._break_off = self._collector, None, None  # its memory goes with it
         if collector is not None:
             collector.shutdown()
 
