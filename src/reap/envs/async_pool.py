@@ -24,7 +24,7 @@ from reap.core.slot import FLAGS
 from reap.envs.base import EnvBase
 from reap.envs.crew import Crew
 from reap.envs.lane_host import BEGIN, SOME
-from reap.envs.process_crew import HandsCrew, ProcessCrew
+from reap.envs.process_crew import MOST_HANDS, HandsCrew, ProcessCrew
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
@@ -80,7 +80,8 @@ class AsyncEnvPool(EnvBase):
         if isinstance(envs_per_worker, bool) or not isinstance(envs_per_worker, int) or envs_per_worker < 1:
             raise UsageError(f"envs_per_worker must be a whole number ≥ 1, got {envs_per_worker!r}")
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
-        each = next(n for n in range(min(envs_per_worker, len(made)), 0, -1) if len(made) % n == 0)
+        most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
+        each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend == "threading":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
@@ -165,8 +166,10 @@ class AsyncEnvPool(EnvBase):
         given = [self._given.pop(lane) for lane in lanes]
         out = _rows_of(given)
         out.set("env_index", torch.from_numpy(at))
-        done = row.done[at]
-        self._fresh[at[done]] = True
+        over = at[row.done[at]]
+        self._fresh[over] = True
+        for flag in (row.done, row.terminated, row.truncated):
+            flag[over] = False
         return out.set("next", following)
 
     def async_reset_send(self, tensordict: TensorDictBase | None = None, env_index: Any = None) -> None:
@@ -209,10 +212,6 @@ class AsyncEnvPool(EnvBase):
         what, lanes = queue[0][0], []
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
-        if what == SOME:
-            row = self._crew.row()
-            for flag in (row.done, row.terminated, row.truncated):
-                flag[lanes] = False
         self._asked[group] = what, lanes
         self._crew.ring([group], what, lanes)
 
