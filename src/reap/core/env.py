@@ -60,6 +60,10 @@ class Env(abc.ABC):
     def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
         """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
 
+    def filled(self) -> int:
+        """In how many positions of the row that is decided about next a lane stands."""
+        return self.spec.lanes
+
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         """Learn how actions will look; SpecMismatch if they cannot be understood."""
@@ -147,6 +151,9 @@ class Wrapped(Env):
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self._env.follow(outputs)
+
+    def filled(self) -> int:
+        return self._env.filled()
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)

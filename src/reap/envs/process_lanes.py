@@ -247,6 +247,7 @@ class ProcessLanes(Env):
         start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
         block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
+        slot.block = block
         slot.place, self._places = self._places, self._places + 1
         bare = Layout(
             {k: Leaf(v.shape, v.dtype) for k, v in layout.columns.items()}, layout.steps, layout.lanes, batched=True

@@ -4,9 +4,9 @@
               next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
     row t+1   positions  [ group 3 | group 5 |    ·    ]
 
-Rows are as wide as the most groups taken at a time, so that what the policy computes has one shape. A position nobody
-stands at holds a copy of the first, lane -1, and is no frame. Who will be ready cannot be known when results are
-written, so they come through the row that crew and env share.
+Rows are as wide as the most groups taken at a time. A position nobody stands at holds a copy of the first, lane -1, and
+is no frame: a policy of one shape may compute it, others leave out most of them (core/buckets.py). Who will be ready
+cannot be known when results are written, so they come through the row that crew and env share.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class ReadyLanes(Env):
         self._answered: deque[int] = deque()  # not handed out yet
         self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
         self._began: tuple[Any, Any] | None = None
+
+    def filled(self) -> int:
+        return len(self._lanes_in_hand)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self.crew.expect(action)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from reap.core.as_policy import takes_tensordict
+from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
@@ -283,7 +284,7 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
     if given is None or given is False:
         return []
     if given is True:
-        return sorted({*(1 << n for n in range(most.bit_length()) if 1 << n < most), most})
+        return powers(most)
     sizes = sorted(given)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise UsageError(f"buckets must hold whole numbers ≥ 1, got {given!r}")
