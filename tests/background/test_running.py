@@ -18,7 +18,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
-from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
+from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
 from tests.faults.worlds import BOUND, alive, pids, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -127,7 +127,7 @@ def test_control_calls_while_it_runs(kind):
     collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 def test_batches_first_then_the_background(kind):
     memory = buffer()
     collector = make(kind, memory, total_frames=600, init_random_frames=100)
