@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 
@@ -64,6 +65,13 @@ def test_who_steps_the_envs(options, workers, here):
     assert threading.get_native_id() not in found
     if not threads:
         assert (os.getpid() in found) is here
+
+
+def test_the_signature_shows_every_option():
+    names = list(inspect.signature(AsyncBatchedCollector).parameters)
+    assert names[:4] == ["create_env_fn", "policy", "max_batch_size", "min_batch_size"]
+    assert {"env_backend", "envs_per_worker", "postproc", "replay_buffer"} <= {*names}
+    assert "compact_obs" not in names
 
 
 def test_threads_of_a_process():

@@ -140,7 +140,8 @@ class AsyncBatchedCollector(Collector):
         self._inline.start()
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
 
-    __init__.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[attr-defined]
+    for _made in (__new__, __init__):
+        _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         """Cut at `total_frames`: there is no env whose share would be missing."""
