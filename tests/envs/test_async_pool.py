@@ -213,6 +213,15 @@ def test_recv_gives_up_in_time_and_loses_nothing(backend, threads, tmp_path):
 
 
 @pytest.mark.parametrize("threads", [False, True])
+def test_a_pool_nobody_holds_ends(threads):
+    with no_leaks():
+        pool = AsyncEnvPool(makers(), backend="multiprocessing", envs_per_worker=2, worker_threads=threads)
+        pool.reset()
+        pool.async_step_send(actions([0, 1, 2, 3]))
+        del pool
+
+
+@pytest.mark.parametrize("threads", [False, True])
 def test_a_death_ends_a_wait_before_its_time(threads):
     with no_leaks():
         pool = AsyncEnvPool(faulty("kill"), backend="multiprocessing", worker_threads=threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
@@ -136,3 +137,7 @@ class HandsCrew(ProcessCrew):
     def close(self) -> None:
         super().close()
         self._hang_up(self._doors)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._hang_up(self._doors)
