@@ -40,7 +40,7 @@ def test_rows_are_what_happened(kind, options, whole):
     rows = memory[:]
     counts = check_streams(rows, whole=whole)
     if whole:
-        assert 360 <= sum(counts.values()) == memory.write_count < 400
+        assert 360 <= sum(counts.values()) == memory.write_count <= 400 - (kind != "ready")  # those may all end at once
         runs = rows["collector", "traj_ids"].diff().ne(0).sum() + 1
         assert runs == len(rows["collector", "traj_ids"].unique())  # one after another, not interleaved
     else:
