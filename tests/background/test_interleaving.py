@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reap.data import MultiStep, SliceSampler
 from reap.errors import WorkerDied
 from reap.testing import EchoPolicy
-from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, make
+from tests.background.worlds import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
 from tests.faults.worlds import pids
 
 pytestmark = pytest.mark.timeout(120)
@@ -101,7 +101,7 @@ class Model:
             assert self.rows.write_count == self.count, f"written while paused, after {verb}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(verbs=verbs, capacity=st.sampled_from([64, 150, 5000]), whole=st.booleans(), kill=st.booleans())
 def test_any_order(kind, verbs, capacity, whole, kill):

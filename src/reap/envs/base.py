@@ -14,7 +14,7 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.as_policy import as_policy
-from reap.core.env import CLOSED, Env, Wrapped
+from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
@@ -22,6 +22,7 @@ from reap.core.ragged import assembler, frame
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
+from reap.core.wrapped import Wrapped
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.spec import AnyKey, Key, Leaf, as_key, show

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.core.env import DeviceEnv, Env, Rows, Wrapped
+from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
