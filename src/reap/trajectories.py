@@ -231,6 +231,7 @@ class WholeTrajectories:
 
     def __init__(self) -> None:
         self._held: dict[int, TensorDictBase] = {}
+        self._last: dict[int, list[int]] = {}  # of each source: the trajectory every lane was last seen in
         self._ready: TensorDictBase | None = None
         self._lengths = torch.zeros(0, dtype=torch.int64)
         self._plain = False  # without a dimension of lanes
@@ -262,9 +263,13 @@ class WholeTrajectories:
             flat = torch.cat([held, flat])
             ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
         lane = flat.get("env_index", None)  # lanes that came as they were ready stand one among another in one row
-        last = [int(row[row >= 0][-1]) for row in rows if bool((row >= 0).any())]
-        if lane is not None:
+        if lane is None:
+            # A lane may make no frame in a rollout, and go on in the next.
+            before = self._last.get(source, [-1] * count)
+            last = [int(row[row >= 0][-1]) if bool((row >= 0).any()) else old for row, old in zip(rows, before)]
+        else:
             last = list(dict(zip(lane.tolist(), ids.tolist())).values())
+        self._last[source] = last
         order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
         ids = ids[order]
         begins = torch.ones_like(ids, dtype=torch.bool)

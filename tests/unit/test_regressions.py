@@ -6,18 +6,21 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from benchmarks.workloads import Crowd
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 
-from reap.collectors import Collector, RandomPolicy
-from reap.envs import GymEnv, PettingZooEnv, SerialEnv, TorchEnv
-from reap.errors import SpecMismatch, UsageError, WorkerRaised
+from reap.collectors import Collector, Evaluator, MultiSyncCollector, RandomPolicy
+from reap.envs import EnvPoolEnv, GymEnv, PettingZooEnv, SerialEnv, TorchEnv
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongState
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
 from tests.envs.test_pettingzoo import PLAN, Town
 from tests.envs.test_torch_native import CountingTorch
+from tests.envs.test_turns import Table
 from tests.envs.test_world import CountingVector
 
 
@@ -651,3 +654,119 @@ def test_set_truncated_marks_frames_only():
         for lane in range(4):
             frames = mask[lane].nonzero().reshape(-1).tolist()
             assert not frames or cut[lane, frames[-1]]
+
+
+def test_a_lane_without_a_frame_in_a_rollout_keeps_its_episode():
+    """Two players, rollouts of one move each: half of the lanes make no frame, and their episode is not over."""
+    c = Collector(Table(length=6), lambda observation: observation[..., :1], frames_per_batch=3, trajs_per_batch=2)
+    whole = Collector(Table(length=6), lambda observation: observation[..., :1], frames_per_batch=60, trajs_per_batch=2)
+    assert sorted(c.next()["collector", "mask"].sum(-1)) == sorted(whole.next()["collector", "mask"].sum(-1))
+
+
+def test_what_is_asked_of_no_worker_changes_none():
+    policy = EchoPolicy()
+    with MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=8) as c:
+        policy.weight.data.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[])
+        assert c.policy_version == 0
+        assert float(c.next()["action"][..., 1:, :].abs().max()) > 0
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 1.0]
+        c.update_policy_weights_(worker_ids=torch.tensor([1]))
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 2.0]
+    Collector(CountingEnv(), policy, frames_per_batch=3).update_policy_weights_(worker_ids=[])
+
+
+@pytest.mark.parametrize("bad", [[0, 4], [4, -1], [4.5, 4], ["4", 4], [True, 8]])
+def test_frames_of_each_worker_are_checked_here(bad):
+    with pytest.raises(UsageError, match="frames_per_batch must be"):
+        MultiSyncCollector([CountingEnv] * 2, frames_per_batch=bad)
+
+
+def test_means_of_workers_count_episodes():
+    with MultiSyncCollector(
+        [lambda: CountingEnv((2,)), lambda: CountingEnv((20,))],
+        lambda observation: observation[..., :1] * 0,
+        frames_per_batch=40,
+    ) as c:
+        c.next()
+        assert c.stats()["mean_length"] == pytest.approx((10 * 2 + 1 * 20) / 11)
+
+
+def test_who_uses_the_env_by_hand_leaves_no_false_successor():
+    """TorchRL goes on as if nobody had touched the env, and delivers a step that never was."""
+    env = GymEnv(CountingEnv((100,)))
+    c = Collector(env, EchoPolicy(), frames_per_batch=4)
+    c.next()
+    for use in (lambda: env.rollout(3), env.reset, lambda: Collector(env, EchoPolicy(), frames_per_batch=2).next()):
+        use()
+        first = c.next()
+        assert first["observation"][:, 2].tolist() == [0, 1, 2, 3]
+        assert torch.equal(first["next", "observation"][:-1], first["observation"][1:])
+        second = c.next()
+        assert second["observation"][:, 2].tolist() == [4, 5, 6, 7]
+        assert torch.equal(second["collector", "traj_ids"], first["collector", "traj_ids"])
+
+
+def test_agents_are_truncated_by_a_limit():
+    c = Collector(PettingZooEnv(Crowd(4, day=50)), None, frames_per_batch=9, max_frames_per_traj=3)
+    batch = c.next()
+    cut = torch.tensor([False, False, True] * 3)
+    for flag in ("truncated", "done"):
+        assert torch.equal(batch["next", "agents", flag][..., 0], cut[:, None].expand(9, 4))
+    assert not batch["next", "agents", "terminated"].any()
+
+
+@pytest.mark.parametrize("mode", ["group", "lanes"])
+def test_an_agent_does_not_leave_in_silence(mode):
+    class Silent(Crowd):
+        def step(self, actions):
+            seen, earned, over, cut, info = super().step(actions)
+            return seen, earned, dict.fromkeys(over, False), cut, info
+
+    c = Collector(PettingZooEnv(Silent(4, day=5), mode=mode), None, frames_per_batch=40)
+    with pytest.raises(SpecMismatch, match="agent 'agent_3' has left env.agents, but"):
+        c.next()
+
+
+def test_evaluation_counts_frames_only():
+    worlds = CountingVector(
+        [(3,), (2,)], AutoresetMode.NEXT_STEP
+    )  # every episode is followed by a step without a frame
+    with Evaluator(lambda: worlds, EchoPolicy(), num_trajectories=4, frames_per_batch=40) as evaluator:
+        assert evaluator.evaluate()["eval/episode_length"] == 2.5
+
+
+def test_a_pool_is_seeded():
+    pytest.importorskip("envpool")
+
+    def first(seed, batches=0, **options):
+        c = Collector(EnvPoolEnv("CartPole-v1", num_envs=3, **options), frames_per_batch=30)
+        for _ in range(batches):
+            c.next()
+        c.set_seed(seed)
+        batch = c.next()
+        return {tuple(row) for row in batch["observation"].reshape(-1, 4)[:: batch.shape[-1]].tolist()}
+
+    for options in ({}, {"batch_size": 2}):
+        assert first(11, **options) == first(11, batches=2, **options) != first(12, **options)
+
+
+def test_the_last_frame_is_marked_not_a_blank_one():
+    from reap.core.frames import mark_frames
+    from reap.core.slot import FRAME
+
+    frames = [TensorDict({"next": {"truncated": torch.zeros(1, dtype=torch.bool)}}, []) for _ in range(2)]
+    column = np.full((4, 1), None, object)
+    column[0, 0], column[1, 0] = frames
+    mark_frames({FRAME: column})
+    assert [bool(frame["next", "truncated"]) for frame in frames] == [False, True]
+
+
+def test_a_collector_that_closes_an_env_says_so():
+    env = GymEnv(CountingEnv())
+    c = Collector(env, EchoPolicy(), frames_per_batch=3, max_frames_per_traj=2)
+    assert not env.is_closed
+    c.shutdown()
+    assert env.is_closed
+    with pytest.raises(WrongState, match="GymEnv is closed; make a new one"):
+        env.reset()

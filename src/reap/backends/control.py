@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.shared import SharedFile
+from reap.core.stats import RECENT
 
 NOWHERE = -1  # the step of a worker that is in no rollout
 ALL = 2**62
@@ -103,15 +104,20 @@ def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over episodes."""
+    """The workers' counts as one: sums of counts, means over everybody's recent episodes."""
     if not stats:
         return {}
     ended = [s for s in stats if s["mean_return"] is not None]
+    recent = [min(s["episodes"], RECENT) for s in ended]
     rates = [s["frames_per_second"] for s in stats]
+
+    def mean(name: str) -> float | None:
+        return sum(s[name] * n for s, n in zip(ended, recent)) / sum(recent) if ended else None
+
     return {
         "episodes": sum(s["episodes"] for s in stats),
-        "mean_return": sum(s["mean_return"] for s in ended) / len(ended) if ended else None,
-        "mean_length": sum(s["mean_length"] for s in ended) / len(ended) if ended else None,
+        "mean_return": mean("mean_return"),
+        "mean_length": mean("mean_length"),
         "nan_rewards": sum(s["nan_rewards"] for s in stats),
         "collect_seconds": max(s["collect_seconds"] for s in stats),
         "frames_per_second": sum(rates),

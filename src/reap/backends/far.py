@@ -114,7 +114,7 @@ class FarRemote(Remote):
         header = Header(news.header)
         if news.block is None:
             return pickle.loads(news.more)
-        np.copyto(self.slots.block(header.slot), news.block)
+        np.copyto(self.slots.bytes_of(header.slot), news.block)
         return header.full(news.more)
 
 
@@ -283,6 +283,12 @@ class FarBackend(ProcessBackend):
             while remote.gifts.slots:  # type: ignore[attr-defined]
                 slot = remote.gifts.slots.popleft()  # type: ignore[attr-defined]
                 self.send(remote, ("fill", slot, self._is_random(remote), self._parcels_sent))  # type: ignore[arg-type]
+
+    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
+        with self._talking, self._interrupts.held():
+            super()._begin_anew(name, calls)
+            under_way = [(len(r.working) - len(r.gifts.slots)) * r.size for r in self.workers]  # type: ignore[attr-defined]
+            self._random_given = sum(r.frames for r in self.workers) + sum(under_way)
 
     def _is_random(self, remote: Remote) -> bool:
         if self._sync:

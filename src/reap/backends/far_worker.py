@@ -72,7 +72,7 @@ class News(NamedTuple):
         loose = bool(full.loose) or full.finals is not None
         data = bytes(cloudpickle.dumps((full.finals, full.loose))) if loose else b""
         header = np.zeros(_WORDS, np.int64)
-        header[:6] = 1, len(data), full.slot, full.frames, full.version, full.seeded
+        header[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
         numbers = numbers_of(full.stats)
         header[_SPAN:_STATS].view(np.float64)[:] = full.span
         header[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
@@ -89,10 +89,10 @@ class Header:
     def full(self, more: bytes) -> Full:
         """The rollout it speaks of."""
         finals, loose = pickle.loads(more) if more else (None, {})
-        frames, version, seeded = self.words[3:6].tolist()
+        frames, version, since = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
-        return Full(self.slot, frames, version, stats, finals, loose, seeded, (begun, ended))
+        return Full(self.slot, frames, version, stats, finals, loose, since, (begun, ended))
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -227,12 +227,12 @@ class Station(Host):
             writer.write(slot)
             self._slots.put(slot)
             stats, version = worker.stats.summary(), worker.loop.version
-            full = Full(number, frames, version, stats, seeded=self.seeded, span=worker.stats.span)
+            full = Full(number, frames, version, stats, since=self.since, span=worker.stats.span)
             self._road.send(News.of(full), _nothing)
             return
         loose, finals = slot.hand_over(), slot.finals
         stats, version = worker.stats.summary(), worker.loop.version
-        full = Full(number, frames, version, stats, finals, loose, self.seeded, worker.stats.span)
+        full = Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span)
         self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
 
     def _refresh(self) -> None:

@@ -42,7 +42,7 @@ class Full:
     stats: dict[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
-    seeded: int = 0  # the call that seeded it
+    since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
 
 
@@ -54,13 +54,16 @@ class Answer:
     value: Any
 
 
+_ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
+
+
 class Host:
     """A worker, by its number among so many."""
 
     def __init__(self, plan: Plan, index: int, workers: int) -> None:
         self.index = index
         self.doing = "starting"
-        self.seeded = 0  # the call that seeded it
+        self.since = 0  # the call it began anew with
         self._build(plan, workers)
 
     def _build(self, plan: Plan, workers: int) -> None:
@@ -79,7 +82,7 @@ class Host:
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
         """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
         self.doing = name
-        self.seeded = call if name == "set_seed" else self.seeded
+        self.since = call if name in _ANEW else self.since
         try:
             value = getattr(self, f"do_{name}")(*arguments)
         except UsageError as error:
@@ -92,25 +95,31 @@ class Host:
     def _forget(self) -> None:
         """What is held back belongs to the time before."""
 
+    def _count_on(self, taken: int, *, loaded: bool = False) -> None:
+        """So many of its frames were taken: those nobody has taken are not wanted any more."""
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def do_reset(self, lanes: Sequence[int] | None) -> None:
-        self.worker.reset(lanes)
+    def do_reset(self, taken: int) -> None:
+        self.worker.reset()
+        self._count_on(taken)
 
-    def do_set_seed(self, seed: int, static: bool) -> int:
+    def do_set_seed(self, taken: int, seed: int, static: bool) -> int:
         self._forget()
+        self._count_on(taken)
         return self.worker.set_seed(seed, static=static)
 
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
 
-    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         self.worker.ledger.counter.skip_to(first_id)
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], version)
         self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self._count_on(taken, loaded=True)
         self._forget()
 
     def _load(self, weights: Any, version: int) -> None:

@@ -458,7 +458,9 @@ class ProcessBackend:
         per_worker = isinstance(weights, dict) and bool(weights) and all(isinstance(k, int) for k in weights)
         if per_worker and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        chosen = list(weights) if per_worker else list(worker_ids or range(len(self.workers)))
+        chosen = list(weights) if per_worker else list(range(len(self.workers)) if worker_ids is None else worker_ids)
+        if not chosen:
+            return self.version
         unknown = [w for w in chosen if not 0 <= w < len(self.workers)]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
@@ -511,10 +513,10 @@ class ProcessBackend:
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
-    def reset(self, lanes: Sequence[int] | None = None) -> None:
+    def reset(self, lanes: Sequence[int] | None = None, *, workers: Sequence[int] | None = None) -> None:
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self.call("reset", self.everyone(None))
+        self._begin_anew("reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()))
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         """Each worker's lanes take the links of the chain that follow the last worker's."""
@@ -522,44 +524,60 @@ class ProcessBackend:
         for remote in self.workers:
             calls[remote.index] = (seed, static)
             _, seed = chain(seed, remote.about.lanes or remote.about.layout.lanes, static=static)
+        self._begin_anew("set_seed", calls)
+        return seed
+
+    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
+        """A call that ends all episodes. What was made before it is not delivered any more."""
         with self._talking, self._interrupts.held():
             self._finish_pending()
-            self.call("set_seed", calls)
+            taken = {remote.index: remote.frames - self._waiting(remote)[0] for remote in self.workers}
+            self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
             for _ in range(len(self._arrived)):
                 remote, full = self._arrived.popleft()
-                if full.seeded == self._calls or self._writer is not None:
+                if remote.index not in calls or full.since == self._calls or self._writer is not None:
                     self._arrived.append((remote, full))
-                else:  # filled before
+                else:
+                    remote.uncount(full.frames)
                     remote.give(full.slot)
-        return seed
+
+    def _waiting(self, remote: Remote) -> tuple[int, int]:
+        """Frames and rollouts of a worker that nobody has taken yet."""
+        found = [full.frames for other, full in self._arrived if other is remote]
+        return sum(found), len(found)
 
     def _finish_pending(self) -> None:
         """A synchronous slot that was interrupted is filled to the end, and forgotten."""
         if self._pending is not None:
             self._wait_for_all()
+            for remote, full in self._arrived:
+                remote.uncount(full.frames)
             slot = self._filled()
             if slot is not None:
                 self._pool.release(slot)
 
     def state_dict(self) -> dict[str, Any]:
         states = self.call("state", self.everyone())
-        return {
-            "traj_pool": {"traj_id": torch.tensor(max(state.pop("traj_id") for state in states))},
-            **{
-                f"worker{r.index}": {**s, "frames": r.frames, "iter": r.rollouts - 1}
-                for r, s in zip(self.workers, states)
-            },
-            "policy_version": self.version,
-        }
+        each = {}
+        for remote, state in zip(self.workers, states):
+            frames, rollouts = self._waiting(remote)  # they will not be there for whoever goes on from this state
+            taken = {"frames": remote.frames - frames, "iter": remote.rollouts - rollouts - 1}
+            each[f"worker{remote.index}"] = {**state, **taken}
+        first = torch.tensor(max(state.pop("traj_id") for state in each.values()))
+        return {"traj_pool": {"traj_id": first}, **each, "policy_version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         first = int(state.get("traj_pool", {}).get("traj_id", 0))
         self.version = int(state.get("policy_version", self.version))
-        usual = state.get("worker0", {})
-        own = {w: state.get(f"worker{w}", {**usual, "env_state_dict": {}}) for w in range(len(self.workers))}
-        for w, remote in enumerate(self.workers):
-            remote.frames, remote.rollouts = int(own[w].get("frames", 0)), int(own[w].get("iter", -1)) + 1
-        self.call("load_state", {w: (own[w], first, self.version) for w in own})
+        usual = {**state.get("worker0", {}), "env_state_dict": {}, "frames": 0, "iter": -1}
+        own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
+        with self._talking, self._interrupts.held():
+            self._finish_pending()
+            for w, remote in enumerate(self.workers):
+                frames, rollouts = self._waiting(remote)
+                remote.frames = int(own[w].get("frames", 0)) + frames
+                remote.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
+            self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
 
 
 def joined(layouts: Sequence[Layout]) -> Layout:

@@ -23,7 +23,8 @@ import torch
 
 from reap.backends.control import NOWHERE, Control
 from reap.backends.host import Full, Host
-from reap.children import Raised, send
+from reap.children import Raised, send, settle
+from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan
@@ -90,6 +91,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
         send(connection, host.about)
         memory = connection.recv()
         host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
+        settle()
         send(connection, "ready")
         host.serve(free)
     except (EOFError, ConnectionError):
@@ -127,6 +129,7 @@ class _Host(Host):
     def remember(self, memory: Memory, slots: SharedFile, weights: SharedFile) -> None:
         """Map the memory the parent has made."""
         whole = SharedSlots(slots, memory.layout, memory.count)
+        pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(weights, memory.packing)
@@ -160,7 +163,7 @@ class _Host(Host):
         frames = self._collect(slot, random=claimed is not None)
         loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
         stats, version = worker.stats.summary(), worker.loop.version
-        full = Full(slot.index, frames, version, stats, finals, loose, self.seeded, worker.stats.span)
+        full = Full(slot.index, frames, version, stats, finals, loose, self.since, worker.stats.span)
         self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
@@ -215,10 +218,14 @@ class _Host(Host):
         if self._writer is not None:
             self._writer.set_hook(packed)
 
-    def do_load_weights(self, size: int, version: int) -> None:
-        """Weights that came as a parcel, for this worker alone."""
-        self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)
+    def _count_on(self, taken: int, *, loaded: bool = False) -> None:
+        if loaded or self._writer is None:  # what was written to a buffer is there, wanted or not
+            self._control.claimed[self._job.index] = taken
 
     def _forget(self) -> None:
         if self._writer is not None:
             self._writer.forget()
+
+    def do_load_weights(self, size: int, version: int) -> None:
+        """Weights that came as a parcel, for this worker alone."""
+        self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)

@@ -298,7 +298,7 @@ class RayBackend(FarBackend):
         self.call("begin", {remote.index: (None if self._shared is None else self._shared.packing,)})
         if self._parcel is not None:
             self._send_parcel(remote)
-        self.call("load_state", {remote.index: ({}, self._starts * _FRESH_IDS, self.version)})
+        self.call("load_state", {remote.index: (remote.frames, {}, self._starts * _FRESH_IDS, self.version)})
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
         self.look()  # who has died meanwhile is reported, or there is another in its place

@@ -73,6 +73,10 @@ class Remote:
         """What it has said since."""
         return [pickle.loads(data) for data in self.child.line.hear()]
 
+    def uncount(self, frames: int) -> None:
+        """A rollout nobody will see."""
+        self.frames, self.rollouts = self.frames - frames, self.rollouts - 1
+
     @property
     def size(self) -> int:
         """Frames of a whole rollout."""

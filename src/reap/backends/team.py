@@ -59,7 +59,7 @@ class TeamStation(Station):
         state = self.worker.state()
         return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
 
-    def do_load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
         self._forget()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)

@@ -76,7 +76,7 @@ class GlooRemote(FarRemote):
         return bytes(self._address.store().get(f"here/{self.index}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
-        if head.rollout and (block := self.slots.block(head.slot)).size:
+        if head.rollout and (block := self.slots.bytes_of(head.slot)).size:
             wait(group.recv([torch.from_numpy(block)], 1, 0))
         place = f"from/{self.index}/{self._heard}"
         more = self._seal.open(receive(group, 1, head.more), place) if head.more else b""

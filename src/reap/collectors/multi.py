@@ -247,6 +247,7 @@ class MultiCollector(BaseCollector):
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        ids = None if ids is None else [int(w) for w in ids]
         return self._process.publish(weights, ids)
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
@@ -283,7 +284,7 @@ class MultiCollector(BaseCollector):
         chosen = (
             range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
         )
-        self._ask(lambda: self._process.call("reset", dict.fromkeys(chosen, (None,))))
+        self._ask(lambda: self._process.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
@@ -497,10 +498,9 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
-        return [int(v) for v in value]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1:
-        Options(frames_per_batch=value)  # says what is wrong with it
-    return [-(-int(value) // count) if sync else int(value)] * count
+        return [_frames(one, 1, sync=sync)[0] for one in value]
+    whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
+    return [-(-whole // count) if sync else whole] * count
 
 
 def _marked(index: Any, count: int) -> list[int]:

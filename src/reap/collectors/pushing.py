@@ -100,7 +100,9 @@ class Pushing:
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
-        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids or [0])
+        ids = [worker_ids] if isinstance(worker_ids, int) else [0] if worker_ids is None else list(worker_ids)
+        if not ids:
+            return self._version
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
         if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):

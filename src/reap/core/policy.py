@@ -225,9 +225,10 @@ class FlatPolicy(TensorPolicy):
 
     def act(self, row: Row) -> None:
         program = self._program
-        if not self._flat or program.opaque or self._compiled or self.device is not None:
+        if not self._flat or self._compiled or self.device is not None:
             return super().act(row)
-        regs = [*row.inputs, *program.blank]  # from here on `TensorPolicy.act`, less three calls a step
+        # From here on `TensorPolicy.act`, less three calls a step.
+        regs = [*(self.private(row.inputs) if program.opaque else row.inputs), *program.blank]
         for op in program.ops:
             op(regs)
         for i, read, column in zip(program.taken, self._readers, row.outputs):

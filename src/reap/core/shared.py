@@ -56,7 +56,7 @@ class SharedSlots:
 
     def __init__(self, file: SharedFile, layout: Layout, count: int) -> None:
         self.layout, self.count = layout, count
-        self._bytes = file.map(max(layout.nbytes, 1) * count)
+        self.block = file.map(max(layout.nbytes, 1) * count)
         self._slots: dict[int, Slot] = {}  # kept: a slot remembers whom it is lent to
 
     def slot(self, index: int) -> Slot:
@@ -70,11 +70,11 @@ class SharedSlots:
         whole = self._arrays(index)
         return Slot(layout, index, {key: whole[key][:, first : first + layout.lanes] for key in whole})
 
-    def block(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def bytes_of(self, index: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a slot."""
         size = self.layout.nbytes
         at = index % self.count * size
-        return self._bytes[at : at + size]
+        return self.block[at : at + size]
 
     def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
-        return self.layout.arrays(self.block(index))
+        return self.layout.arrays(self.bytes_of(index))

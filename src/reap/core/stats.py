@@ -11,7 +11,7 @@ import numpy as np
 
 from reap.core.gaps import running
 
-_RECENT = 100
+RECENT = 100
 
 
 class Stats:
@@ -23,8 +23,8 @@ class Stats:
         self.episodes = 0
         self.nan_rewards = 0
         self.seconds = 0.0
-        self.returns: deque[float] = deque(maxlen=_RECENT)
-        self.lengths: deque[int] = deque(maxlen=_RECENT)
+        self.returns: deque[float] = deque(maxlen=RECENT)
+        self.lengths: deque[int] = deque(maxlen=RECENT)
         self.open_return = np.zeros(lanes)  # of episodes that have not ended
         self.open_length = np.zeros(lanes, np.int64)
         self._began = 0.0
@@ -78,7 +78,7 @@ class Stats:
             returns, lengths = total[t, lane] - before, count[t, lane] - began
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            recent = back[-_RECENT:]  # in time, not by lane
+            recent = back[-RECENT:]  # in time, not by lane
             self.returns.extend(returns[recent].tolist())
             self.lengths.extend(lengths[recent].tolist())
             self.episodes += len(when)
@@ -96,8 +96,8 @@ class Stats:
         self.rollouts += 1
         self.frames += frames
         self.episodes += len(returns)
-        self.returns.extend(returns[-_RECENT:].tolist())
-        self.lengths.extend(lengths[-_RECENT:].tolist())
+        self.returns.extend(returns[-RECENT:].tolist())
+        self.lengths.extend(lengths[-RECENT:].tolist())
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

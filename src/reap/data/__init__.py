@@ -7,6 +7,7 @@
 """
 
 from reap.buffers.limiter import SamplesPerInsert
+from reap.buffers.multistep import MultiStep
 from reap.buffers.replay import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -26,6 +27,7 @@ from reap.data.ray import RayReplayBuffer
 __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "MultiStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",

@@ -13,9 +13,8 @@ spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,12 +28,21 @@ from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, Wrong
 from reap.spec import EnvSpec, Key, Leaf
 
 
+class _Present(NamedTuple):
+    """Who is there, in the env's order."""
+
+    names: list[str]
+    numbers: list[int]
+    at: Any  # the numbers as an index into a column; a slice, if they lie side by side
+    among: frozenset[int]  # the numbers, to compare with those of another time
+
+
 class _World(Agents):
     """One parallel env: calls that name themselves when they fail."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self._present: tuple[list[str], list[int], Any] = [], [], np.array([], np.int64)
+        self._present = _Present([], [], slice(0, 0), frozenset())
 
     def reset(self, seed: int | None) -> Mapping[str, Any]:
         try:
@@ -43,28 +51,32 @@ class _World(Agents):
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         return observations  # type: ignore[no-any-return]
 
-    def step(self, acting: Sequence[str], actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
-        index = self.index
-        chosen = dict(zip(acting, actions)) if acting == self.names else {name: actions[index[name]] for name in acting}
+    def step(self, acting: _Present, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+        names, numbers, at, _ = acting
+        chosen = dict(zip(names, actions[at] if at.__class__ is slice else [actions[i] for i in numbers]))
         try:
             return self.env.step(chosen)[:4]  # type: ignore[no-any-return]
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
 
-    @property
-    def present(self) -> tuple[list[str], list[int], Any]:
-        """Who is there, in the env's order: names, numbers, and the numbers as an index into a column."""
-        names = getattr(self.env, "agents", ())  # some have none before a reset
-        if names != self._present[0]:
-            numbers = [self.index[name] for name in names]
-            start, end = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
-            side_by_side = numbers == list(range(start, end))
-            self._present = list(names), numbers, slice(start, end) if side_by_side else np.array(numbers, np.int64)
-        return self._present
+    def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
+        """SpecMismatch if one of those that have left was neither terminated nor truncated."""
+        for name in [self.names[i] for i in left]:
+            if not over.get(name, False) and not cut.get(name, False):
+                raise SpecMismatch(
+                    f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
+                )
 
     @property
-    def alive(self) -> list[int]:
-        return self.present[1]
+    def present(self) -> _Present:
+        """Who is there now: the same object as long as it is the same agents."""
+        names = getattr(self.env, "agents", ())  # some have none before a reset
+        if names != self._present.names:
+            numbers = [self.index[name] for name in names]
+            start, end = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+            at = slice(start, end) if numbers == list(range(start, end)) else np.array(numbers, np.int64)
+            self._present = _Present(list(names), numbers, at, frozenset(numbers))
+        return self._present
 
 
 class GroupLanes(Env):
@@ -100,7 +112,7 @@ class GroupLanes(Env):
         )
         self._leaves = len(self._observations.leaves)
         self._group = group
-        self._left: list[tuple[int, list[int]]] = []  # who has left in this step, lane by lane
+        self._left: list[tuple[int, frozenset[int]]] = []  # who has left in this step, lane by lane
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
 
     def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
@@ -124,8 +136,9 @@ class GroupLanes(Env):
                 seen = world.reset(None if seeds is None else int(seeds[i]))
                 for array in into[: self._leaves + 4]:
                     array[lane] = 0
-                self._write(seen, world, *world.present[::2], into, lane)
-                into[self._leaves + 3][lane, world.alive] = True
+                present = world.present
+                self._write(seen, world, present, into, lane)
+                into[self._leaves + 3][lane, present.at] = True
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -139,36 +152,37 @@ class GroupLanes(Env):
         for lane in lanes:
             world = self._worlds[lane]
             try:
-                names, acting, at = world.present
-                seen, earned, over, cut = world.step(names, self._decode(*[a[lane] for a in row.action]))
+                acting = world.present
+                names, _, at, _ = acting
+                seen, earned, over, cut = world.step(acting, self._decode(*[a[lane] for a in row.action]))
                 if len(seen) < count:
                     for array in row.next[: self._leaves]:
                         array[lane] = 0
-                self._write(seen, world, names, at, row.next, lane)
+                self._write(seen, world, acting, row.next, lane)
                 # One write per column, not one per agent, and none for what did not happen: agents may be many.
-                everyone = len(names) == count
-                if not everyone:
+                terminated[lane] = truncated[lane] = mask[lane] = done[lane] = False
+                if len(names) < count:
                     reward[lane] = 0
-                numbers = list(earned.values()) if list(earned) == names else [earned.get(name, 0.0) for name in names]
-                _put_numbers(reward[lane], at, numbers)
-                terminated[lane] = truncated[lane] = mask[lane] = False
-                done[lane] = not everyone  # an agent that is not there has ended
-                if not everyone:
+                    done[lane] = True  # an agent that is not there has ended
                     done[lane, at] = False
-                if any(over.values()) or any(cut.values()):
-                    terminated[lane, at, 0] = [over.get(name, False) for name in names]
-                    truncated[lane, at, 0] = [cut.get(name, False) for name in names]
-                    done[lane, at] = terminated[lane, at] | truncated[lane, at]
-                _, alive, here = world.present
-                mask[lane, here] = True
+                _put_numbers(reward[lane], at, _in_order(earned, names, 0.0))
+                if any(over.values()):
+                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(over, names, False)
+                if any(cut.values()):
+                    truncated[lane, at, 0] = _in_order(cut, names, False)
+                    done[lane, at] |= truncated[lane, at]
+                alive = world.present
+                mask[lane, alive.at] = True
                 if alive is not acting:
-                    if back := {*alive}.difference(acting):
-                        done[lane, list(back)] = False
-                    self._left.append((lane, [*{*acting}.difference(alive)]))
+                    for back in alive.among - acting.among:
+                        done[lane, back] = False
+                    left = acting.among - alive.among
+                    world.check_flags(left, over, cut)
+                    self._left.append((lane, left))
             except ReapError as error:
                 error.at(lane=lane)
                 raise
-            if not alive:
+            if not alive.names:
                 row.truncated[lane] = bool(truncated[lane].any())
                 row.terminated[lane] = not row.truncated[lane]
                 row.done[lane] = True
@@ -178,20 +192,22 @@ class GroupLanes(Env):
     def tidy(self, row: Row) -> None:
         for lane, agents in self._left:
             for array in row.after[: self._leaves]:
-                array[lane, agents] = 0  # who left has seen its last observation; it is no longer its present one
+                for agent in agents:
+                    array[lane, agent] = 0  # who left has seen its last observation; it is no longer its present one
 
-    def _write(
-        self, seen: Mapping[str, Any], world: _World, names: Sequence[str], at: Any, arrays: Rows, lane: int
-    ) -> None:
+    def _write(self, seen: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int) -> None:
+        names, _, at, _ = present
+        shape, dtype = self._observations.plain
+        if shape and at.__class__ is slice and names and list(seen) == names:  # side by side, in order: one write
+            values = list(seen.values())
+            try:
+                if [value.shape for value in values].count(shape) == len(values):
+                    np.concatenate(values, out=arrays[0][lane, at].reshape(-1, *shape[1:]), casting="no")
+                    return
+            except (TypeError, AttributeError):
+                pass  # not all arrays, or of another dtype: one by one
         views = [array[lane] for array in arrays[: self._leaves]]
         index, write, only = world.index, self._observations.write, views[0]
-        shape, dtype = self._observations.plain
-        if shape and at.__class__ is slice and list(seen) == names:  # they lie side by side, in order: one write
-            values = list(seen.values())
-            with contextlib.suppress(TypeError, AttributeError):  # not all arrays, or of another dtype: one by one
-                if values and [value.shape for value in values].count(shape) == len(values):
-                    np.concatenate(values, out=only[at].reshape(-1, *shape[1:]), casting="no")
-                    return
         for name, observation in seen.items():
             if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                 only[index[name]] = observation
@@ -201,6 +217,10 @@ class GroupLanes(Env):
     def close(self) -> None:
         for world in self._worlds:
             world.env.close()
+
+
+def _in_order(values: Mapping[str, Any], names: list[str], missing: Any) -> list[Any]:
+    return list(values.values()) if list(values) == names else [values.get(name, missing) for name in names]
 
 
 def _put_numbers(column: np.ndarray[Any, Any], at: Any, values: Sequence[Any]) -> None:
@@ -234,10 +254,11 @@ class AgentLanes(Env):
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         world = self._world
         whole = seeds is not None or len(lanes) == self.spec.lanes
-        if world.alive and not whole:
+        alive = world.present.among
+        if alive and not whole:
             # Others are still at it: who ended waits, seeing nothing, unless it has been called back already.
             for lane in lanes:
-                if lane not in world.alive:
+                if lane not in alive:
                     for array in into:
                         array[lane] = 0
             return
@@ -249,8 +270,8 @@ class AgentLanes(Env):
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         world = self._world
-        names, acting, _ = world.present
-        seen, earned, over, cut = world.step(names, self._decode(*row.action))
+        acting = world.present
+        seen, earned, over, cut = world.step(acting, self._decode(*row.action))
         for array in row.next[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
@@ -258,14 +279,14 @@ class AgentLanes(Env):
         row.reward[...] = 0
         row.mask[...] = False  # type: ignore[index]
         ended = []
-        for i in acting:
-            name = world.names[i]
+        for name, i in zip(acting.names, acting.numbers):
             row.mask[i] = True  # type: ignore[index]
             row.reward[i] = earned.get(name, 0.0)
             terminated, truncated = over.get(name, False), cut.get(name, False)
             if terminated or truncated:
                 row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
                 ended.append(i)
+        world.check_flags(acting.among - world.present.among, over, cut)
         return ended
 
     def close(self) -> None:
