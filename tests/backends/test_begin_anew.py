@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed.torchdist import DistributedAsyncCollector, DistributedSyncCollector
 from reap.testing import CountingEnv
 
-BOTH = pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+KINDS = pytest.mark.parametrize(
+    "kind", [MultiSyncCollector, MultiAsyncCollector, DistributedSyncCollector, DistributedAsyncCollector]
+)
 
 
 class Marked(nn.Module):
@@ -29,7 +32,7 @@ def made(kind, policy=None, **options):
     return kind([lambda: CountingEnv((100,))], policy or Marked(), frames_per_batch=5, **options)
 
 
-@BOTH
+@KINDS
 def test_a_reset(kind):
     with made(kind) as c:
         seen = max(int(c.next()["collector", "traj_ids"].max()) for _ in range(3))
@@ -39,7 +42,7 @@ def test_a_reset(kind):
             assert int(c.next()["collector", "traj_ids"].min()) > seen
 
 
-@BOTH
+@KINDS
 def test_a_state(kind):
     with made(kind, Marked(7.0)) as other:
         other.next()
@@ -54,7 +57,7 @@ def test_a_state(kind):
         assert c.stats("per_worker")["worker_0/frames"] >= 7 * 5
 
 
-@BOTH
+@KINDS
 @pytest.mark.parametrize("taken", [1, 2, 4])
 def test_random_frames_are_counted_on(kind, taken):
     def is_random(batch):
@@ -72,8 +75,9 @@ def test_random_frames_are_counted_on(kind, taken):
         assert is_random(c.next()) == (taken + 3 < 3)
 
 
-def test_a_reset_gives_back_what_nobody_took():
-    with made(MultiAsyncCollector, init_random_frames=10) as c:
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, DistributedAsyncCollector])
+def test_a_reset_gives_back_what_nobody_took(kind):
+    with made(kind, init_random_frames=10) as c:
         c.next()
         time.sleep(0.3)
         c.reset()  # the second random rollout was made, and is dropped

@@ -286,9 +286,14 @@ class FarBackend(ProcessBackend):
 
     def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
         with self._talking, self._interrupts.held():
+            self._random_given = sum(self._wanted_of(remote, remote.index in calls) for remote in self.workers)
             super()._begin_anew(name, calls)
-            under_way = [(len(r.working) - len(r.gifts.slots)) * r.size for r in self.workers]  # type: ignore[attr-defined]
-            self._random_given = sum(r.frames for r in self.workers) + sum(under_way)
+
+    def _wanted_of(self, remote: Remote, anew: bool) -> int:
+        """Frames of a worker that were taken, or will be: not those it was told to make before it begins anew."""
+        if anew:
+            return remote.frames - self._waiting(remote)[0]
+        return remote.frames + (len(remote.working) - len(remote.gifts.slots)) * remote.size  # type: ignore[attr-defined]
 
     def _is_random(self, remote: Remote) -> bool:
         if self._sync:
