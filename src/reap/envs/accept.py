@@ -65,15 +65,17 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
-    if not callable(source) or _is_env(source):
+    if not callable(source) or is_env(source):
         return source, kwargs
     made = source(**kwargs)
-    if callable(made) and not _is_env(made):
+    if callable(made) and not is_env(made):
         raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
     return made, {}
 
 
-def _is_env(source: Any) -> bool:
-    """Whether something callable is an env all the same."""
+def is_env(source: Any) -> bool:
+    """Whether something callable is an env all the same; a class never is, whatever members it has."""
+    if isinstance(source, type):
+        return False
     known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
     return known or is_torchrl(source) or any(theirs(source) for theirs in _FOREIGN)
