@@ -30,6 +30,7 @@ from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.core.stats import RECENT
+from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 
@@ -143,7 +144,7 @@ class MultiCollector(BaseCollector):
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        packed = {id(make): Parcel(dumps(make, "create_env_fn")) for make in makers}
+        packed = {id(make): Parcel(dumps(for_workers(make), "create_env_fn")) for make in makers}
         ours = None
         if policy is not None and all(o.policy_factory is None for o in workers):
             ours = Parcel(dumps(policy, "policy"))

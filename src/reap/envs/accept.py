@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env
 from reap.envs.base import EnvBase
@@ -35,7 +36,7 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | No
 def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     if kwargs and any(known(source) for known in _FOREIGN):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
-    if isinstance(source, str):
+    if isinstance(source, (str, Registered)):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
         return envpool_lanes(source)
