@@ -8,11 +8,13 @@ import textwrap
 
 import gymnasium as gym
 import pytest
+import torch
 
-from reap.collectors import Collector, MultiSyncCollector
-from reap.envs import GymEnv, ParallelEnv, SerialEnv
-from reap.errors import UsageError
+from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
+from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
+from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 
 
 def run(code: str, *more: str, **options) -> str:
@@ -87,3 +89,84 @@ def test_an_entry_point_in_the_main_module(tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert "[3, 3]" in done.stdout, done.stderr
+
+
+# ---- one process: names that scripts use ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme, NoWeightSyncScheme])
+def test_schemes_in_one_process(scheme):
+    policy = EchoPolicy()
+    collector = Collector(
+        CountingEnv(), policy, frames_per_batch=4, policy_device="cpu", weight_sync_schemes={"policy": scheme()}
+    )
+    collector.update_policy_weights_({"weight": torch.tensor(2.0), "mix": policy.mix})
+    moved = scheme is not NoWeightSyncScheme
+    assert collector.policy_version == moved
+    assert collector.policy.weight == (2.0 if moved else 1.0)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("given", ["shared", {"policy": "shared"}, {"critic": NoWeightSyncScheme()}])
+def test_schemes_are_checked(given):
+    with pytest.raises((WrongArgument, UsageError), match="weight_sync_schemes"):
+        Collector(CountingEnv(), EchoPolicy(), frames_per_batch=4, weight_sync_schemes=given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"track_policy_version": True, "max_frames_per_traj": 3},
+        {"compact_obs": True},
+        {"set_truncated": True},
+        {"postproc": lambda batch: batch.select("action")},
+    ],
+)
+@pytest.mark.parametrize("env", [CountingEnv, lambda: SerialEnv(2, CountingEnv), lambda: TorchEnv(TorchCartPole(2))])
+def test_a_fake_batch_looks_like_a_true_one(env, options):
+    policy = None if isinstance(made := env(), TorchEnv) else EchoPolicy()
+    collector = Collector(made, policy, frames_per_batch=8, **options)
+    fake, true = collector.fake_tensordict(), collector.next()
+    assert fake.batch_size == true.batch_size
+    assert fake.names == true.names
+    tensors = {key: (v.shape, v.dtype) for key, v in true.items(True, True) if isinstance(v, torch.Tensor)}
+    assert {key: (v.shape, v.dtype) for key, v in fake.items(True, True)} == tensors
+    ends = ("next", "truncated")
+    for key, value in fake.items(True, True):
+        assert not value.any() or (options.get("set_truncated") and key in (ends, ("next", "done")))
+    if options.get("set_truncated"):
+        assert fake[ends].reshape(-1, fake.shape[-1])[:, -1].all()
+    collector.shutdown()
+
+
+def test_weights_that_are_received():
+    collector = Collector(CountingEnv(), EchoPolicy(), frames_per_batch=4)
+    other = EchoPolicy()
+    with torch.no_grad():
+        other.weight.fill_(3.0)
+    collector.receive_weights(other)
+    assert collector.policy.weight == 3.0
+    with pytest.raises(UsageError, match="give the weights once"):
+        collector.receive_weights(other, policy=other)
+    collector.shutdown()
+
+
+def test_an_updater_is_told_what_it_needs():
+    class Told(WeightUpdaterBase):
+        def init(self, *args, **kwargs):
+            self.heard = args, kwargs
+
+    updater = Told()
+    with Collector(CountingEnv(), EchoPolicy(), frames_per_batch=4, weight_updater=updater) as collector:
+        collector.init_updater(1, two=3)
+    assert updater.heard == ((1,), {"two": 3})
+    with Collector(CountingEnv(), EchoPolicy(), frames_per_batch=4) as collector:
+        collector.init_updater(1)
+
+
+def test_help_names_the_number_of_workers():
+    import inspect
+
+    for kind in (MultiSyncCollector, MultiAsyncCollector):
+        assert inspect.signature(kind).parameters["num_workers"].default is None
