@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 
 import gymnasium as gym
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
-from reap.errors import UsageError, WrongArgument
-from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.errors import UsageError, WorkerSilent, WrongArgument
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, no_leaks
 from reap.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 
 
@@ -170,3 +171,44 @@ def test_help_names_the_number_of_workers():
 
     for kind in (MultiSyncCollector, MultiAsyncCollector):
         assert inspect.signature(kind).parameters["num_workers"].default is None
+
+
+# ---- lanes in processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [(gym.spaces.Text(5), "a"), (gym.spaces.Sequence(gym.spaces.Box(0, 1, (2,))), ())],
+    ids=["text", "ragged"],
+)
+def test_lanes_in_processes_name_the_column_they_cannot_share(space, value):
+    class Says(gym.Env):
+        observation_space = gym.spaces.Dict(word=space)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return {"word": value}, {}
+
+        def step(self, action):
+            return {"word": value}, 1.0, False, False, {}
+
+    with (
+        no_leaks(),
+        pytest.raises(UsageError, match="'word' has no fixed shape .* SerialEnv, or .*MultiSyncCollector"),
+    ):
+        ParallelEnv(2, Says)
+    assert Collector(SerialEnv(2, Says), frames_per_batch=4).next().batch_size == (2, 2)
+
+
+@pytest.mark.parametrize("ready", [None, 1])
+def test_a_hang_is_told_when_the_time_is_up(ready):
+    def make():
+        return FaultyEnv(CountingEnv((99,)), at=3, fault="hang")
+
+    with no_leaks():
+        collector = Collector(ParallelEnv(2, make, timeout=0.5, ready=ready), EchoPolicy(), frames_per_batch=40)
+        began = time.monotonic()
+        with pytest.raises(WorkerSilent, match="sent nothing for 0.5 s"):
+            collector.next()
+        del collector
+        assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
