@@ -212,16 +212,3 @@ def test_a_hang_is_told_when_the_time_is_up(ready):
             collector.next()
         del collector
         assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
-
-
-def test_an_env_knows_that_a_collector_closed_it():
-    env, kept = GymEnv(CountingEnv()), GymEnv(CountingEnv())
-    with Collector(env, EchoPolicy(), frames_per_batch=4) as collector:
-        collector.next()
-        assert not env.is_closed
-    assert env.is_closed
-    with pytest.raises(RuntimeError, match="closed"):
-        env.reset()
-    Collector(kept, EchoPolicy(), frames_per_batch=4).shutdown(close_env=False)
-    assert not kept.is_closed
-    kept.reset()

@@ -20,7 +20,6 @@ from reap.core.paths import each_call, follow
 from reap.core.policy import RandomPolicy
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
-from reap.envs.base import EnvBase
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 
@@ -40,8 +39,6 @@ class Collector(BaseCollector):
         policy: a TensorDictModule, a module or function of observations, or None for random actions.
         **options: see `reap.collectors.options.Options`.
     """
-
-    _given: Any = None  # the env or factory
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
@@ -73,7 +70,6 @@ class Collector(BaseCollector):
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
                 )
             (create_env_fn,) = create_env_fn
-        self._given = create_env_fn
         self._prepare(settings)
         device, _ = settings.devices
 
@@ -136,12 +132,6 @@ class Collector(BaseCollector):
         batch = batch if self._storing is None else batch.to(self._storing)
         split = self._split if self.options.split_trajs else None
         return processed(batch, split=split, postproc=self.postproc, hook=None)
-
-    def _close(self, why: str, *, close_env: bool = True) -> None:
-        was_open = self._why_closed is None
-        super()._close(why, close_env=close_env)
-        if was_open and close_env and isinstance(self._given, EnvBase) and not self._given.is_closed:
-            self._given.close()  # its lanes are closed; it is to know
 
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
