@@ -2,12 +2,15 @@
 
     slow env: every step sleeps, exponentially, 2 ms on average; 32 envs could make 16,000 frames/s
         reap / ideal, hand-written / ideal, and reap / TorchRL's AsyncBatchedCollector
-    one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates
+        once with a policy of TensorDictModules, once with a module that samples from torch's own Categorical
+    one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates, and
+        reap / what the other 31 make without it
     CartPole: 32 envs in 2 processes; reap / TorchRL's AsyncBatchedCollector
 
 reap and the hand-written loop take turns inside one run; what is printed are medians. TorchRL's envs go on by
 themselves when nobody asks, so it runs alone, after them. The hand-written loop has a thread per env and two
-kinds of queue, decides about whoever is ready, and stores the columns reap stores in preallocated arrays.
+kinds of queue, decides about whoever is ready, samples by `torch.multinomial` (or calls the module as it is), and
+stores the columns reap stores in preallocated arrays.
 
 python -m benchmarks.batched [--rounds 7] [--no-torchrl] [--quick]
 """
@@ -28,6 +31,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical
 
 from benchmarks.peers import Contender
 from benchmarks.single import RESULTS
@@ -69,11 +75,13 @@ class Case:
     backend: str
     per_worker: int = 1
     threads: bool = False
+    module: bool = False  # the policy is a module that samples by itself
     ideal: float | None = None
 
 
 CASES = [
     Case("slow env, 32 envs", Slow, 3200, "multiprocessing", ENVS, True, ideal=ENVS / MEAN),
+    Case("slow env, 32 envs, Categorical", Slow, 3200, "multiprocessing", ENVS, True, module=True, ideal=ENVS / MEAN),
     Case(
         "slow env, one of 32 is 100× slower",
         lambda number: Slow(number, MEAN if number else 100 * MEAN),
@@ -87,16 +95,23 @@ CASES = [
 ]
 
 
-def policy() -> DiscretePolicy:
+def policy(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return DiscretePolicy(mlp(4, 2))
+    if case.module:
+        return DiscretePolicy(mlp(4, 2))
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(mlp(4, 2), in_keys=["observation"], out_keys=["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical),
+    )
 
 
 class ByHand:
     """A thread per env, a queue to each and one from all."""
 
     def __init__(self, case: Case) -> None:
-        self._net, frames = policy(), case.frames
+        torch.manual_seed(0)
+        net, frames = mlp(4, 2), case.frames
+        self._act = DiscretePolicy(net) if case.module else lambda x: net(x).softmax(-1).multinomial(1)[:, 0]
         self._obs, self._next = np.zeros((frames, 4), np.float32), np.zeros((frames, 4), np.float32)
         self._action, self._ids, self._env = (np.zeros(frames, np.int64) for _ in range(3))
         self._reward = np.zeros(frames, np.float32)
@@ -120,7 +135,7 @@ class ByHand:
 
     def _decide(self, seen: dict[int, Any]) -> None:
         with torch.no_grad():
-            actions = self._net(torch.from_numpy(np.stack(list(seen.values())))).tolist()
+            actions = self._act(torch.from_numpy(np.stack(list(seen.values())))).tolist()
         for (number, obs), action in zip(seen.items(), actions):
             self._sent[number] = obs, action
             self._orders[number].put(action)
@@ -162,7 +177,7 @@ def by_hand(case: Case) -> Contender:
 def reap(case: Case) -> Contender:
     collector = AsyncBatchedCollector(
         [lambda n=n: GymEnv(case.make(n), categorical_action_encoding=True) for n in range(ENVS)],
-        policy(),
+        policy(case),
         frames_per_batch=case.frames,
         env_backend=case.backend,
         envs_per_worker=case.per_worker,
@@ -172,13 +187,14 @@ def reap(case: Case) -> Contender:
 
 
 def torchrl(case: Case) -> Contender:
-    from tensordict.nn import TensorDictModule
     from torchrl.collectors import AsyncBatchedCollector as Theirs
     from torchrl.envs import GymWrapper
 
     collector = Theirs(
         create_env_fn=[lambda n=n: GymWrapper(case.make(n), categorical_action_encoding=True) for n in range(ENVS)],
-        policy=TensorDictModule(policy(), in_keys=["observation"], out_keys=["action"]),
+        policy=TensorDictModule(policy(case), in_keys=["observation"], out_keys=["action"])
+        if case.module
+        else policy(case),
         frames_per_batch=case.frames // 8,
         total_frames=-1,
         max_batch_size=ENVS,
@@ -241,6 +257,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             rates |= measure(case, {"torchrl": torchrl}, rounds)
         result = summary(case, rates)
         results.append(result)
+        if "slower" in case.name and len(results) > 1:  # what the others make without it
+            result["reap_to_the_others"] = result["fps"]["reap"] / (results[0]["fps"]["reap"] * (ENVS - 1) / ENVS)
         shares = "".join(f", {name} {share:.2f} of the ideal" for name, share in result.get("to_ideal", {}).items())
         ratios = "".join(f", {n.replace('_', ' ')} {r:.2f}" for n, r in result.items() if n.startswith("reap_to"))
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in result["fps"].items())

@@ -24,14 +24,15 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from reap.collectors import Collector, MultiAsyncCollector
-from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
+from reap.data import LazyTensorStorage, MultiStep, ReplayBuffer, SamplesPerInsert
 from reap.envs import GymEnv, SerialEnv
 
 WORKERS, LANES, STEPS = 2, 8, 16  # processes, games in each, steps of each game between two looks at the weights
-FRAMES = 1_200 * LANES * STEPS  # the budget; seeds 0 to 2 need a fifth of it
-BUFFER, WARM_UP = 50_000, 2_000
+FRAMES = 600 * LANES * STEPS  # the budget; seeds 0 to 2 need less than half of it, and keep what they learned
+BUFFER, WARM_UP = FRAMES, 2_000  # nothing is forgotten: one who only remembers balancing forgets what falling is like
 BATCH, SAMPLES_PER_FRAME = 128, 13
-LEARNING_RATE, GAMMA, FOLLOW = 1e-3, 0.99, 0.02  # FOLLOW: how fast the slow network follows the other
+LEARNING_RATE, FOLLOW = 1e-3, 0.01  # FOLLOW: how fast the slow network follows the other
+GAMMA, AHEAD = 0.99, 3  # AHEAD: steps of reward that count before a value is asked
 EPSILON_LAST, EPSILON_FRAMES = 0.05, 20_000
 UNIT = 0.05  # what a step is worth: values are then a few units, which networks like
 LEARNED = 400.0
@@ -75,7 +76,7 @@ def learn(frames: TensorDictBase, values: nn.Module, slow: nn.Module, optimizer:
     with torch.no_grad():
         best = values(after["observation"]).argmax(-1, keepdim=True)
         future = slow(after["observation"]).gather(-1, best) * ~after["terminated"]  # a game cut off would have gone on
-        target = UNIT * after["reward"] + GAMMA * future
+        target = UNIT * after["reward"] + frames["gamma"].unsqueeze(-1) * future
     done = values(frames["observation"]).gather(-1, frames["action"].unsqueeze(-1))
     loss = nn.functional.smooth_l1_loss(done, target)
     optimizer.zero_grad()
@@ -116,7 +117,9 @@ def main() -> int:
 
     warm_up = min(WARM_UP, args.frames // 4)
     limiter = SamplesPerInsert(SAMPLES_PER_FRAME, tolerance=500 * SAMPLES_PER_FRAME, min_size=warm_up)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(BUFFER), batch_size=BATCH, limiter=limiter)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(BUFFER), batch_size=BATCH, limiter=limiter, transform=MultiStep(GAMMA, AHEAD)
+    )
     collector = MultiAsyncCollector(
         [lambda: SerialEnv(LANES, make_env)] * WORKERS,
         policy,
@@ -134,6 +137,7 @@ def main() -> int:
         if update % 10 == 0:
             done = min(buffer.write_count / EPSILON_FRAMES, 1.0)
             policy.epsilon.fill_(1.0 - done * (1.0 - EPSILON_LAST))
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * max(1.0 - buffer.write_count / args.frames, 0.0)
             collector.update_policy_weights_()
         if update % 500 == 0:
             mean = mean_return(values)

@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -52,7 +53,7 @@ _WORD = struct.Struct("q")
 _FORK = b"fork"
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
 _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
-_MOST_FDS = 64
+MOST_FDS = 200  # a child may be given; what it is started with comes to these
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
@@ -428,7 +429,7 @@ def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
                 wake.recv(4096)
                 _reap(status)
             if requests in ready:
-                data, fds, _, _ = socket.recv_fds(requests, len(_FORK), _MOST_FDS)
+                data, fds, _, _ = socket.recv_fds(requests, len(_FORK), MOST_FDS + 3)
                 if not data:
                     break
                 for fd in fds:
@@ -498,10 +499,11 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
     code = 1
     try:
         _prctl(_PDEATHSIG, signal.SIGKILL)  # die with the seedbed
+        wake_in_time()
         os.setpgid(0, 0)  # whatever is started from here on can be ended with us
         faulthandler.enable(stack_fd, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        signal.signal(signal.SIGTERM, _goodbye)
+        signal.signal(signal.SIGTERM, functools.partial(_goodbye, os.getpid()))
         sys.unraisablehook = _swallowed
         connection = Connection(connection_fd)
         path, directory, name = pickle.loads(connection.recv_bytes())
@@ -526,7 +528,11 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         os._exit(code)
 
 
-def _goodbye(*_: object) -> None:
+def _goodbye(whose: int, *_: object) -> None:
+    if os.getpid() != whose:  # a process that an env forked has nobody to say goodbye to
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: cleaning up is not to be interrupted
     raise Goodbye
 
@@ -546,6 +552,11 @@ def _rename(name: str) -> None:
 
 
 _PDEATHSIG = 1
+
+
+def wake_in_time() -> None:
+    """Let this thread, and those it starts, wake from a sleep when it is over, not up to 50 µs later (Linux)."""
+    _prctl(29, 1)  # PR_SET_TIMERSLACK, nanoseconds
 
 
 def _prctl(what: int, value: int | bytes) -> bool:

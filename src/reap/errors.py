@@ -11,6 +11,7 @@
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
     │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
     └── MissingDependency (ImportError)  an optional library is not installed
 
 Messages say who, what, where, what next.
@@ -83,6 +84,10 @@ class WorkerSilent(WorkerError):
 
 class ServerGone(WorkerError):
     """The inference server is shut down, or its process has ended: nobody will answer."""
+
+
+class NotReady(ReapError, TimeoutError):
+    """Answers did not come in the time they were given. Nothing is lost: they may be waited for again."""
 
 
 class MissingDependency(ReapError, ImportError):

@@ -11,17 +11,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reap.data import SliceSampler
+from reap.data import MultiStep, SliceSampler
 from reap.errors import WorkerDied
 from reap.testing import EchoPolicy
-from tests.background.worlds import KINDS, MIX, buffer, check_rows, make
+from tests.background.worlds import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
 from tests.faults.worlds import pids
 
 pytestmark = pytest.mark.timeout(120)
 
 verbs = st.lists(
     st.sampled_from(
-        ["grow", "grow", "sample", "sample", "slices", "pause", "resume", "weights", "seed", "stats", "rows"]
+        ["grow", "grow", "sample", "sample", "slices", "windows", "pause", "resume", "weights", "seed", "stats", "rows"]
     ),
     min_size=3,
     max_size=14,
@@ -35,6 +35,7 @@ class Model:
         self.rows = buffer(capacity, 12)
         fds, about = self.rows.handle()
         self.slices = type(self.rows).open([os.dup(fd) for fd in fds], about, sampler=SliceSampler(slice_len=2))
+        self.ahead = type(self.rows).open([os.dup(fd) for fd in fds], about, transform=MultiStep(1.0, 3))
         options = {"trajs_per_batch": 1} if whole else {}
         self.collector = make(kind, self.rows, track_policy_version=True, **options)
         self.mine, self.version, self.pauses, self.count = EchoPolicy(), 0, 0, 0
@@ -64,6 +65,16 @@ class Model:
             assert torch.equal(seen[:, 1] - seen[:, 0], torch.tensor([0.0, 0.0, 1.0]).expand(len(seen), 3))
             assert (pairs["collector", "traj_ids"].reshape(-1, 2).diff() == 0).all()
 
+    def windows(self):
+        """Up to three steps of one episode, none of another lane, worker or lap."""
+        if len(self.rows):
+            rows = self.ahead.sample()
+            seen, after, steps = rows["observation"], rows["next", "observation"], rows["steps_to_next_obs"]
+            assert torch.equal(after[:, 2] - seen[:, 2], steps.float())
+            assert torch.equal(after[:, :2], seen[:, :2])
+            ends = torch.tensor([LENGTHS[int(k)][int(n) % len(LENGTHS[int(k)])] for k, n, _ in seen])
+            assert torch.equal(rows["next", "done"][:, 0], after[:, 2] == ends)
+
     def all_rows(self):
         if len(self.rows):
             self.true(self.rows[:])
@@ -90,7 +101,7 @@ class Model:
             assert self.rows.write_count == self.count, f"written while paused, after {verb}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(verbs=verbs, capacity=st.sampled_from([64, 150, 5000]), whole=st.booleans(), kill=st.booleans())
 def test_any_order(kind, verbs, capacity, whole, kill):
@@ -105,6 +116,7 @@ def test_any_order(kind, verbs, capacity, whole, kill):
                     model.collector.stats()
             model.all_rows()
             model.sample()
+            model.windows()
             assert len(model.rows) <= capacity
             if len(model.rows):
                 again = model.rows[:].exclude("index")[:10]

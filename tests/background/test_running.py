@@ -18,7 +18,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
-from tests.background.worlds import KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
+from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
 from tests.faults.worlds import BOUND, alive, pids, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -127,7 +127,7 @@ def test_control_calls_while_it_runs(kind):
     collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 def test_batches_first_then_the_background(kind):
     memory = buffer()
     collector = make(kind, memory, total_frames=600, init_random_frames=100)
@@ -197,12 +197,12 @@ def test_a_collector_that_is_dropped_ends_at_once():
         collector = make(kind, memory)
         collector.start()
         memory.sample()
-        numbers = [] if kind == "single" else pids(collector)
+        numbers = pids(collector) if kind in ("sync", "async") else []
         gc.disable()
         try:
             del collector
             until(lambda: not any(alive(pid) for pid in numbers))
-            until(lambda: not any(t.name == "reap-collector" for t in threading.enumerate()))
+            until(lambda: not any(t.name.startswith(("reap-collector", "reap-lanes")) for t in threading.enumerate()))
         finally:
             gc.enable()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reap.collectors import MultiAsyncCollector
-from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+from reap.data import LazyTensorStorage, MultiStep, ReplayBuffer, SliceSampler
 from reap.envs import TorchEnv
 from reap.testing import no_leaks
 from tests.faults.worlds import pids
@@ -59,6 +59,17 @@ def check(rows):
     assert torch.allclose(rows["action"], policy(seen), atol=1e-6)
 
 
+def check_windows(rows):
+    """Rewards of up to `SLICE` steps, ahead to where the episode or its batch of rows ends."""
+    seen, after, ahead = rows["observation"], rows["next", "observation"], rows["steps_to_next_obs"]
+    assert torch.equal(after[:, 2] - seen[:, 2], ahead.float())
+    assert torch.equal(after[:, :2], seen[:, :2])
+    assert torch.equal(rows["next", "done"][:, 0], after[:, 2] >= length(seen))
+    total = sum((k < ahead) * 0.5**k * (seen.sum(-1) + k + 1) for k in range(SLICE))
+    assert torch.equal(rows["next", "reward"][:, 0], total)
+    assert int(ahead.max()) == SLICE
+
+
 def memory(pid):
     """Resident memory of its own, in MB: shared pages are the buffer's."""
     with open(f"/proc/{pid}/status") as file:
@@ -71,6 +82,7 @@ def soak(frames):
     rows = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=512)
     fds, about = rows.handle()
     slices = ReplayBuffer.open([os.dup(fd) for fd in fds], about, sampler=SliceSampler(slice_len=SLICE), batch_size=512)
+    windows = ReplayBuffer.open([os.dup(fd) for fd in fds], about, transform=MultiStep(0.5, SLICE), batch_size=512)
     with MultiAsyncCollector(
         [lambda first=first: TorchEnv(Counters(first)) for first in (0, LANES, 2 * LANES)],
         policy,
@@ -83,6 +95,7 @@ def soak(frames):
         samples, before, last = 0, None, -1
         while collector.is_running():
             check(rows.sample())
+            check_windows(windows.sample())
             pieces = slices.sample()
             check(pieces)
             seen = pieces["observation"].reshape(-1, SLICE, 3)
@@ -96,6 +109,7 @@ def soak(frames):
         assert len(rows) == CAPACITY
         check(rows[:])
         slices.shutdown()
+        windows.shutdown()
     return samples, before, after
 
 
@@ -116,4 +130,4 @@ def test_thirty_million_frames(capsys):
         assert mb_after - mb < 32, f"memory grew from {mb:.0f} to {mb_after:.0f} MB"
         assert fds_after <= fds
     with capsys.disabled():
-        print(f"\n30,000,000 frames and {2 * samples:,} samples in {took:.0f} s")
+        print(f"\n30,000,000 frames and {3 * samples:,} samples in {took:.0f} s")

@@ -21,13 +21,13 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
-from tests.background.worlds import KINDS, EchoPolicy, check_rows, check_streams, lanes, make
+from tests.background.worlds import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
 from tests.faults.worlds import within
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage], ids=["tensor", "memmap"])
 def test_every_lane_is_a_row_of_its_worker(kind, storage):
     """`[P, T]` into one dimension: rows of length T, as TorchRL has it; with ndim=2 they are steps."""
@@ -54,7 +54,7 @@ def test_whole_episodes_as_flat_rows(kind):
     collector.shutdown()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_STEP)
 def test_in_the_background(kind):
     memory = ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2), batch_size=8)
     collector = make(kind, memory, total_frames=400)
@@ -134,3 +134,16 @@ def test_workers_of_different_lengths():
     assert sum(check_streams(rows).values()) == 100
     check_rows(rows)
     collector.shutdown()
+
+
+def test_frames_one_after_another_need_one_dimension():
+    with pytest.raises(UsageError, match="replay_buffer stores rows of 2 dimensions; AsyncBatchedCollector delivers"):
+        make("ready", ReplayBuffer(storage=LazyTensorStorage(1000, ndim=2)))
+    memory = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    collector = make("ready", memory, total_frames=400)
+    collector.start()
+    while collector.is_running():
+        time.sleep(0.001)
+    collector.async_shutdown()
+    assert memory[:].batch_size == torch.Size([400])
+    assert sum(check_streams(memory[:]).values()) == 400

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.data import LazyTensorStorage, TensorDictReplayBuffer
 from reap.envs import SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
 
-KINDS = ["single", "sync", "async"]
+IN_STEP = ["single", "sync", "async"]  # as many frames of each lane of a worker in every batch
+KINDS = [*IN_STEP, "ready"]
 LENGTHS = ((3, 1, 5), (2, 7), (4,), (6, 2, 2))  # episodes of each lane; two lanes to a worker
 MIX = torch.tensor([3.0, 5.0, 7.0])
 
@@ -25,6 +26,8 @@ def make(kind, buffer, policy=None, env=CountingEnv, **options):
     policy = policy or EchoPolicy()
     if kind == "single":
         return Collector(lanes(env=env), policy, **options)
+    if kind == "ready":
+        return AsyncBatchedCollector([lambda i=i: env(LENGTHS[i], i) for i in range(4)], policy, **options)
     many = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
     return many([lanes(0, env), lanes(2, env)], policy, **options)
 

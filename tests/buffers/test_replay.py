@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -363,7 +365,7 @@ def test_errors_say_what_to_do(tmp_path):
         buffer.extend(line(4).set("step", torch.zeros(4)))
     with pytest.raises(UsageError, match="add takes a single frame"):
         buffer.extend(line(4)[0])
-    with pytest.raises(WrongArgument, match="TensorDicts or tensors"):
+    with pytest.raises(WrongArgument, match="TensorDicts, tensors or lists of them"):
         buffer.extend([1, 2])
     assert buffer.write_count == 4  # none of this cost a row
     with pytest.raises(WrongState, match="batch_size"):
@@ -412,3 +414,148 @@ def test_a_failing_write_leaves_a_hole(monkeypatch):
     assert sorted(every.sample(20)["step"].tolist()) == [0, 1, 2, 3, 4, 8, 9, 10, 11]
     by_priority = ReplayBuffer.open(*_again(buffer), sampler=PrioritizedSampler(20, 1, 1))
     assert set(by_priority.sample(500)["step"].tolist()) == {0, 1, 2, 3, 4, 8, 9, 10, 11}
+
+
+def test_columns_of_any_kind_come_back_apart():
+    """Narrow, wide, empty, without NumPy's like: dense tensors in the order of the batch, that share nothing."""
+    rows = TensorDict(
+        {
+            "c": torch.arange(40).to(torch.bfloat16).reshape(20, 2),
+            "a": {"y": torch.arange(20), "x": {"flag": torch.arange(20) % 2 == 0, "nothing": torch.zeros(20, 0)}},
+            "wide": torch.arange(20 * 100.0).reshape(20, 100),
+            "b": torch.arange(20) % 3 == 0,
+            "d": torch.arange(40, 80).to(torch.bfloat16).reshape(20, 2),
+        },
+        batch_size=[20],
+    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20), batch_size=32)
+    buffer.extend(rows)
+    sample, info = buffer.sample(return_info=True)
+    wanted = rows[info["index"]]
+    assert list(sample.keys(True, True)) == list(rows.keys(True, True))
+    for key, column in sample.items(True, True):
+        assert column.is_contiguous()
+        assert column.dtype is wanted[key].dtype
+        assert torch.equal(column, wanted[key])
+    sample["c"].zero_()
+    sample["b"].fill_(True)
+    assert [sample["d"]._version, sample["a", "x", "flag"]._version] == [0, 0]  # autograd asks for these
+    assert torch.equal(sample["d"], wanted["d"])
+    assert torch.equal(sample["a", "x", "flag"], wanted["a", "x", "flag"])
+
+
+def test_a_sample_stays_as_it_was_when_more_are_drawn():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=64)
+    buffer.extend(TensorDict({"number": torch.arange(1000)}, [1000]))
+    kept = [buffer.sample(return_info=True) for _ in range(20)]
+    for sample, info in kept:
+        assert torch.equal(sample["number"], info["index"])
+    assert len({tuple(info["index"].tolist()) for _, info in kept}) == 20
+
+
+STARVING = """
+import sys, torch
+from tensordict import TensorDict
+from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
+limiter = SamplesPerInsert(1, tolerance=8, min_size=10, timeout=600)
+buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=8, prefetch=2, limiter=limiter)
+buffer.extend(TensorDict({"a": torch.arange(20)}, [20]))
+buffer.sample()
+while buffer._memory.ring.words[6] < 24:  # so many may be sampled: the thread waits for rows now
+    pass
+if sys.argv[1] == "told":
+    buffer.shutdown()
+elif sys.argv[1] == "dropped":
+    buffer.__del__()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("how", ["told", "dropped", "forgotten"])
+def test_a_thread_that_waits_for_rows_ends_with_the_program(how):
+    done = subprocess.run([sys.executable, "-c", STARVING, how], capture_output=True, text=True, timeout=45)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
+
+
+def test_one_sampler_for_two_buffers_in_two_threads():
+    """Nobody draws from a buffer what was drawn for another."""
+    sampler = RandomSampler()
+    small, large = (
+        ReplayBuffer(storage=LazyTensorStorage(n), sampler=sampler, batch_size=64) for n in (10_000, 20_000)
+    )
+    small.extend(TensorDict({"number": torch.arange(100)}, [100]))
+    large.extend(TensorDict({"number": torch.arange(20_000)}, [20_000]))
+    over, failed = threading.Event(), []
+
+    def read(buffer, limit):
+        while not over.is_set():
+            sample, info = buffer.sample(return_info=True)
+            if int(info["index"].max()) >= limit or not torch.equal(sample["number"], info["index"]):
+                failed.append(limit)
+                over.set()
+
+    threads = [threading.Thread(target=read, args=pair) for pair in ((small, 100), (large, 20_000))]
+    for thread in threads:
+        thread.start()
+    over.wait(2)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+
+
+def test_a_dump_that_broke_off_is_none(tmp_path):
+    """Not the new rows with the old description: nothing."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    buffer.extend(line(3))
+    buffer.dumps(tmp_path)
+    (tmp_path / "rows.pt").unlink()
+    (tmp_path / "rows.pt").mkdir()  # in the way
+    buffer.extend(line(3))
+    with pytest.raises(Exception, match="Is a directory"):
+        buffer.dumps(tmp_path)
+    with pytest.raises(UsageError, match="no dumped buffer"):
+        buffer.loads(tmp_path)
+
+
+def test_nothing_may_be_written():
+    """A batch that a filter left empty costs nothing, before the columns are known and after."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    for shape in ([0], [3, 0], [0, 3]):
+        empty = frames(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+        assert buffer.extend(empty).tolist() == []
+        assert (len(buffer), buffer.write_count) == (0, 0)
+    buffer.extend(line(3))
+    assert buffer.extend(line(0)).tolist() == []
+    buffer.extend(line(2, 3))
+    assert buffer._memory.runs.table()[1].tolist() == [5]
+
+
+def test_frames_in_a_list():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    assert buffer.extend([line(1, t)[0] for t in range(3)]).tolist() == [0, 1, 2]
+    assert buffer[:]["step"].tolist() == [0, 1, 2]
+    plain = ReplayBuffer(storage=LazyTensorStorage(8))
+    assert plain.extend([torch.tensor(3.0), torch.tensor(4.0)]).tolist() == [0, 1]
+    assert plain[:].tolist() == [3, 4]
+    with pytest.raises(WrongArgument, match="lists of them, got list"):
+        plain.extend([])
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "x", True])
+def test_sizes_that_are_none(wrong):
+    buffer = ReplayBuffer(storage=LazyTensorStorage(8))
+    buffer.extend(line(4))
+    for call in (buffer.sample, lambda n: ReplayBuffer(batch_size=n), lambda n: ReplayBuffer(prefetch=n or -1)):
+        with pytest.raises(UsageError, match=r"(batch_size|prefetch) is a whole number >= [01], got"):
+            call(wrong)
+
+
+def test_rows_by_number_are_transformed_like_samples():
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(8), batch_size=4, transform=lambda rows: rows.set("twice", rows["step"] * 2)
+    )
+    buffer.extend(line(11))
+    assert buffer[:]["twice"].tolist() == [16, 18, 20, 6, 8, 10, 12, 14]
+    assert buffer[2]["twice"] == 20
+    assert buffer[np.array([[0, 1], [2, 3]])]["twice"].tolist() == [[16, 18], [20, 6]]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
@@ -63,3 +63,25 @@ def test_lanes_elsewhere_and_the_policy_on_the_gpu():
             assert_same(c.next(), world.batch(10))
         assert uses_gpu(os.getpid())
         assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)
+
+
+def test_shared_slots_are_pinned_here_and_env_workers_have_no_gpu():
+    make = [lambda lane=lane: GymEnv(CountingEnv((3, 1), lane)) for lane in range(4)]
+    env = ParallelEnv(4, make, num_workers=2)
+    with Collector(env, EchoPolicy(), frames_per_batch=40, policy_device="cuda") as c:
+        c.next()
+        slot = c._inline.worker.pool.acquire()
+        assert torch.from_numpy(slot.block).is_pinned()
+        c._inline.worker.pool.release(slot)
+        assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)
+
+
+def test_the_log_of_ready_lanes_is_pinned_and_env_workers_have_no_gpu():
+    make = [lambda lane=lane: GymEnv(CountingEnv((3, 1), lane)) for lane in range(4)]
+    with AsyncBatchedCollector(
+        make, EchoPolicy(), frames_per_batch=40, policy_device="cuda", env_backend="multiprocessing"
+    ) as c:
+        c.next()
+        worker = c._inline.worker
+        assert torch.from_numpy(worker._log.block).is_pinned()
+        assert not any(uses_gpu(remote.child.pid) for remote in worker.env.crew._remotes)

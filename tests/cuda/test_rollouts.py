@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import gymnasium as gym
 import pytest
@@ -11,12 +12,12 @@ from tests.envs.device_worlds import CountingDevice, Forgetful
 from torch import nn
 from torch.distributions import Categorical
 
-from reap.collectors import Collector
+from reap.collectors import AsyncBatchedCollector, Collector
 from reap.core.device_worker import DeviceWorker
-from reap.envs import SerialEnv, TorchEnv
+from reap.envs import GymEnv, SerialEnv, TorchEnv
 from reap.envs.torch_envs import TorchCartPole
 from reap.errors import ReapError, SpecMismatch, UsageError
-from reap.testing import CountingWorld, EchoPolicy, assert_same
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
 
 pytestmark = pytest.mark.cuda
@@ -179,3 +180,70 @@ def test_a_graphed_policy_samples():
     assert not torch.equal(a, b)
     with pytest.raises(UsageError, match="cudagraph_policy needs the policy on a CUDA device"):
         Collector(env, Sampling(), frames_per_batch=160, cudagraph_policy=True)
+
+
+# ---- lanes that come as they are ready ------------------------------------------------------------------------------
+
+
+def ready(lengths, policy, **options):
+    make = [lambda one=one, lane=lane: GymEnv(CountingEnv(one, lane)) for lane, one in enumerate(lengths)]
+    return AsyncBatchedCollector(make, policy, policy_device="cuda", track_policy_version=False, **options)
+
+
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_ready_lanes_and_a_policy_on_the_gpu(graph, backend):
+    lengths = [(3, 1), (2,), (1, 4, 2), (5,), (2, 2), (7,), (1,), (3,)]
+    with ready(lengths, EchoPolicy(), frames_per_batch=64, cudagraph_policy=graph, env_backend=backend) as c:
+        flat = torch.cat([c.next() for _ in range(8)])
+        if graph:
+            widths = {shape[0] for shape in c._inline.worker.policy.policy._widths}
+            assert widths <= {1, 2, 4}
+    for n, one in enumerate(lengths):
+        frames = flat[flat["env_index"] == n].exclude("env_index", ("collector", "traj_ids"))
+        world = CountingWorld([one], first_lane=n).batch(len(frames))
+        assert_same(frames, {key: value for key, value in world.items() if key != ("collector", "traj_ids")})
+
+
+def test_every_width_is_replayed_and_follows_the_weights():
+    """One env, then three, then all: each width is recorded once, replayed, and hears of new weights."""
+    free, changed = [8], threading.Condition()
+
+    class Gated(CountingEnv):
+        def step(self, action):
+            with changed:
+                assert changed.wait_for(lambda: self.lane < free[0], 60)
+            return super().step(action)
+
+    def let(count):
+        with changed:
+            free[0] = count
+            changed.notify_all()
+
+    policy = EchoPolicy()
+    make = [lambda n=n: GymEnv(Gated((5,), n)) for n in range(8)]
+    with AsyncBatchedCollector(make, policy, frames_per_batch=40, policy_device="cuda", cudagraph_policy=True) as c:
+        for weight, count in ((1.0, 1), (2.0, 3), (3.0, 8), (4.0, 1)):
+            let(count)
+            with torch.no_grad():
+                policy.weight.fill_(weight)
+            c.update_policy_weights_()
+            batches = [c.next() for _ in range(4)]
+            last = batches[-1]
+            assert torch.equal(last["action"], EchoPolicy()(last["observation"]) * weight)
+        widths = c._inline.worker.policy.policy._widths
+        assert 1 in {shape[0] for shape in widths}
+        assert all(width.recording._graph is not None for shape, width in widths.items() if shape[0] == 1)
+        let(8)
+
+
+def test_graphed_ready_lanes_sample_what_eager_ones_do():
+    make = [lambda: GymEnv("CartPole-v1", categorical_action_encoding=True)] * 16
+    with AsyncBatchedCollector(
+        make, Sampling(), frames_per_batch=8000, policy_device="cuda", cudagraph_policy=True
+    ) as c:
+        c.next()
+        a, b = c.next()["action"], c.next()["action"]
+    share = torch.sigmoid(torch.tensor(1.0)).item()
+    assert a.float().mean().item() == pytest.approx(share, abs=0.03)
+    assert b.float().mean().item() == pytest.approx(share, abs=0.03)

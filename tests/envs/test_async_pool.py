@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from reap.envs import AsyncEnvPool, GymEnv, TorchCartPole, TorchEnv
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
+from reap.errors import (
+    NotReady,
+    SpecMismatch,
+    UsageError,
+    WorkerDied,
+    WorkerRaised,
+    WorkerSilent,
+    WrongArgument,
+    WrongState,
+)
+from reap.seeding import chain
 from reap.testing import CountingEnv, FaultyEnv, no_leaks
 
 BACKENDS = ("threading", "multiprocessing")
@@ -150,6 +162,117 @@ def test_wrong_calls_say_what_to_do():
         pool.reset()
         with pytest.raises(UsageError, match="envs 0 to 2 step all at once"):
             pool.async_step_send(TensorDict({"action": torch.zeros(1, dtype=torch.int64)}, [1]), env_index=0)
+
+
+WHERE = [("threading", False), ("multiprocessing", False), ("multiprocessing", True)]
+
+
+@pytest.mark.parametrize(("backend", "threads"), WHERE)
+def test_recv_gives_up_in_time_and_loses_nothing(backend, threads, tmp_path):
+    """Env 1 answers when a file appears, wherever it runs; what env 0 answered waits for the next call."""
+    gate = tmp_path / "go"
+
+    class Gated(CountingEnv):
+        def _wait(self):
+            while self.lane == 1 and not gate.exists():
+                time.sleep(0.002)
+
+        def step(self, action):
+            self._wait()
+            return super().step(action)
+
+        def reset(self, **options):
+            if self.episode >= 0:
+                self._wait()
+            return super().reset(**options)
+
+    make = [lambda n=n: GymEnv(Gated((9,), n)) for n in range(2)]
+    with no_leaks():
+        pool = AsyncEnvPool(make, backend=backend, worker_threads=threads)
+        pool.reset()
+        for what in ("step", "reset"):
+            recv = getattr(pool, f"async_{what}_recv")
+            getattr(pool, f"async_{what}_send")(actions([0, 1]))
+            with pytest.raises(NotReady, match=rf"async_{what}_recv waited 0\.3 s for 2 answers, 1 came") as caught:
+                recv(min_get=2, timeout=0.3)
+            assert isinstance(caught.value, TimeoutError)
+            with pytest.raises(NotReady, match="for 1 answers, 0 came"):
+                recv(env_index=1, timeout=0)
+            assert recv(timeout=0)["env_index"].tolist() == [0]
+            with pytest.raises(WrongState, match="env 1 is under way already"):
+                pool.async_reset_send(env_index=1)
+            gate.touch()
+            back = recv(timeout=30)
+            assert back["env_index"].tolist() == [1]
+            gate.unlink()
+        assert back["observation"].tolist() == [[1, 1, 0]]
+        with pytest.raises(UsageError, match="timeout must be a number of seconds ≥ 0 or None, got -1"):
+            pool.async_step_recv(timeout=-1)
+        pool.close()
+        del pool, recv, caught
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_pool_nobody_holds_ends(threads):
+    with no_leaks():
+        pool = AsyncEnvPool(makers(), backend="multiprocessing", envs_per_worker=2, worker_threads=threads)
+        pool.reset()
+        pool.async_step_send(actions([0, 1, 2, 3]))
+        del pool
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_death_ends_a_wait_before_its_time(threads):
+    with no_leaks():
+        pool = AsyncEnvPool(faulty("kill"), backend="multiprocessing", worker_threads=threads)
+        pool.reset()
+        pool.step(actions([0, 0, 0]))
+        pool.async_step_send(actions([0, 0, 0]))
+        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*SIGKILL"):
+            pool.async_step_recv(min_get=3, timeout=60)
+        pool.close()
+        del pool
+
+
+@pytest.mark.parametrize(("backend", "per_worker", "threads"), [(b, n, t) for (b, t) in WHERE for n in (1, 2)])
+def test_seeds_go_to_their_envs(backend, per_worker, threads):
+    """CartPole's first observation follows from its seed; an env without one, and without `set_seed`, is unlike it."""
+
+    def first(seed):
+        return gym.make("CartPole-v1").reset(seed=seed)[0].tolist()
+
+    make = [lambda: GymEnv("CartPole-v1")] * 4
+    with AsyncEnvPool(make, backend=backend, envs_per_worker=per_worker, worker_threads=threads) as pool:
+        pool.async_reset_send(env_index=[2, 0], seeds=[7, 8])
+        pool.async_reset_send(env_index=[1])
+        got = {int(td["env_index"]): td["observation"].tolist() for td in pool.async_reset_recv(min_get=3).unbind(0)}
+        assert (got[2], got[0]) == (first(7), first(8))
+        assert got[1] not in (first(7), first(8))
+        following = pool.set_seed(3)
+        seeds, after = chain(3, 4)
+        assert following == after
+        pool.async_reset_send(env_index=[1])
+        assert pool.async_reset_recv()["observation"].tolist() == [first(seeds[1])]
+        td = pool.reset()  # the other three have theirs left
+        assert [td["observation"][n].tolist() == first(seeds[n]) for n in range(4)] == [True, False, True, True]
+        pool.async_reset_send(seeds=torch.tensor([5, 5, 5, 5]))
+        assert pool.async_reset_recv(min_get=4)["observation"].tolist() == [first(5)] * 4
+        with pytest.raises(UsageError, match="seeds must hold one number for each env that is sent to, 4 here; got 1"):
+            pool.async_reset_send(seeds=3)
+        with pytest.raises(WrongArgument, match="seed must be a whole number"):
+            pool.async_reset_send(env_index=0, seeds=-3)
+
+
+def test_a_seed_begins_an_env_anew_that_has_begun_already():
+    """An env that ended waits with its first observation; a seed is not to be lost on it."""
+    with AsyncEnvPool(makers(((1,),))) as pool:
+        pool.reset()
+        assert pool.step(actions([0]))["next", "done"].item()
+        pool.async_reset_send()
+        assert pool.async_reset_recv()["observation"].tolist() == [[0, 1, 0]]
+        assert pool.step(actions([0]))["next", "done"].item()
+        pool.async_reset_send(seeds=[4])  # CountingEnv counts from 0 again
+        assert pool.async_reset_recv()["observation"].tolist() == [[0, 0, 0]]
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

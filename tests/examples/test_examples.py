@@ -58,9 +58,17 @@ def test_learning_from_a_buffer_runs_on_a_small_budget(name: str, frames: int, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize(("name", "least"), [("dqn_cartpole.py", 400), ("sac_pendulum.py", -250)])
-def test_learning_from_a_buffer(name: str, least: int, tmp_path: Path) -> None:
-    done = run(name, "--seed", "0", cwd=tmp_path, timeout=650)
+@pytest.mark.parametrize(
+    ("name", "least", "options"),
+    [
+        ("dqn_cartpole.py", 400, ["--seed", "0", "--target", "501"]),  # never reached: what was learned is to last
+        ("dqn_cartpole.py", 400, ["--seed", "1"]),
+        ("dqn_cartpole.py", 400, ["--seed", "2"]),
+        ("sac_pendulum.py", -250, ["--seed", "0"]),
+    ],
+)
+def test_learning_from_a_buffer(name: str, least: int, options: list[str], tmp_path: Path) -> None:
+    done = run(name, *options, cwd=tmp_path, timeout=650)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.match(r"solved: mean return (-?\d+) of 100", last_line(done))
     assert told, done.stdout

@@ -36,6 +36,11 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def test_a_graph_of_whole_steps_is_refused():
+    with pytest.raises(UsageError, match="this env shows it whole steps as it made them, one by one"):
+        Collector(ENVS["text"](), policy_for("text"), frames_per_batch=4, cudagraph_policy=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

@@ -8,7 +8,7 @@ from torch import nn
 
 from reap.collectors import Evaluator
 from reap.envs import GymEnv, SerialEnv
-from reap.errors import UsageError, WorkerRaised, WrongState
+from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, no_leaks
 
 
@@ -133,6 +133,69 @@ def test_errors_are_raised_where_results_are_asked_for(policy):
         with pytest.raises(WorkerRaised, match="the simulator is gone"):
             evaluator.wait(30)
         assert not evaluator.pending
+
+
+def test_one_that_leaves_is_an_error_too(policy):
+    class Leaver(Payer):
+        def step(self, action):
+            raise SystemExit(3)
+
+    with Evaluator(lambda: GymEnv(Leaver((4,))), policy, frames_per_batch=4) as evaluator:
+        evaluator.trigger_eval()
+        with pytest.raises(WorkerRaised, match="SystemExit"):
+            evaluator.wait(10)
+        assert not evaluator.pending
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_shutdown_breaks_off_what_goes_on(policy, backend):
+    """An evaluation of a million steps does not keep anybody waiting."""
+    heard = []
+
+    def ask():
+        try:
+            evaluator.wait()
+        except WrongState as error:
+            heard.append(str(error))
+
+    with no_leaks():
+        evaluator = Evaluator(payer((10**6,)), policy, num_trajectories=1, frames_per_batch=50, backend=backend)
+        evaluator.trigger_eval()
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while evaluator._queue:  # what has not begun is dropped
+            pass
+        evaluator.shutdown()
+        asking.join(10)
+        assert not asking.is_alive()
+        assert "broken off" in heard[0]
+        assert not evaluator.pending
+
+
+@pytest.mark.timeout(30)
+def test_shutdown_is_bounded(policy):
+    """An env that hangs is named, with the line it hangs at; once it goes on, closing it works."""
+    inside, free = threading.Event(), threading.Event()
+
+    class Hangs(Payer):
+        def step(self, action):
+            inside.set()
+            free.wait()
+            return super().step(action)
+
+    with no_leaks():
+        evaluator = Evaluator(lambda: GymEnv(Hangs((4,))), policy, num_trajectories=1, frames_per_batch=4)
+        evaluator.trigger_eval()
+        assert inside.wait(10)
+        with pytest.raises(
+            WorkerSilent, match=r"evaluating thread, whose env stays open, did not end within 0.2 s(.|\n)*free.wait"
+        ):
+            evaluator.shutdown(timeout=0.2)
+        free.set()
+        evaluator.shutdown()
+        with pytest.raises(WrongState, match="broken off"):
+            evaluator.wait(1)
 
 
 def test_bad_input(policy):

@@ -307,6 +307,69 @@ def test_shutting_down_answers_everybody_who_waits():
         assert not server.is_alive
 
 
+def test_a_policy_that_does_not_return_holds_nobody_for_ever(monkeypatch):
+    import reap.inference.server as module
+
+    monkeypatch.setattr(module, "_DEADLINE", 0.3)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stuck(observation):
+        entered.set()
+        leave.wait(60)
+        return observation
+
+    server = InferenceServer(stuck, min_batch_size=1)
+    near, far = server.client(), server.client("process")
+    found = []
+    asker = threading.Thread(
+        target=lambda: found.extend(together(*(functools.partial(c, row(1)) for c in (near, far))))
+    )
+    asker.start()
+    assert entered.wait(10)
+    began = time.monotonic()
+    with pytest.warns(RuntimeWarning, match="did not return within"):
+        server.shutdown()
+    assert time.monotonic() - began < 5
+    asker.join(10)
+    assert [type(one) for one in found] == [ServerGone, ServerGone]
+    leave.set()
+    wait_until(lambda: all(t.name != "reap-inference" for t in threading.enumerate()))
+    far.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_policy_that_ends_the_thread_leaves_nobody_waiting():
+    def leaves(observation):
+        raise SystemExit(3)
+
+    with no_leaks(), InferenceServer(leaves) as server:
+        client = server.client()
+        with pytest.raises(WorkerRaised, match=r"raised SystemExit\(3\)"):
+            client(row(1))
+        wait_until(lambda: not server.is_alive)
+        with pytest.raises(ServerGone, match="its thread has ended"):
+            client(row(1))
+
+
+def test_a_compiled_policy_meets_few_shapes():
+    """Every batch size from 1 to 8, and four graphs: one for each bucket."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    net = nn.Linear(3, 2)
+    with InferenceServer(torch.compile(net, backend=backend, dynamic=False), max_batch_size=8, buckets=True) as server:
+        client = server.client()
+        for _ in range(2):
+            for rows in range(1, 9):
+                given = TensorDict({"observation": torch.rand(rows, 3)}, [rows])
+                torch.testing.assert_close(client(given)["action"], net(given["observation"]).detach())
+    assert len(graphs) == 4
+
+
 def test_a_policy_that_raises_fails_its_batch_only():
     class Picky(nn.Module):
         def forward(self, observation):

@@ -6,13 +6,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from benchmarks.workloads import Crowd
 from gymnasium.vector import AutoresetMode
+from tensordict import TensorDict
 from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 
-from reap.collectors import Collector, MultiSyncCollector, RandomPolicy
-from reap.envs import GymEnv, PettingZooEnv, SerialEnv, TorchEnv
-from reap.errors import SpecMismatch, UsageError, WorkerRaised
+from reap.collectors import Collector, Evaluator, MultiSyncCollector, RandomPolicy
+from reap.envs import EnvPoolEnv, GymEnv, PettingZooEnv, SerialEnv, TorchEnv
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongState
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
@@ -688,3 +690,83 @@ def test_means_of_workers_count_episodes():
     ) as c:
         c.next()
         assert c.stats()["mean_length"] == pytest.approx((10 * 2 + 1 * 20) / 11)
+
+
+def test_who_uses_the_env_by_hand_leaves_no_false_successor():
+    """TorchRL goes on as if nobody had touched the env, and delivers a step that never was."""
+    env = GymEnv(CountingEnv((100,)))
+    c = Collector(env, EchoPolicy(), frames_per_batch=4)
+    c.next()
+    for use in (lambda: env.rollout(3), env.reset, lambda: Collector(env, EchoPolicy(), frames_per_batch=2).next()):
+        use()
+        first = c.next()
+        assert first["observation"][:, 2].tolist() == [0, 1, 2, 3]
+        assert torch.equal(first["next", "observation"][:-1], first["observation"][1:])
+        second = c.next()
+        assert second["observation"][:, 2].tolist() == [4, 5, 6, 7]
+        assert torch.equal(second["collector", "traj_ids"], first["collector", "traj_ids"])
+
+
+def test_agents_are_truncated_by_a_limit():
+    c = Collector(PettingZooEnv(Crowd(4, day=50)), None, frames_per_batch=9, max_frames_per_traj=3)
+    batch = c.next()
+    cut = torch.tensor([False, False, True] * 3)
+    for flag in ("truncated", "done"):
+        assert torch.equal(batch["next", "agents", flag][..., 0], cut[:, None].expand(9, 4))
+    assert not batch["next", "agents", "terminated"].any()
+
+
+@pytest.mark.parametrize("mode", ["group", "lanes"])
+def test_an_agent_does_not_leave_in_silence(mode):
+    class Silent(Crowd):
+        def step(self, actions):
+            seen, earned, over, cut, info = super().step(actions)
+            return seen, earned, dict.fromkeys(over, False), cut, info
+
+    c = Collector(PettingZooEnv(Silent(4, day=5), mode=mode), None, frames_per_batch=40)
+    with pytest.raises(SpecMismatch, match="agent 'agent_3' has left env.agents, but"):
+        c.next()
+
+
+def test_evaluation_counts_frames_only():
+    worlds = CountingVector(
+        [(3,), (2,)], AutoresetMode.NEXT_STEP
+    )  # every episode is followed by a step without a frame
+    with Evaluator(lambda: worlds, EchoPolicy(), num_trajectories=4, frames_per_batch=40) as evaluator:
+        assert evaluator.evaluate()["eval/episode_length"] == 2.5
+
+
+def test_a_pool_is_seeded():
+    pytest.importorskip("envpool")
+
+    def first(seed, batches=0, **options):
+        c = Collector(EnvPoolEnv("CartPole-v1", num_envs=3, **options), frames_per_batch=30)
+        for _ in range(batches):
+            c.next()
+        c.set_seed(seed)
+        batch = c.next()
+        return {tuple(row) for row in batch["observation"].reshape(-1, 4)[:: batch.shape[-1]].tolist()}
+
+    for options in ({}, {"batch_size": 2}):
+        assert first(11, **options) == first(11, batches=2, **options) != first(12, **options)
+
+
+def test_the_last_frame_is_marked_not_a_blank_one():
+    from reap.core.frames import mark_frames
+    from reap.core.slot import FRAME
+
+    frames = [TensorDict({"next": {"truncated": torch.zeros(1, dtype=torch.bool)}}, []) for _ in range(2)]
+    column = np.full((4, 1), None, object)
+    column[0, 0], column[1, 0] = frames
+    mark_frames({FRAME: column})
+    assert [bool(frame["next", "truncated"]) for frame in frames] == [False, True]
+
+
+def test_a_collector_that_closes_an_env_says_so():
+    env = GymEnv(CountingEnv())
+    c = Collector(env, EchoPolicy(), frames_per_batch=3, max_frames_per_traj=2)
+    assert not env.is_closed
+    c.shutdown()
+    assert env.is_closed
+    with pytest.raises(WrongState, match="GymEnv is closed; make a new one"):
+        env.reset()

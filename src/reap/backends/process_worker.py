@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from reap.backends.control import NOWHERE, Control
 from reap.children import Raised, dumps, send, settle
+from reap.core.graphed import pin
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.shared import SharedFile, SharedSlots
@@ -181,6 +182,7 @@ class _Host:
     def remember(self, memory: Memory, slots: SharedFile, weights: SharedFile) -> None:
         """Map the memory the parent has made."""
         whole = SharedSlots(slots, memory.layout, memory.count)
+        pin(whole.block, self.worker.plan.policy_device)
         self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(weights, memory.packing)

@@ -4,19 +4,19 @@
     (any process or thread)                         (any process or thread)
 
 Guarantees: a sample holds committed rows only, each as its writer wrote it; a writer that dies, however it dies, costs
-its own unfinished rows and nothing else; slices never cross an episode, a writer, the end of the ring or a crash.
+its own unfinished rows and nothing else; slices and windows of n steps never cross an episode, a writer, the end of the
+ring or a crash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from torch import Tensor
 from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
+from reap.buffers.multistep import MultiStep
+from reap.buffers.prefetch import Prefetch
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
-from reap.buffers.rows import Rows, as_array
+from reap.buffers.rows import Rows, as_array, as_tensordict
 from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
 from reap.buffers.storages import LazyTensorStorage, Storage
@@ -54,7 +56,7 @@ class ReplayBuffer:
         sampler: `RandomSampler()` by default.
         batch_size: of a sample; `sample(n)` goes before it.
         prefetch: how many samples a thread prepares ahead.
-        transform: called with every sample; its `inv`, if it has one, with what is written.
+        transform: called with every sample; its `inv`, if it has one, with what is written. `MultiStep` looks ahead.
         collate_fn: called with a sample before the transform.
         pin_memory: samples in pinned memory.
         generator: where random numbers come from; torch's own by default.
@@ -87,10 +89,12 @@ class ReplayBuffer:
         self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
         if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
             raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
-        if batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size is a positive number, got {batch_size}")
+        if batch_size is not None:
+            _check_count(batch_size, "batch_size", least=1)
+        if prefetch is not None:
+            _check_count(prefetch, "prefetch", least=0)
         self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
-        self._transforms: list[Any] = [] if transform is None else [transform]
+        self._set_transforms([] if transform is None else [transform])
         self._collate = collate_fn
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
             raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
@@ -101,14 +105,16 @@ class ReplayBuffer:
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._ahead, self._last = prefetch or 0, False
-        self._pool: ThreadPoolExecutor | None = None
-        self._prepared: deque[Future[tuple[Any, dict[Any, Any], bool]]] = deque()
+        self._prefetch, self._last = prefetch or 0, False
+        self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def extend(self, data: TensorDictBase | Tensor) -> Tensor:
-        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out."""
+    def extend(self, data: TensorDictBase | Tensor | Sequence[TensorDictBase | Tensor]) -> Tensor:
+        """Write a row for each frame of a batch `[…, T]`; their numbers. Frames whose mask is False are left out.
+
+        Single frames may come in a list.
+        """
         index = self._write(self._batch(data))
         return torch.from_numpy(index)
 
@@ -118,10 +124,12 @@ class ReplayBuffer:
         return int(self._write(batch)[0])
 
     def _batch(self, data: Any) -> TensorDictBase:
+        if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
+            data = torch.stack(list(data))
         if isinstance(data, Tensor):
             return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
         if not is_tensor_collection(data):
-            raise WrongArgument(f"a buffer takes TensorDicts or tensors, got {type(data).__name__}")
+            raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
         for transform in reversed(self._transforms):
             if (inverse := getattr(transform, "inv", None)) is not None:
                 data = inverse(data)
@@ -131,6 +139,8 @@ class ReplayBuffer:
 
     def _write(self, batch: TensorDictBase) -> np.ndarray[Any, Any]:
         ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
+        if not batch.batch_size.numel():
+            return np.zeros(0, np.int64)
         mask = batch.get(_MASK, None)
         keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
         values, columns = {}, {}
@@ -140,7 +150,7 @@ class ReplayBuffer:
                 raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
             columns[key] = tuple(value.shape[lead:]), value.dtype
             array = as_array(value)
-            array = array.reshape(-1, *array.shape[lead:])
+            array = array.reshape(batch.batch_size.numel(), *array.shape[lead:])
             values[key] = array if keep is None else array[keep]
         if not columns:
             raise UsageError("this batch has no tensors to write")
@@ -168,63 +178,84 @@ class ReplayBuffer:
         with self._sampling:
             self._memory.ring.empty()
             self._sampler.empty()
-            self._prepared.clear()
+            if self._pool is not None:
+                self._pool.forget()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
+        if batch_size is not None:
+            _check_count(batch_size, "batch_size", least=1)
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
-        if self._ahead and batch_size in (None, self._batch_size):
-            sample, info, self._last = self._next_prepared(count)
+        if self._prefetch and batch_size in (None, self._batch_size):
+            pool = self._pool = self._pool or Prefetch(self._prefetch)
+            sample, info, self._last = pool.next(functools.partial(self._sample, count, pool.closing.is_set))
         else:
             sample, info, self._last = self._sample(count)
         return (sample, info) if return_info else sample
 
-    def _sample(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
-        """A sample, what is known about it, and whether it is the last of a round."""
-        began = time.monotonic()
+    def _sample(self, count: int, closing: Callable[[], bool] | None = None) -> tuple[Any, dict[Any, Any], bool]:
+        """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
+        limiter, since = self.limiter, None
         while True:
             try:
                 with self._sampling:
-                    if self.limiter is not None:
-                        self.limiter.check(self._memory.ring)
-                    _, info, columns = self._draw(count)
+                    if limiter is not None:
+                        limiter.check(self._memory.ring)
+                    rows, info, columns = self._draw(count)
                     last = self._sampler.ran_out
                 break
             except Starved as why:
-                self.feed.wait(why, began, None if self.limiter is None else self.limiter.timeout)
-        if self.limiter is not None:
-            self.limiter.count(self._memory.ring, len(info["index"]))
-        sample = self._deliver(columns, len(info["index"]), info)
+                if closing is not None and closing():
+                    raise
+                since = since or time.monotonic()
+                self.feed.wait(why, since, None if limiter is None else limiter.timeout)
+        count = len(rows)  # fewer at the end of a round, and where episodes are short
+        if limiter is not None:
+            limiter.count(self._memory.ring, count)
+        sample = self._deliver(columns, count, info)
         if self._collate is not None:
             sample = self._collate(sample)
-        for transform in self._transforms:
+        return self._transformed(sample), info, last
+
+    def _transformed(self, sample: Any) -> Any:
+        for transform in self._transforms[self._ahead is not None :]:
             sample = transform(sample)
-        return sample, info, last
+        return sample
 
     def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        ring = self._memory.ring
-        for _ in range(0 if self._sampler.alone else _PATIENCE):
-            drawn = self._read(count)
-            if ring.intact(int(drawn[0].min())):
-                return drawn
-        with ring.gate.locked():  # nobody reserves what we read
-            return self._read(count)
+        """Rows, what is to be known about them, and what they hold."""
+        memory, sampler, generator = self._memory, self._sampler, self._generator
+        ring = memory.ring
+        for _ in range(0 if sampler.alone else _PATIENCE):
+            low = ring.low
+            positions, info = sampler.draw(memory, count, generator)
+            rows, columns = self._read(positions)
+            # The first question is the cheap one: nothing drawn is below `low`.
+            if ring.intact(low) or ring.intact(int(positions.min())):
+                break
+        else:
+            with ring.gate.locked():  # nobody reserves what we read
+                positions, info = sampler.draw(memory, count, generator)
+                rows, columns = self._read(positions)
+        info["index"] = torch.from_numpy(rows)
+        return rows, info, columns
 
-    def _read(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        positions, info = self._sampler.draw(self._memory, count, self._generator)
+    def _read(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[Key, Tensor]]:
         rows = positions % self._memory.capacity
-        return positions, {**info, "index": torch.from_numpy(rows)}, self._rows().read(rows)
+        if self._ahead is not None:
+            return rows, self._ahead.read(self._memory, positions, self._cuts)
+        return rows, self._rows().read(rows)
 
-    def _deliver(self, columns: Mapping[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
+    def _deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
         if _PLAIN in columns:
             return self._placed(columns[_PLAIN])
         if self._as_index:
-            columns = {**columns, **self._told(columns, info)}
-        return self._placed(_tensordict(columns, count))
+            columns.update(self._told(columns, info))
+        return self._placed(as_tensordict(columns, count))
 
     def _told(self, columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
         """What a sample says about itself."""
@@ -240,17 +271,6 @@ class ReplayBuffer:
             return sample.to(self._storage.device)
         return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
 
-    def _next_prepared(self, count: int) -> tuple[Any, dict[Any, Any], bool]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "reap-prefetch")
-        while len(self._prepared) <= self._ahead:
-            self._prepared.append(self._pool.submit(self._sample, count))
-        try:
-            return self._prepared.popleft().result()
-        except Starved:
-            self._prepared.clear()  # what else was begun is as old
-            raise
-
     def _rows(self) -> Rows:
         rows = self._memory.rows
         if rows is None:
@@ -258,7 +278,7 @@ class ReplayBuffer:
         return rows
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by number, as they lie in the ring; a slice leaves out those being written. Writers wait meanwhile."""
+        """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
         if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
@@ -274,10 +294,11 @@ class ReplayBuffer:
                     chosen = chosen[whole[chosen]]
                 elif not whole[chosen].all():
                     raise WrongState(f"of rows {index} some are being written, or never were to the end")
-            columns = self._rows().read(np.atleast_1d(chosen).reshape(-1))
-        info = {"index": torch.from_numpy(np.array(chosen).reshape(-1))} if self._as_index else {}
-        sample = self._deliver(columns, chosen.size, info)
-        return sample[0] if np.ndim(chosen) == 0 else sample.reshape(chosen.shape)
+            rows, columns = self._read(low + (np.array(chosen).reshape(-1) - low) % ring.capacity)
+        sample = self._transformed(self._deliver(columns, len(rows), {"index": torch.from_numpy(rows)}))
+        if np.ndim(chosen) == 0:
+            return sample[0]
+        return sample if chosen.ndim == 1 else sample.reshape(chosen.shape)
 
     def __iter__(self) -> Iterator[Any]:
         """Samples; without replacement, until every row was seen, else for ever."""
@@ -376,6 +397,7 @@ class ReplayBuffer:
         """Write everything to a directory."""
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
+        (path / "buffer.json").unlink(missing_ok=True)  # what was there before ends here
         state = self.state_dict()
         torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
         about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}
@@ -431,13 +453,22 @@ class ReplayBuffer:
 
     def append_transform(self, transform: Any) -> ReplayBuffer:
         """One more transform, after the others."""
-        self._transforms.append(transform)
-        return self
+        return self.insert_transform(len(self._transforms), transform)
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
         """One more transform, before the one at `index`."""
-        self._transforms.insert(index, transform)
+        transforms = self._transforms.copy()
+        transforms.insert(index, transform)
+        self._set_transforms(transforms)
         return self
+
+    def _set_transforms(self, transforms: list[Any]) -> None:
+        if any(isinstance(transform, MultiStep) for transform in transforms[1:]):
+            raise UsageError(
+                "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
+            )
+        ahead = transforms[0] if transforms else None
+        self._transforms, self._ahead = transforms, ahead if isinstance(ahead, MultiStep) else None
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""
@@ -446,14 +477,13 @@ class ReplayBuffer:
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.stop()
             self._pool = None
-            self._prepared.clear()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             if self._pool is not None:
-                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool.leave()
 
     def __repr__(self) -> str:
         parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"
@@ -553,16 +583,6 @@ def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     return made
 
 
-def _tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
-    tree: dict[str, Any] = {}
-    for key, value in columns.items():
-        node = tree
-        for part in key[:-1]:
-            node = node.setdefault(part, {})
-        node[key[-1]] = value
-    return _branch(tree, torch.Size([count]))
-
-
-def _branch(tree: dict[str, Any], size: torch.Size) -> TensorDict:
-    leaves = {key: _branch(value, size) if isinstance(value, dict) else value for key, value in tree.items()}
-    return TensorDict._new_unsafe(leaves, batch_size=size)
+def _check_count(value: Any, name: str, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise UsageError(f"{name} is a whole number >= {least}, got {value!r}")

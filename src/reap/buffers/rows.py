@@ -3,15 +3,20 @@
 record   ┌ obs │ act │ rew │ flags │ ids ┐┌ obs │ act …       all narrow leaves of a row side by side:
 wide     ┌ pixels …                      ┐┌ pixels …          a sampled row is one or two cache lines
 wide     ┌ next pixels …                 ┐┌ …                 and one copy; a wide leaf has a column of its own
+
+A learner does other things between two samples, and every function called here is out of the cache by then: what counts
+is how few different ones there are, not how short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from reap.spec import Key, Leaf, numpy_dtype
@@ -27,11 +32,11 @@ class RowLayout:
     def __init__(self, columns: Mapping[Key, Leaf], capacity: int) -> None:
         self.columns, self.capacity = dict(columns), capacity
         size = {key: _nbytes(leaf) for key, leaf in columns.items()}
-        self.wide = [key for key in columns if size[key] >= _WIDE]
+        self.wide = [key for key in columns if not 0 < size[key] < _WIDE]
         # Leaves of one kind lie together: they leave the record in one copy, however many they are.
         kinds: dict[tuple[np.dtype[Any], tuple[int, ...]], list[Key]] = {}
         for key, leaf in columns.items():
-            if size[key] < _WIDE:
+            if 0 < size[key] < _WIDE:
                 kinds.setdefault((numpy_dtype(leaf.dtype), leaf.shape), []).append(key)
         # Widest items first: then every field is aligned without gaps between them.
         groups = sorted(kinds.items(), key=lambda kind: -kind[0][0].itemsize)
@@ -64,6 +69,7 @@ class Rows:
         fields = self._record.view(layout.record)
         narrow = {key: fields[name][:, i] for name, keys in layout.narrow.items() for i, key in enumerate(keys)}
         self._columns = {**narrow, **self._wide}
+        self._kinds = [_Kind(layout, name, keys) for name, keys in layout.narrow.items()]
 
     def write(self, first: int, values: Mapping[Key, Array]) -> None:
         """Rows from `first` on, around the end of the ring if need be. At most `capacity` of them."""
@@ -74,17 +80,72 @@ class Rows:
             if head < len(new):
                 column[: len(new) - head] = new[head:]
 
-    def read(self, rows: Array) -> dict[Key, Tensor]:
-        """Copies of these rows."""
-        layout = self.layout
-        found: dict[Key, Array] = {}
-        taken = self._record.take(rows).view(layout.record)
-        for name, keys in layout.narrow.items():
-            # A tensor is made of each part by itself: views of one tensor would count each other's changes as theirs.
-            found.update(zip(keys, np.ascontiguousarray(taken[name].swapaxes(0, 1))))
+    def read(self, rows: Array, elsewhere: Mapping[Key, Array] | None = None) -> dict[Key, Tensor]:
+        """Copies of these rows; columns that are `elsewhere` come from those instead, in the shape they are given."""
+        found: dict[Key, Any] = dict.fromkeys(self.layout.columns)
+        taken, count = self._record.take(rows), len(rows)
+        for kind in self._kinds:
+            kind.part(taken, count, found)
+        elsewhere = elsewhere or {}
         for key, column in self._wide.items():
-            found[key] = column.take(rows, axis=0)
-        return {key: _tensor(found[key], leaf) for key, leaf in layout.columns.items()}
+            found[key] = _tensor(column.take(elsewhere.get(key, rows), axis=0), self.layout.columns[key].dtype)
+        for key, others in elsewhere.items():
+            if key not in self._wide:
+                found[key] = _tensor(self._columns[key][others], self.layout.columns[key].dtype)
+        return found
+
+
+class _Kind:
+    """Leaves of one dtype and shape, which lie side by side in a record."""
+
+    def __init__(self, layout: RowLayout, name: str, keys: list[Key]) -> None:
+        leaf = layout.columns[keys[0]]
+        self._keys, self._shape, self._torch = keys, leaf.shape, leaf.dtype
+        self._dtype, self._size = numpy_dtype(leaf.dtype), _nbytes(leaf)
+        self._opaque = np.dtype(f"V{self._size}")  # copied whole, not number by number
+        assert layout.record.fields is not None
+        self._at, self._steps = layout.record.fields[name][1], (self._size, layout.record.itemsize)
+
+    def part(self, taken: Array, count: int, found: dict[Key, Any]) -> None:
+        """Out of `count` records: a tensor for each leaf."""
+        block = np.ndarray((len(self._keys), count), self._opaque, taken, self._at, self._steps).copy()
+        shape, at = (count, *self._shape), 0
+        for key in self._keys:
+            # A tensor is made of each part by itself: views of one tensor would count each other's changes as theirs.
+            found[key] = _tensor(np.ndarray(shape, self._dtype, block, at), self._torch)
+            at += self._size * count
+
+
+def as_tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
+    """Columns as a tree, in their order. Nothing is checked: they are ours."""
+    places, names, nests = _tree(tuple(columns))
+    nodes: list[dict[str, Any]] = [dict.fromkeys(inside) for inside in names]
+    for (node, name), value in zip(places, columns.values()):
+        nodes[node][name] = value
+    size = torch.Size([count])
+    for node, parent, name in nests:
+        nodes[parent][name] = TensorDict._new_unsafe(nodes[node], batch_size=size)
+    return TensorDict._new_unsafe(nodes[0], batch_size=size)
+
+
+@lru_cache(maxsize=64)
+def _tree(keys: tuple[Key, ...]) -> tuple[list[tuple[int, str]], list[list[str]], list[tuple[int, int, str]]]:
+    """Where each key goes, the names in each node, and which node is where in which other, innermost first."""
+    nodes: dict[Key, int] = {(): 0}
+    names: list[list[str]] = [[]]
+    nests, places = [], []
+    for key in keys:
+        for depth in range(1, len(key)):
+            if key[:depth] not in nodes:
+                above = nodes[key[: depth - 1]]
+                nodes[key[:depth]] = len(names)
+                names[above].append(key[depth - 1])
+                nests.append((len(names), above, key[depth - 1]))
+                names.append([])
+        at = nodes[key[:-1]]
+        names[at].append(key[-1])
+        places.append((at, key[-1]))
+    return places, names, nests[::-1]
 
 
 def as_array(value: Tensor) -> Array:
@@ -93,9 +154,9 @@ def as_array(value: Tensor) -> Array:
     return value.view(torch.int16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
 
 
-def _tensor(array: Array, leaf: Leaf) -> Tensor:
+def _tensor(array: Array, dtype: torch.dtype | None) -> Tensor:
     tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if leaf.dtype is torch.bfloat16 else tensor
+    return tensor.view(torch.bfloat16) if dtype is torch.bfloat16 else tensor
 
 
 def _nbytes(leaf: Leaf) -> int:

@@ -6,7 +6,7 @@ runs     └───┘ └─┘     └────┘
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from reap.buffers.ring import BEGINS, HOLE, Ring
+from reap.errors import UsageError
 from reap.spec import Key
 
 Array = np.ndarray[Any, Any]
@@ -26,9 +27,10 @@ class Cuts:
     ids: tuple[Key, ...] = (("collector", "traj_ids"), ("traj_ids",))
     ends: tuple[Key, ...] = (("next", "done"),)
 
-    def known(self, columns: Sequence[Key]) -> bool:
-        """Whether any of them is among the columns."""
-        return any(key in columns for key in (*self.ids, *self.ends))
+    def check(self, columns: Collection[Key]) -> None:
+        """Raise if none of them is among the columns."""
+        if not any(key in columns for key in (*self.ids, *self.ends)):
+            raise UsageError(f"nothing says where episodes end: none of {[*self.ids, *self.ends]} is stored")
 
 
 class Marker:
@@ -40,7 +42,7 @@ class Marker:
 
     def marks(self, batch: TensorDictBase, keep: Array | None) -> tuple[Array, Any, bool]:
         """For a batch `[…, T]`: marks of its rows, the ids at both ends (None: unknown), whether the last row ends."""
-        count, steps = batch.numel(), batch.batch_size[-1] if batch.ndim else 1
+        count, steps = batch.batch_size.numel(), batch.batch_size[-1]
         begins = np.zeros(count, bool)
         begins[::steps] = True
         ids = next((batch.get(key) for key in self._cuts.ids if batch.get(key, None) is not None), None)
@@ -114,3 +116,12 @@ class Runs:
             cuts, lengths = cuts[good], lengths[good]
         self._table = (low, high), cuts, lengths
         return cuts, lengths
+
+    def ends(self, positions: Array) -> Array:
+        """Where the run of each of these positions ends. Of positions that are gone by now it knows nothing."""
+        starts, lengths = self.table()
+        if not len(starts):
+            return positions
+        run = np.maximum(np.searchsorted(starts, positions, "right") - 1, 0)
+        ends: Array = starts[run] + lengths[run]
+        return ends

@@ -8,6 +8,7 @@ SliceSampler                 runs of rows, none over the end of an episode, a wr
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from reap.spec import AnyKey, Key, as_key
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
 _TRIES = 16
+_own = threading.local()
 
 
 class Sampler:
@@ -33,7 +35,7 @@ class Sampler:
     cuts = Cuts()  # what it needs runs to be cut by
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        """Positions, and what is to be known about them."""
+        """Positions, which this thread's next draw may write over, and what is to be known about them."""
         raise NotImplementedError
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
@@ -70,7 +72,7 @@ class RandomSampler(Sampler):
         low, high = ring.window()
         if low == high:
             raise nothing()
-        positions = _integers(high - low, count, generator) + low
+        positions = _between(low, high, count, generator)
         if not ring.holes(low):
             return positions, {}
         for _ in range(_TRIES):
@@ -235,6 +237,8 @@ class SliceSampler(Sampler):
         end_key: the flag at an episode's last row, if not ("next", "done").
         truncated_key: where to mark the end of a slice; None for nowhere.
         strict_length: False lets shorter episodes in, whole; a batch may then be smaller.
+        burn_in: how many rows at the beginning of each slice are there for a policy's memory to warm up, and not to be
+            learned from; `burn_in` in a sample is True for them.
     """
 
     def __init__(
@@ -247,10 +251,15 @@ class SliceSampler(Sampler):
         cache_values: bool = False,
         truncated_key: AnyKey | None = ("next", "truncated"),
         strict_length: bool = True,
+        burn_in: int = 0,
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             raise WrongArgument(f"num_slices or slice_len, one of them: got {num_slices} and {slice_len}")
         self.num_slices, self.slice_len, self.strict_length = num_slices, slice_len, strict_length
+        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
+            raise UsageError(f"burn_in is a number of rows >= 0, got {burn_in!r}")
+        self.burn_in = burn_in
+        self._check_burn_in(slice_len)
         self.truncated_key: Key | None = None if truncated_key is None else as_key(truncated_key)
         ids = Cuts.ids if traj_key is None else (as_key(traj_key),)
         self.cuts = Cuts(ids, Cuts.ends if end_key is None else (as_key(end_key),))
@@ -260,26 +269,32 @@ class SliceSampler(Sampler):
         starts, lengths = memory.runs.table()
         if not len(starts):
             raise nothing()
-        columns = list(memory.rows.layout.columns) if memory.rows is not None else []
-        if not self.cuts.known(columns):
-            raise UsageError(f"nothing says where episodes end: none of {[*self.cuts.ids, *self.cuts.ends]} is stored")
-        if self.strict_length:
-            fit = lengths >= length
-            if not fit.all():
-                starts, lengths = starts[fit], lengths[fit]
-            if not len(starts):
-                raise Starved(f"no episode has {length} rows yet; shorter slices, or strict_length=False")
+        self.cuts.check(memory.rows.layout.columns if memory.rows is not None else ())
+        least = length if self.strict_length else self.burn_in + 1
+        fit = lengths >= least
+        if not fit.all():
+            starts, lengths = starts[fit], lengths[fit]
+        if not len(starts):
+            what = "or strict_length=False" if self.strict_length else "or a smaller burn_in"
+            raise Starved(
+                f"no episode has {least} rows side by side yet: longer batches, trajs_per_batch, shorter slices, {what}"
+            )
         which = _integers(len(starts), slices, generator)
         starts, sizes = starts[which], np.minimum(lengths[which], length)
         room = lengths[which] - sizes + 1
         starts = starts + (torch.rand(slices, dtype=torch.float64, generator=generator).numpy() * room).astype(np.int64)
-        positions = starts[:, None] + np.arange(length)
-        ends = np.arange(length) == sizes[:, None] - 1
-        if not self.strict_length:
-            inside = np.arange(length) < sizes[:, None]
-            positions, ends = positions[inside], ends[inside]
-        positions, ends = positions.reshape(-1), ends.reshape(-1, 1)
-        return positions, {} if self.truncated_key is None else {self.truncated_key: torch.from_numpy(ends)}
+        at = np.arange(length)
+        inside: Any = slice(None) if self.strict_length else (at < sizes[:, None]).reshape(-1)
+        told: Info = {}
+        if self.truncated_key is not None:
+            told[self.truncated_key] = torch.from_numpy((at == sizes[:, None] - 1).reshape(-1, 1)[inside])
+        if self.burn_in:
+            told["burn_in"] = torch.from_numpy(np.tile(at < self.burn_in, slices)[inside])
+        return (starts[:, None] + at).reshape(-1)[inside], told
+
+    def _check_burn_in(self, length: int | None) -> None:
+        if length is not None and self.burn_in >= length:
+            raise UsageError(f"burn_in={self.burn_in} leaves nothing of a slice of {length} rows to learn from")
 
     def _shape(self, count: int) -> tuple[int, int]:
         slices, length = self.num_slices, self.slice_len
@@ -290,10 +305,22 @@ class SliceSampler(Sampler):
             return count // length, length
         if count % slices:
             raise WrongState(f"a batch of {count} rows cannot be cut into {slices} slices")
+        self._check_burn_in(count // slices)
         return slices, count // slices
 
     def __repr__(self) -> str:
-        return f"SliceSampler(num_slices={self.num_slices}, slice_len={self.slice_len})"
+        burn_in = f", burn_in={self.burn_in}" if self.burn_in else ""
+        return f"SliceSampler(num_slices={self.num_slices}, slice_len={self.slice_len}{burn_in})"
+
+
+def _between(low: int, high: int, count: int, generator: torch.Generator | None) -> Array:
+    """Numbers in [low, high), in memory that this thread's next call fills again."""
+    if getattr(_own, "count", None) != count:
+        _own.count, _own.drawn = count, torch.zeros(count, dtype=torch.int64)
+        _own.seen = _own.drawn.numpy()
+    _own.drawn.random_(low, high, generator=generator)
+    seen: Array = _own.seen
+    return seen
 
 
 def _integers(below: int, count: int, generator: torch.Generator | None) -> Array:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 import threading
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
 from reap.errors import WorkerRaised, WorkerSilent
+from reap.threads import join
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -103,9 +102,8 @@ class ThreadRunner:
             pass
         except Exception as error:
             self._failure = error
-        except BaseException as cause:  # an env that calls sys.exit() ends a thread without a word
-            self._failure = WorkerRaised(f"the collecting thread was ended by {cause!r}")
-            self._failure.__cause__ = cause
+        except BaseException as cause:
+            self._failure = ended_by(cause, "the collecting thread")
         finally:
             with self._change:
                 self._over = True
@@ -162,15 +160,7 @@ class ThreadRunner:
             self._stopping = True
             self._change.notify_all()
         self._break_off()
-        if threading.current_thread() is self._thread or not self._thread.ident:
-            return
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            frame = sys._current_frames().get(self._thread.ident)
-            stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
-            raise WorkerSilent(
-                f"the collecting thread did not end within {timeout:.1f} s; its env stays open. Its stack:\n{stack}"
-            )
+        join(self._thread, timeout, "the collecting thread, whose env stays open,")
 
     @property
     def running(self) -> bool:
@@ -178,6 +168,13 @@ class ThreadRunner:
 
     def failure(self) -> Exception | None:
         return self._failure
+
+
+def ended_by(cause: BaseException, who: str) -> WorkerRaised:
+    """An env that calls sys.exit() ends a thread without a word: this is the word."""
+    error = WorkerRaised(f"{who} was ended by {cause!r}")
+    error.__cause__ = cause
+    return error
 
 
 def _stop_all() -> None:

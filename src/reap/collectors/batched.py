@@ -62,12 +62,16 @@ class AsyncBatchedCollector(Collector):
         policy: as for `Collector`; it acts in this process.
         max_batch_size: the most envs the policy decides about at a time.
         min_batch_size: the fewest.
-        env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute. `backend` is the same.
+        env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
         envs_per_worker: how many envs share a thread or process, and are stepped one after another.
         worker_threads: with processes: each env in a thread of its own there, not one after another.
         yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
         **options: see `reap.collectors.options.Options`.
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Always this one: `backend` says where envs live, not which collector it is."""
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -100,6 +104,12 @@ class AsyncBatchedCollector(Collector):
             if options.get("trajs_per_batch") is not None or options.get("split_trajs"):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
+        dims = getattr(getattr(options.get("replay_buffer"), "_storage", None), "ndim", 1)  # TorchRL's have a number
+        if dims > 1:
+            raise UsageError(
+                f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "
+                f"another, in one: give its storage ndim=1"
+            )
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=_WITHOUT)
         self._prepare(settings)
@@ -130,7 +140,8 @@ class AsyncBatchedCollector(Collector):
         self._inline.start()
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
 
-    __init__.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[attr-defined]
+    for _made in (__new__, __init__):
+        _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         """Cut at `total_frames`: there is no env whose share would be missing."""

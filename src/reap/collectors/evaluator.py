@@ -21,14 +21,18 @@ from tensordict.nn import InteractionType
 from torch import nn
 from typing_extensions import Self
 
+from reap.backends.base import Halted
+from reap.collectors.background import ended_by
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey
+from reap.threads import join
 from reap.weights.local import load
 
 _BUSY = ("skip", "error", "queue")
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
+_DEADLINE = 5.0  # seconds to end, unless told otherwise
 _LATER = ("num_gpus", "ray_kwargs", "weight_sync_schemes", "collector_cls")
 
 
@@ -116,6 +120,7 @@ class Evaluator:
         else:
             self._collector = Collector(env, self._policy, **options)
             self._freeze()
+        self._break_off: Callable[[], None] | None = self._collector._backend.breaker()
         self._one = threading.Lock()  # one evaluation at a time
         self._news = threading.Condition()  # guards the four below
         self._thread: threading.Thread | None = None  # at work, or nobody
@@ -189,6 +194,10 @@ class Evaluator:
                     self._on_result(result)
             except Exception as error:  # raised where it is asked for
                 result = error
+            except Halted:
+                result = WrongState("this evaluation was broken off: its Evaluator was shut down")
+            except BaseException as cause:
+                result = ended_by(cause, "the evaluating thread")
             with self._news:
                 self._results.append(result)
                 self._left -= 1
@@ -217,9 +226,11 @@ class Evaluator:
             steps = batch.batch_size[-1]
             reward = reward.reshape(*batch.batch_size, -1).double().mean(-1).reshape(-1, steps).numpy(force=True)
             done = done.reshape(*batch.batch_size, -1).any(-1).reshape(-1, steps).numpy(force=True)
+            mask = batch.get(("collector", "mask"), None)
+            real = np.ones_like(done) if mask is None else mask.reshape(-1, steps).numpy(force=True)
             scores = scores or _Scores(len(reward), self._wanted)
-            scores.feed(reward, done)
-            frames += batch.numel()
+            scores.feed(reward * real, done & real, real)
+            frames += int(real.sum())
             if frames > _PATIENCE and not scores.any:
                 raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
             if self._metrics is not None:
@@ -277,7 +288,10 @@ class Evaluator:
         self._collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Finish what is going on, drop what waits, close the env. May be called twice."""
+        """Break off what is going on, after the step it is in; drop what waits; close the env. May be called twice.
+
+        `timeout`: seconds to wait for that step (5 by default); then `WorkerSilent`, with its stack.
+        """
         self._closed = True
         with self._news:
             self._left -= len(self._queue)
@@ -285,8 +299,10 @@ class Evaluator:
             thread = self._thread
             self._news.notify_all()
         if thread is not None:
-            thread.join(timeout)
-        collector, self._collector = self._collector, None  # its memory goes with it
+            if self._break_off is not None:
+                self._break_off()
+            join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
+        collector, self._collector, self._break_off = self._collector, None, None  # its memory goes with it
         if collector is not None:
             collector.shutdown()
 
@@ -317,14 +333,15 @@ class _Scores:
     def any(self) -> bool:
         return any(self._done)
 
-    def feed(self, reward: np.ndarray[Any, Any], done: np.ndarray[Any, Any]) -> None:
-        for lane, (rewards, ends) in enumerate(zip(reward, done)):
+    def feed(self, reward: np.ndarray[Any, Any], done: np.ndarray[Any, Any], real: np.ndarray[Any, Any]) -> None:
+        """Rewards `[lanes, T]`, where episodes end, and which rows are frames at all."""
+        for lane, (rewards, ends, frames) in enumerate(zip(reward, done, real)):
             total, length = self._open[lane]
             at = 0
-            for end in np.flatnonzero(ends):
-                self._done[lane].append((total + float(rewards[at : end + 1].sum()), length + int(end) + 1 - at))
-                total, length, at = 0.0, 0, int(end) + 1
-            self._open[lane] = total + float(rewards[at:].sum()), length + len(rewards) - at
+            for end in np.flatnonzero(ends) + 1:
+                self._done[lane].append((total + float(rewards[at:end].sum()), length + int(frames[at:end].sum())))
+                total, length, at = 0.0, 0, int(end)
+            self._open[lane] = total + float(rewards[at:].sum()), length + int(frames[at:].sum())
 
     def first(self, wanted: int) -> tuple[list[float], list[int]]:
         """Episode by episode over the lanes, so many."""

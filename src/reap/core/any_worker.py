@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from reap.core.env import Env
+from reap.core.env import CLOSED, Env
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
 
@@ -46,4 +46,5 @@ class AnyWorker:
 
     def close(self) -> None:
         """Close the env."""
+        self.env.driver = CLOSED
         self.env.close()

@@ -32,11 +32,15 @@ from reap.spec import EnvSpec, Key, Leaf
 Rows = Sequence["np.ndarray[Any, Any]"]
 
 
+CLOSED = object()  # the driver of lanes nobody can move any more
+
+
 class Env(abc.ABC):
     """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
 
     spec: EnvSpec
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
+    driver: object = None  # whoever moved the lanes last: nobody else knows where they are
     tidies = False  # whether `tidy` has anything to do
     draws = False  # whether random actions come from `draw`, step by step
 
@@ -59,6 +63,10 @@ class Env(abc.ABC):
 
     def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
         """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
+
+    def filled(self) -> int:
+        """In how many positions of the row that is decided about next a lane stands."""
+        return self.spec.lanes
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -111,63 +119,3 @@ class DeviceEnv(Env):
     tidies = True
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
-
-
-class Wrapped(Env):
-    """An env around another: everything is passed on, for subclasses to change what they must."""
-
-    def __init__(self, env: Env, spec: EnvSpec) -> None:
-        self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
-
-    def __getattr__(self, name: str) -> Any:
-        """What is not here is the inner env's: whoever looks for it need not know what is around it."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._env, name)
-
-    @property
-    def pending_seeds(self) -> Sequence[int] | None:
-        return self._env.pending_seeds
-
-    @pending_seeds.setter
-    def pending_seeds(self, seeds: Sequence[int] | None) -> None:
-        self._env.pending_seeds = seeds
-
-    def say_lane_in(self, memory: Any) -> None:
-        self._env.say_lane_in(memory)
-
-    def draw(self, row: Row) -> None:
-        self._env.draw(row)
-
-    def meet(self, model: Any) -> None:
-        self._env.meet(model)
-
-    def play(self, model: Any, kind: Any, device: Any) -> Any:
-        return self._env.play(model, kind, device)
-
-    def follow(self, outputs: Sequence[Key]) -> None:
-        self._env.follow(outputs)
-
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into, seeds)
-
-    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        return self._env.step(lanes, row)
-
-    def tidy(self, row: Row) -> None:
-        self._env.tidy(row)
-
-    def make_slot(self, layout: Layout, index: int) -> Slot:
-        return self._env.make_slot(layout, index)
-
-    def close(self) -> None:
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._env.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._env.load_state_dict(state)

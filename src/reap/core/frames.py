@@ -21,17 +21,21 @@ from reap.spec import Key, as_key, private
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 
-def frames_of(arrays: Arrays) -> list[list[Any]]:
-    """The frames of each worker, in order of time. Where one made none, the last one stands for it."""
+def _made(arrays: Arrays) -> list[list[Any]]:
+    """The frames each worker made, in order of time."""
     column = arrays[FRAME]
     owners = [lane for lane in range(column.shape[1]) if isinstance(column[0, lane], TensorDictBase)]
     if not owners:
         raise WorkerRaised("a rollout without a single frame cannot be delivered")
-    found = []
-    for lane in owners:
-        frames = [frame for frame in column[:, lane] if isinstance(frame, TensorDictBase)]
-        blank = torch.zeros_like(frames[-1]) if len(frames) < len(column) else None
-        found.append([*frames, *[blank] * (len(column) - len(frames))])
+    return [[frame for frame in column[:, lane] if isinstance(frame, TensorDictBase)] for lane in owners]
+
+
+def frames_of(arrays: Arrays) -> list[list[Any]]:
+    """The same, with blanks like the last one where a worker made fewer than fit."""
+    steps, found = len(arrays[FRAME]), []
+    for frames in _made(arrays):
+        blank = torch.zeros_like(frames[-1]) if len(frames) < steps else None
+        found.append([*frames, *[blank] * (steps - len(frames))])
     return found
 
 
@@ -58,7 +62,7 @@ def stacked_in_time(frames: Sequence[TensorDictBase]) -> TensorDictBase:
 
 def mark_frames(arrays: Arrays) -> None:
     """The last frame of every worker is truncated."""
-    for frames in frames_of(arrays):
+    for frames in _made(arrays):
         reached = frames[-1].get("next")
         flags = [as_key(key) for key in reached.keys(True, True) if as_key(key)[-1] == "truncated"]
         if not flags:

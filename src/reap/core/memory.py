@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from reap.core.env import Env, Rows, Wrapped
+from reap.core.env import Env, Rows
 from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
 from reap.errors import UsageError, WrongArgument
 from reap.spec import READY, Key, Leaf, as_key, show
 

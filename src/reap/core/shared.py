@@ -56,7 +56,7 @@ class SharedSlots:
 
     def __init__(self, file: SharedFile, layout: Layout, count: int) -> None:
         self.layout, self.count = layout, count
-        self._bytes = file.map(max(layout.nbytes, 1) * count)
+        self.block = file.map(max(layout.nbytes, 1) * count)
         self._slots: dict[int, Slot] = {}  # kept: a slot remembers whom it is lent to
 
     def slot(self, index: int) -> Slot:
@@ -73,4 +73,4 @@ class SharedSlots:
     def _arrays(self, index: int) -> dict[Any, np.ndarray[Any, Any]]:
         size = self.layout.nbytes
         at = index % self.count * size
-        return self.layout.arrays(self._bytes[at : at + size])
+        return self.layout.arrays(self.block[at : at + size])

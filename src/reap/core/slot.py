@@ -118,6 +118,7 @@ class Row:
         "done",
         "inputs",
         "mask",
+        "narrow",
         "next",
         "outputs",
         "place",
@@ -140,6 +141,7 @@ class Row:
     after: tuple[np.ndarray[Any, Any], ...]  # the observation of the following step
     copies: tuple[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]], ...]  # (after, next) pairs
     place: tuple[int, int] | None  # slot and step, where the env made the slot and knows it by a number
+    narrow: dict[int, Row]  # its first positions, where fewer are decided about (see core/buckets.py)
 
 
 class Finals(NamedTuple):
@@ -255,6 +257,7 @@ class Slot:
         terminated, truncated = flat(("next", "terminated")), flat(("next", "truncated"))
         for t in range(b - a):
             row = Row()
+            row.narrow = {}
             row.inputs = tuple(c[t] for c in inputs)
             row.outputs = tuple(c[t] for c in outputs)
             row.action = tuple(c[t] for c in actions)

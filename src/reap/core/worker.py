@@ -15,8 +15,9 @@ from tensordict.nn import InteractionType
 
 from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
+from reap.core.buckets import Bucketed
 from reap.core.env import Env
-from reap.core.graphed import GraphedPolicy, pinned
+from reap.core.graphed import pin, pinned, recorded
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorPolicy, visible_columns
@@ -115,6 +116,7 @@ class Worker(AnyWorker):
             self.sorter = (Stream if plan.stream else Sorter)(columns, self.lanes)
             frames = steps if plan.stream else steps * self.lanes
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
+            pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
         if plan.stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
@@ -125,8 +127,7 @@ class Worker(AnyWorker):
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
                 f"its values are objects of their own: leave return_same_td out"
             )
-        on_gpu = plan.policy_device is not None and plan.policy_device.type == "cuda"
-        make = pinned(self.env.make_slot) if on_gpu else self.env.make_slot
+        make = pinned(self.env.make_slot, plan.policy_device)
         self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
@@ -175,8 +176,10 @@ class Worker(AnyWorker):
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
-        if plan.record and isinstance(policy, TensorPolicy):
-            policy = GraphedPolicy(policy, self.model, plan.policy_device or torch.device("cpu"))
+        if plan.record:
+            policy = recorded(policy, self.model, plan.policy_device)
+        if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):
+            policy = Bucketed(policy, spec.lanes, self.env.filled)
         return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:

@@ -7,6 +7,7 @@
 """
 
 from reap.buffers.limiter import SamplesPerInsert
+from reap.buffers.multistep import MultiStep
 from reap.buffers.replay import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -25,6 +26,7 @@ from reap.buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 __all__ = [
     "LazyMemmapStorage",
     "LazyTensorStorage",
+    "MultiStep",
     "PrioritizedReplayBuffer",
     "PrioritizedSampler",
     "RandomSampler",

@@ -10,6 +10,7 @@ results lie in memory both sides see.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ from reap.core.assemble import tree_of
 from reap.core.slot import FLAGS
 from reap.envs.base import EnvBase
 from reap.envs.crew import Crew
-from reap.envs.lane_host import BEGIN, SOME
-from reap.envs.process_crew import HandsCrew, ProcessCrew
+from reap.envs.lane_host import BEGIN, SOME, UNSEEDED
+from reap.envs.process_crew import MOST_HANDS, HandsCrew, ProcessCrew
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
-from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState, nearest
+from reap.errors import NotReady, SpecMismatch, UsageError, WrongArgument, WrongState, nearest
+from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
 _BACKENDS = ("threading", "multiprocessing")
@@ -80,7 +82,8 @@ class AsyncEnvPool(EnvBase):
         if isinstance(envs_per_worker, bool) or not isinstance(envs_per_worker, int) or envs_per_worker < 1:
             raise UsageError(f"envs_per_worker must be a whole number ≥ 1, got {envs_per_worker!r}")
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
-        each = next(n for n in range(min(envs_per_worker, len(made)), 0, -1) if len(made) % n == 0)
+        most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
+        each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend == "threading":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
@@ -151,12 +154,15 @@ class AsyncEnvPool(EnvBase):
             self._given[lane] = td, n
         self._order(SOME, lanes)
 
-    def async_step_recv(self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None) -> TensorDictBase:
+    def async_step_recv(
+        self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
+    ) -> TensorDictBase:
         """What was sent, and what came of it under "next", of at least `min_get` envs, in the order of their answers.
 
-        With `env_index`: of those. `max_get` leaves further ones for the next call.
+        With `env_index`: of those. `max_get` leaves further ones for the next call. After `timeout` seconds without
+        enough answers: `NotReady`, a TimeoutError; those that came stay for the next call.
         """
-        lanes = self._receive(SOME, min_get, max_get, env_index)
+        lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
         row, at = self._crew.row(), np.array(lanes)
         spec = self._crew.spec
         columns: dict[Key, Any] = {(flag,): getattr(row, flag)[:, None] for flag in FLAGS}
@@ -165,25 +171,39 @@ class AsyncEnvPool(EnvBase):
         given = [self._given.pop(lane) for lane in lanes]
         out = _rows_of(given)
         out.set("env_index", torch.from_numpy(at))
-        done = row.done[at]
-        self._fresh[at[done]] = True
+        over = at[row.done[at]]
+        self._fresh[over] = True
+        for flag in (row.done, row.terminated, row.truncated):
+            flag[over] = False
         return out.set("next", following)
 
-    def async_reset_send(self, tensordict: TensorDictBase | None = None, env_index: Any = None) -> None:
-        """Begin new episodes in some envs: those of `env_index`, or of the entry of `tensordict`, or all."""
+    def async_reset_send(
+        self, tensordict: TensorDictBase | None = None, env_index: Any = None, *, seeds: Any = None
+    ) -> None:
+        """Begin new episodes in some envs: those of `env_index`, or of the entry of `tensordict`, or all.
+
+        `seeds`: one for each of them, in that order; without, those of `set_seed`, if it was called before.
+        """
         self._alive()
+        lanes = self._lanes_for(tensordict, env_index)
+        given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
+        self._order(BEGIN, lanes, given)
         self._begun = True
-        self._order(BEGIN, self._lanes_for(tensordict, env_index))
 
     def async_reset_recv(
-        self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None
+        self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
-        """First observations of at least `min_get` envs, in the order of their answers."""
-        return self._first_of(self._receive(BEGIN, min_get, max_get, env_index))
+        """First observations of at least `min_get` envs, in the order of their answers; the rest as for steps."""
+        return self._first_of(self._receive(BEGIN, min_get, max_get, env_index, timeout))
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    def _order(self, what: int, lanes: Sequence[int]) -> None:
+    def _pending(self, lanes: Sequence[int]) -> list[int]:
+        """What `set_seed` has left for these envs."""
+        pending = self.lanes_env.pending_seeds
+        return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
+
+    def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
         busy = [lane for lane in lanes if lane in self._busy]
         if busy:
             raise WrongState(f"env {busy[0]} is under way already; receive what it answers before sending to it again")
@@ -191,9 +211,17 @@ class AsyncEnvPool(EnvBase):
         for first, last in () if whole else self._crew.bounds:
             if 0 < len({lane for lane in lanes if first <= lane < last}) < last - first:
                 raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
+        if what == BEGIN:
+            self._crew.seed(lanes, seeds)
+            if self.lanes_env.pending_seeds is not None:  # each is used once
+                begun = {*lanes}
+                self.lanes_env.pending_seeds = [
+                    UNSEEDED if lane in begun else seed for lane, seed in enumerate(self.lanes_env.pending_seeds)
+                ]
+        given = dict(zip(lanes, seeds))
         for lane in lanes:
             self._busy[lane] = what
-            if what == BEGIN and self._fresh[lane]:  # its worker has begun it already, when the last episode ended
+            if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker has begun it when the last one ended
                 self._ready[BEGIN].append(lane)
             else:
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
@@ -209,15 +237,16 @@ class AsyncEnvPool(EnvBase):
         what, lanes = queue[0][0], []
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
-        if what == SOME:
-            row = self._crew.row()
-            for flag in (row.done, row.terminated, row.truncated):
-                flag[lanes] = False
         self._asked[group] = what, lanes
         self._crew.ring([group], what, lanes)
 
-    def _receive(self, what: int, min_get: int, max_get: int | None, env_index: Any) -> list[int]:
+    def _receive(
+        self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
+    ) -> list[int]:
         self._alive()
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0):
+            raise UsageError(f"timeout must be a number of seconds ≥ 0 or None, got {timeout!r}")
+        deadline = None if timeout is None else time.monotonic() + timeout
         name = "async_step" if what == SOME else "async_reset"
         pending = {lane for lane, why in self._busy.items() if why == what}
         wanted = pending if env_index is None else set(_numbers(env_index, self.num_envs))
@@ -227,8 +256,14 @@ class AsyncEnvPool(EnvBase):
                 f"{name}_recv waits for {least} answers, but {len(wanted & pending)} were sent for by {name}_send"
             )
         ready = self._ready[what]
-        while sum(lane in wanted for lane in ready) < least:
-            for group in self._crew.answered():
+        while (came := sum(lane in wanted for lane in ready)) < least:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            answered = self._crew.answered(left)
+            if not answered:
+                raise NotReady(
+                    f"{name}_recv waited {timeout} s for {least} answers, {came} came; they stay for the next call"
+                )
+            for group in answered:
                 kind, lanes = self._asked.pop(group)
                 self._ready[kind].extend(lanes)
                 self._ring(group)
@@ -293,6 +328,15 @@ def _numbers(env_index: Any, count: int) -> list[int]:
     if len(set(lanes)) != len(lanes):
         raise UsageError(f"env_index names an env twice: {lanes}")
     return lanes
+
+
+def _seeds(given: Any, count: int) -> list[int]:
+    """A seed for each env."""
+    seeds = given.tolist() if hasattr(given, "tolist") else given
+    seeds = [seeds] if isinstance(seeds, int) else list(seeds)
+    if len(seeds) != count:
+        raise UsageError(f"seeds must hold one number for each env that is sent to, {count} here; got {len(seeds)}")
+    return [chain(seed, 1)[0][0] for seed in seeds]
 
 
 def _rows_of(given: Sequence[tuple[TensorDictBase, int]]) -> TensorDictBase:

@@ -14,7 +14,7 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.as_policy import as_policy
-from reap.core.env import Env, Wrapped
+from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
@@ -22,6 +22,7 @@ from reap.core.ragged import assembler, frame
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
+from reap.core.wrapped import Wrapped
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.spec import AnyKey, Key, Leaf, as_key, show
@@ -42,7 +43,6 @@ class EnvBase:
         self.device = torch.device(device) if device is not None else None
         self._current = current_for(lanes_env.spec.observation, lanes_env.spec.lanes)
         self._one: tuple[tuple[Leaf, ...], Slot] | None = None
-        self.is_closed = False
 
     # ---- what it looks like -------------------------------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class EnvBase:
         return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
 
     def _restart(self) -> None:
+        self.lanes_env.driver = None
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
         self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
 
@@ -145,6 +146,7 @@ class EnvBase:
         (row,) = slot.cut(RowKeys(spec), self._current)
         for array, value in zip(row.action, actions.values()):
             array[...] = value.numpy().reshape(array.shape)
+        self.lanes_env.driver = None
         self.lanes_env.step(range(spec.lanes), row)
         for mine, successor in zip(self._current, row.next):
             mine[...] = successor
@@ -217,8 +219,13 @@ class EnvBase:
 
     def close(self, **_: Any) -> None:
         """Close the env. May be called twice."""
-        self.is_closed = True
+        self.lanes_env.driver = CLOSED
         self.lanes_env.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by hand or with a collector."""
+        return self.lanes_env.driver is CLOSED
 
     def __enter__(self) -> Self:
         return self

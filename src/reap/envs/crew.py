@@ -7,7 +7,8 @@
                     ◄── answered() → [0] ◄────── done                                in the order in which they come
 
 There is one row, which everybody sees; a lane's part of it belongs to its group from the ring to the answer. A lane
-whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer.
+whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer. Whoever
+has read its flags clears them: nobody else touches flags that are False.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from reap.core.env import Rows
 from reap.core.slot import Row
+from reap.envs.lane_host import BEGIN
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -62,6 +64,7 @@ class Crew(abc.ABC):
     bounds: list[tuple[int, int]]  # the lanes of each group: first, last + 1
     first: Rows  # first observations of episodes
     timeout: float | None
+    expecting = False  # whether it is known how actions look
 
     def __init__(self) -> None:
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
@@ -79,21 +82,35 @@ class Crew(abc.ABC):
             self._away[group] = now
             self._ring_for(group, what, lanes)
 
-    def answered(self, *, wait: bool = True) -> list[int]:
-        """The groups that have answered, in the order in which they did; at least one, if it may wait."""
+    def answered(self, within: float | None = None) -> list[int]:
+        """The groups that have answered, in the order in which they did; none only after `within` seconds."""
+        deadline = None if within is None else time.monotonic() + within
         while True:
-            left = None if wait else 0.0
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if self.timeout is not None:
                 longest, since = next(iter(self._away.items()))
                 over = since + self.timeout - time.monotonic()
                 if over <= 0:
                     raise self._silence_of(longest, self.timeout)
-                left = over if wait else 0.0
+                left = over if left is None else min(over, left)
             found = [group for group, token in self._answers(left) if not token]
             for group in found:
                 self._away.pop(group, None)
-            if found or not wait:
+            if found or (deadline is not None and time.monotonic() >= deadline):
                 return found
+
+    def begin(self, seeds: Sequence[int] | None) -> None:
+        """New episodes in all lanes, whoever was under way; their first observations are in `first` afterwards."""
+        self.settle()
+        if self.expecting:
+            row = self.row()
+            for flag in (row.done, row.terminated, row.truncated):
+                flag[:] = False  # of steps that were broken off
+        everyone = range(self.spec.lanes)
+        self.seed(everyone, seeds)
+        self.ring(range(len(self.bounds)), BEGIN, everyone)
+        while self._away:
+            self.answered()
 
     def settle(self) -> None:
         """Nobody is under way after this, whoever was, and whatever was broken off by Ctrl-C between two lines.
@@ -121,8 +138,8 @@ class Crew(abc.ABC):
         """The row everybody sees; another one after `expect`."""
 
     @abc.abstractmethod
-    def begin(self, seeds: Sequence[int] | None) -> None:
-        """New episodes in all lanes; their first observations are in `first` when this returns."""
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -61,9 +61,13 @@ class EnvPoolLanes(Env):
         self._write(observation, info, into)
 
     def _seed(self, seeds: Sequence[int]) -> None:
-        if not hasattr(self.env, "seed"):
+        """A pool is seeded when it is made (its `seed` does nothing): another one like it takes its place."""
+        spec, config = type(self.env.spec), self.env.spec.config._asdict()
+        if "env_seed" not in config:
             raise UsageError("this EnvPool takes its seed when it is made: envpool.make(…, seed=…)")
-        self.env.seed([int(seed) % 2**31 for seed in seeds])
+        config["env_seed"] = [int(seed) % 2**31 for seed in seeds]
+        old, self.env = self.env, type(self.env)(spec(spec.gen_config(**config)))
+        old.close()
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         actions = self._decode(*row.action)
@@ -129,8 +133,9 @@ class EnvPoolReady(EnvPoolLanes):
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets the first that are ready."""
         try:
-            self._gather()
-            if seeds is not None:
+            if seeds is None:
+                self._gather()
+            else:
                 self._seed(seeds)
             self.env.async_reset()
             observation, _, _, _, info = self.env.recv()

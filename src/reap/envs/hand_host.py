@@ -1,8 +1,9 @@
 """A child process whose envs each have a thread: for envs that wait, away from the policy's interpreter.
 
-    bell ──► group ──► that group's thread steps on its lanes of the shared row ──► its number through the reply pipe
+    parent ──► the thread's own pipe ──► it steps on its lanes of the shared row ──► its number through the reply pipe
 
-The threads answer by themselves: the one that reads the bell only hands out work.
+Orders go straight to the thread, answers straight back: a frame costs two wake-ups, one for the order and one for what
+the env waits for. The main thread only listens for messages, when memory or actions change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from reap.children import Raised, send
 from reap.core.slot import Layout, Row
-from reap.envs.lane_host import BEGIN, PING, STEP, Host, live
+from reap.envs.lane_host import BEGIN, BELL, END, FDS, SOME, STEP, Host, live
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
@@ -33,33 +34,53 @@ def serve_hands(
     connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
 ) -> None:
     """The life of a child: a thread for each of its envs."""
-    live(connection, fds, threads, functools.partial(HandHost, connection, makers, limit))
+    doors = [Door(*ends) for ends in zip(fds[FDS::2], fds[FDS + 1 :: 2])]
+    live(connection, fds, threads, functools.partial(HandHost, connection, makers, limit, doors))
+
+
+class Door:
+    """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
+
+    host: HandHost
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        self._from, self._to, self.number = theirs, ours, 0
+
+    def get(self) -> tuple[int, Sequence[int] | None, int] | None:
+        """The next order; None: to end."""
+        what, place, token = BELL.unpack(os.read(self._from, BELL.size))
+        return None if what == END else self.host.order(self.number, what, place, token)
+
+    def put(self, order: None) -> None:
+        """Send the thread home."""
+        os.write(self._to, BELL.pack(END, 0, 0))
 
 
 class HandHost(Host):
     """Lanes of a child, in threads."""
 
-    def __init__(self, connection: Connection, makers: Any, limit: int | None, reply: int) -> None:
-        crew = self._crew = ThreadCrew([[one] for one in makers], limit=limit)
+    def __init__(self, connection: Connection, makers: Any, limit: int | None, doors: Sequence[Door], reply: int):
+        for number, door in enumerate(doors):
+            door.host, door.number = self, number
+        crew = self._crew = ThreadCrew([[one] for one in makers], limit=limit, orders=doors.__getitem__)
         super().__init__(crew.spec, connection, reply)
         self._rows: dict[int, list[Row]] = {}
         self._pipe = _Answers(connection, reply, [first for first, _ in crew.bounds])
 
-    def _obey(self, what: int, place: int, step: int) -> None:
-        hand, lanes = self._crew.hands[step], None
-        if what == PING:
-            hand.orders.put((PING, None, place))
-            return
-        if what != STEP:
+    def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
+        """What a thread is to do, asked by itself."""
+        hand, lanes = self._crew.hands[number], None
+        if what in (SOME, BEGIN):
             lanes = (hand.first + np.flatnonzero(self._some[hand.first : hand.last])).tolist()
-        if what != BEGIN:
-            hand.row = self._rows[place][step]
-        hand.orders.put((what, lanes, None))
+        if what in (STEP, SOME):
+            hand.row = self._rows[place][number]
+        return what, lanes, token
 
     def do_begin(self, first: int, lanes: int) -> None:
         super().do_begin(first, lanes)
         for hand in self._crew.hands:
             hand.into = [array[hand.first : hand.last] for array in self._first]
+            hand.seeds = self._seeds[hand.first : hand.last]
             hand.answers = self._pipe
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
@@ -69,14 +90,6 @@ class HandHost(Host):
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         for hand in self._crew.hands:
             hand.env.expect(action)
-
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """All of them, and waited for: here, not by the parent."""
-        for hand in self._crew.hands:
-            hand.answers = self._crew.queue
-        self._crew.begin(seeds)
-        for hand in self._crew.hands:
-            hand.answers = self._pipe
 
     def close(self) -> None:
         self._crew.close()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from reap.children import Raised, send, settle
-from reap.core.env import Env
+from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
@@ -29,8 +29,10 @@ from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
-STEP, SOME, CALL, BEGIN, PING = range(5)  # a step of all lanes, of some; a message; new episodes in some; a question
+STEP, SOME, CALL, BEGIN, PING, END = range(6)  # a step of all lanes, of some; a message; new episodes in some; …
+UNSEEDED = -1
 DONE, FAILED = b"\1", b"\2"
+FDS = 5  # bell, reply and three files; what follows is the host's
 PONG = 16  # plus the token of the question
 
 
@@ -50,6 +52,21 @@ def built(makers: Any, limit: int | None = None) -> Env:
     return env if limit is None else StepLimit(env, limit)
 
 
+def choices(file: SharedFile, lanes: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Which lanes are meant, where not all are; and with which seeds episodes begin, `UNSEEDED` for none."""
+    block = file.map(9 * lanes)
+    return block[8 * lanes :].view(np.bool_), block[: 8 * lanes].view(np.int64)
+
+
+def begin_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any, Any]) -> None:
+    """New episodes in `lanes`, each with its seed if it was given one."""
+    seeded = [lane for lane in lanes if seeds[lane] != UNSEEDED]
+    if seeded:
+        env.reset(seeded, into, seeds[seeded].tolist())
+    if len(seeded) < len(lanes):
+        env.reset([lane for lane in lanes if seeds[lane] == UNSEEDED], into)
+
+
 def serve_lanes(
     connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
 ) -> None:
@@ -60,7 +77,7 @@ def serve_lanes(
 def live(connection: Connection, fds: Sequence[int], threads: int, make: Callable[[int], Host]) -> None:
     """The life of a host: built, told what it is like, served until nobody rings, and its errors told."""
     torch.set_num_threads(threads)
-    bell, reply, *files = fds
+    bell, reply, *files = fds[:FDS]
     host = None
     try:
         host = make(reply)
@@ -105,7 +122,8 @@ class Host(abc.ABC):
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
         arrays = layout.arrays(self.files[1].map(max(layout.nbytes, 1))).values()
         self._first = [array[0, self._from : self._to] for array in arrays]
-        self._some = self.files[2].map(lanes).view(np.bool_)[self._from : self._to]
+        some, seeds = choices(self.files[2], lanes)
+        self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
 
     def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int) -> list[Row]:
         """Rows of a slot, of our lanes from `first` to `last`."""
@@ -115,8 +133,9 @@ class Host(abc.ABC):
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
-    @abc.abstractmethod
-    def _obey(self, what: int, place: int, step: int) -> None: ...
+    def _obey(self, what: int, place: int, step: int) -> None:
+        """Whatever is no message; nothing, where lanes are told otherwise."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
@@ -125,10 +144,6 @@ class Host(abc.ABC):
     @abc.abstractmethod
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         """How actions will look."""
-
-    @abc.abstractmethod
-    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """New episodes."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -149,7 +164,7 @@ class LaneHost(Host):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == BEGIN:
-            self._env.reset(chosen, self._first)
+            begin_some(self._env, chosen, self._first, self._seeds)
         else:
             ended = self._env.step(chosen, self._rows[place][step])
             if ended:
@@ -163,6 +178,7 @@ class LaneHost(Host):
         self._env.expect(action)
 
     def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """New episodes in `lanes`."""
         self._env.reset(lanes, self._first, seeds)
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.core.env import DeviceEnv, Env, Rows, Wrapped
+from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -34,6 +35,9 @@ class StepLimit(Wrapped):
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {STEP_COUNT}))
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
+        places = {key: n for n, key in enumerate(spec.observation)}
+        groups = [key[:-1] for key in places if len(key) > 1 and key[-1] == "truncated"]
+        self._groups = [(places[(*group, "truncated")], places[(*group, "done")]) for group in groups]
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._at], seeds)
@@ -55,6 +59,9 @@ class StepLimit(Wrapped):
             for lane in np.flatnonzero(over).tolist():
                 if lane in lanes:
                     row.truncated[lane] = row.done[lane] = True
+                    for truncated, done in self._groups:  # agents that were still at it
+                        row.next[truncated][lane] |= ~row.next[done][lane]
+                        row.next[done][lane] = True
                     if lane not in ended:
                         ended.append(lane)
             ended.sort()

@@ -13,7 +13,7 @@ spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -58,6 +58,14 @@ class _World(Agents):
             return self.env.step(chosen)[:4]  # type: ignore[no-any-return]
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
+
+    def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
+        """SpecMismatch if one of those that have left was neither terminated nor truncated."""
+        for name in [self.names[i] for i in left]:
+            if not over.get(name, False) and not cut.get(name, False):
+                raise SpecMismatch(
+                    f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
+                )
 
     @property
     def present(self) -> _Present:
@@ -168,7 +176,9 @@ class GroupLanes(Env):
                 if alive is not acting:
                     for back in alive.among - acting.among:
                         done[lane, back] = False
-                    self._left.append((lane, acting.among - alive.among))
+                    left = acting.among - alive.among
+                    world.check_flags(left, over, cut)
+                    self._left.append((lane, left))
             except ReapError as error:
                 error.at(lane=lane)
                 raise
@@ -276,6 +286,7 @@ class AgentLanes(Env):
             if terminated or truncated:
                 row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
                 ended.append(i)
+        world.check_flags(acting.among - world.present.among, over, cut)
         return ended
 
     def close(self) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reap.children import MOST_FDS
 from reap.core.slot import Row
 from reap.envs.crew import Crew, Makers
 from reap.envs.hand_host import ANSWER, RAISED, serve_hands
-from reap.envs.lane_host import BELL, PING
+from reap.envs.lane_host import BELL, FDS, PING
 from reap.envs.process_lanes import ProcessLanes, Remote
 from reap.errors import ReapError, UsageError
 from reap.spec import Key, Leaf
+
+MOST_HANDS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
 
 
 class ProcessCrew(Crew):
@@ -33,14 +37,13 @@ class ProcessCrew(Crew):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._lanes.expect(action)
+        self.expecting = True
 
     def row(self) -> Row:
         return self._lanes.shared_row()
 
-    def begin(self, seeds: Sequence[int] | None) -> None:
-        self.settle()
-        everyone = range(self.spec.lanes)
-        self._lanes.begin(everyone, None if seeds is None else dict(zip(everyone, seeds)))
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        self._lanes.seed(lanes, seeds)
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.order(self._remotes[group], what, lanes)
@@ -63,38 +66,59 @@ class HandsCrew(ProcessCrew):
     """Lanes in threads of child processes: every env is a group of its own (see hand_host.py)."""
 
     def __init__(self, makers: Makers, **options: Any) -> None:
-        super().__init__(makers, host=serve_hands, **options)
-        self._where: list[tuple[Remote, int, int]] = []  # of each group: its process, its number there, which process
+        self._doors: list[int] = []  # of each group: where orders for it are written
+        self._theirs: list[int] = []  # the other ends
+        self._where: list[Remote] = []  # of each group: its process
         self._first_of: list[int] = []  # of each process: its first group
-        bounds: list[tuple[int, int]] = []
-        for n, (remote, own) in enumerate(zip(self._remotes, makers)):
-            each, rest = divmod(remote.last - remote.first, len(own))
-            if rest:
-                self.close()
-                raise UsageError("envs that share a process, each in a thread of its own, need as many lanes each")
-            self._first_of.append(len(bounds))
-            for number in range(len(own)):
-                first = remote.first + number * each
-                bounds.append((first, first + each))
-                self._where.append((remote, number, n))
+        try:
+            super().__init__(makers, host=serve_hands, wires=self._make_doors, **options)
+            self._hang_up(self._theirs)
+            bounds: list[tuple[int, int]] = []
+            for remote, own in zip(self._remotes, makers):
+                each, rest = divmod(remote.last - remote.first, len(own))
+                if rest:
+                    self.close()
+                    raise UsageError("envs that share a process, each in a thread of its own, need as many lanes each")
+                self._first_of.append(len(bounds))
+                firsts = range(remote.first, remote.last, each)
+                bounds += [(first, first + each) for first in firsts]
+                self._where += [remote] * len(own)
+        except BaseException:
+            self._hang_up(self._theirs)
+            self._hang_up(self._doors)
+            raise
         self.bounds = bounds
 
+    def _make_doors(self, process: int, envs: int) -> Sequence[int]:
+        """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
+        pipes = [os.pipe() for _ in range(envs)]
+        self._theirs += [theirs for theirs, _ in pipes]
+        self._doors += [ours for _, ours in pipes]
+        return [end for pipe in pipes for end in pipe]
+
+    @staticmethod
+    def _hang_up(ends: list[int]) -> None:
+        while ends:
+            os.close(ends.pop())
+
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
-        """One message to each process, however many of its groups are meant."""
+        """Straight to the thread: nobody in its process hands the order on."""
         self._away.update(dict.fromkeys(groups, time.monotonic()))
-        place = self._lanes.place(what)
-        orders: dict[int, list[bytes]] = {}
-        for group in groups:
-            _, number, process = self._where[group]
-            if lanes is not None:
+        if lanes is not None:
+            for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
-            orders.setdefault(process, []).append(BELL.pack(what, place, number))
-        for process, data in orders.items():
-            self._lanes.write(self._remotes[process], b"".join(data))
+        order = BELL.pack(what, self._lanes.place(what), 0)
+        for group in groups:
+            self._order(group, order)
+
+    def _order(self, group: int, order: bytes) -> None:
+        try:
+            os.write(self._doors[group], order)
+        except BrokenPipeError:
+            raise self._lanes.gone(self._where[group]) from None
 
     def _ping(self, group: int, token: int) -> None:
-        remote, number, _ = self._where[group]
-        self._lanes.write(remote, BELL.pack(PING, token, number))
+        self._order(group, BELL.pack(PING, 0, token))
 
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -103,8 +127,17 @@ class HandsCrew(ProcessCrew):
             whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
             if not whole or any(number == RAISED for number, _ in whole):
                 raise self._lanes.gone(self._remotes[key.data])
-            found += [(self._first_of[key.data] + number, token) for number, token in whole]
+            first = self._first_of[key.data]
+            found += [(first + number, token) for number, token in whole]
         return found
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:
-        return self._lanes.silence_of(self._where[group][0])
+        return self._lanes.silence_of(self._where[group])
+
+    def close(self) -> None:
+        super().close()
+        self._hang_up(self._doors)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._hang_up(self._doors)

@@ -31,7 +31,7 @@ from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.crew import joint_spec
-from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, PING, PONG, SOME, STEP, serve_lanes
+from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, PING, PONG, SOME, STEP, UNSEEDED, choices, serve_lanes
 from reap.errors import ReapError, WorkerSilent
 from reap.interrupts import Interrupts
 from reap.spec import EnvSpec, Key, Leaf
@@ -64,8 +64,10 @@ class ProcessLanes(Env):
         threads: int = 1,
         limit: int | None = None,
         host: Callable[..., None] = serve_lanes,
+        wires: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
+        self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._slots, self._firsts, self._control = (
             SharedFile("reap-rows"),
             SharedFile("reap-first"),
@@ -96,6 +98,7 @@ class ProcessLanes(Env):
         )
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
+            fds += self._wires(n, len(makers)) if self._wires is not None else ()
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
         except BaseException:
             os.close(bell)
@@ -114,7 +117,8 @@ class ProcessLanes(Env):
         self._keys = RowKeys(self.spec)
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
         self.first = [array[0] for array in layout.arrays(self._firsts.map(max(layout.nbytes, 1))).values()]
-        self._some = self._control.map(lanes).view(np.bool_)
+        self._some, self._seeds = choices(self._control, lanes)
+        self._seeds[:] = UNSEEDED
         self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
 
     # ---- talking --------------------------------------------------------------------------------------------------
@@ -134,7 +138,11 @@ class ProcessLanes(Env):
         """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
         if lanes is not None:
             self._some[first:last] = False
-            self._some[list(lanes)] = True
+            self._some[[lane for lane in lanes if first <= lane < last]] = True
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """With which seeds `lanes` begin, when they are next told to through the bell."""
+        self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def place(self, what: int) -> int:
         """The number of the slot everybody sees; new episodes need none."""
@@ -242,6 +250,7 @@ class ProcessLanes(Env):
         start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
         block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
+        slot.block = block
         slot.place, self._places = self._places, self._places + 1
         bare = Layout(
             {k: Leaf(v.shape, v.dtype) for k, v in layout.columns.items()}, layout.steps, layout.lanes, batched=True

@@ -4,9 +4,9 @@
               next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
     row t+1   positions  [ group 3 | group 5 |    ·    ]
 
-Rows are as wide as the most groups taken at a time, so that what the policy computes has one shape. A position nobody
-stands at holds a copy of the first, lane -1, and is no frame. Who will be ready cannot be known when results are
-written, so they come through the row that crew and env share.
+Rows are as wide as the most groups taken at a time. A position nobody stands at holds a copy of the first, lane -1, and
+is no frame: a policy of one shape may compute it, others leave out most of them (core/buckets.py). Who will be ready
+cannot be known when results are written, so they come through the row that crew and env share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReadyLanes(Env):
         self._each = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in crew.bounds]
         spec = crew.spec
-        self._lane, self._numbers = len(spec.observation), np.arange(spec.lanes)
+        self._lane = len(spec.observation)  # our leaf's place in a row
         self.spec = dataclasses.replace(
             spec,
             observation={**spec.observation, READY: Leaf((), torch.int64)},
@@ -58,6 +58,9 @@ class ReadyLanes(Env):
         self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
         self._began: tuple[Any, Any] | None = None
 
+    def filled(self) -> int:
+        return len(self._lanes_in_hand)
+
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self.crew.expect(action)
 
@@ -71,7 +74,7 @@ class ReadyLanes(Env):
         groups = range(len(self._lanes))
         self._take_in_hand(list(groups[: self._most]))
         self._just_reset = deque(groups[self._most :])
-        for array, first in zip(into, (*self.crew.first, self._numbers)):
+        for array, first in zip(into, (*self.crew.first, np.arange(self.crew.spec.lanes))):
             array[: len(self._lanes_in_hand)] = first[self._lanes_in_hand]
 
     def _take_in_hand(self, groups: list[int]) -> None:
@@ -83,8 +86,6 @@ class ReadyLanes(Env):
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._row, shared, own = row, self.crew.row(), self._lanes_in_hand
-        for flag in (shared.done, shared.terminated, shared.truncated):
-            flag[own] = False
         for mine, given in zip(shared.action, row.action):
             mine[own] = given[: len(own)]
         self.crew.ring(self._in_hand, STEP)
@@ -99,15 +100,16 @@ class ReadyLanes(Env):
             self._began = None
             return []
         answered = self._answered
+        if self._least <= len(answered) < self._most and self.crew.away:
+            answered += self.crew.answered(within=0)
         while len(answered) < self._least:
             answered += self.crew.answered()
-        if len(answered) < self._most and self.crew.away:
-            answered += self.crew.answered(wait=False)
         self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
         shared, own = self.crew.row(), self._lanes_in_hand
         count = len(own)
         self._put(row, shared.next)
-        row.mask[count:] = False
+        if count < self.spec.lanes:
+            row.mask[count:] = False
         for mine, theirs in zip(row.rewards, shared.rewards):
             mine[:count] = theirs[own]
         done = shared.done[own]
@@ -115,6 +117,8 @@ class ReadyLanes(Env):
         if done.any():
             row.done[:count], row.terminated[:count] = done, shared.terminated[own]
             row.truncated[:count] = shared.truncated[own]
+            for flag in (shared.done, shared.terminated, shared.truncated):
+                flag[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
         return []  # nobody is to be reset: the crew has done it
@@ -123,12 +127,14 @@ class ReadyLanes(Env):
         """Observations of the lanes in hand; positions nobody stands at see what the first one sees."""
         own = self._lanes_in_hand
         count = len(own)
-        for array, value in zip(row.next, (*values, self._numbers)):
+        observations, numbers = row.next[: self._lane], row.next[self._lane]  # others may wrap us and add theirs
+        for array, value in zip(observations, values):
             array[:count] = value[own]
+        numbers[:count] = own
         if count < self.spec.lanes:
-            for array in row.next[: self._lane]:
+            for array in observations:
                 array[count:] = array[0]
-            row.next[self._lane][count:] = -1
+            numbers[count:] = -1
 
     def tidy(self, row: Row) -> None:
         if self._began is not None:

@@ -14,37 +14,48 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
+from reap.children import wake_in_time
 from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.crew import Crew, Makers, joint_spec
-from reap.envs.lane_host import BEGIN, PING, built
+from reap.envs.lane_host import BEGIN, PING, UNSEEDED, begin_some, built
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
 from reap.spec import Key, Leaf
 
 _DEADLINE = 5.0
 
 
+class Orders(Protocol):
+    """Where a thread waits for what to do, with which lanes (None: all), and a token to answer with; None: to end."""
+
+    def get(self) -> tuple[int, Sequence[int] | None, int] | None: ...
+
+    def put(self, order: Any) -> None: ...
+
+
 class Hand:
     """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
 
-    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any) -> None:
+    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
-        self.orders: queue.SimpleQueue[tuple[int, Sequence[int] | None, Any] | None] = queue.SimpleQueue()
+        self.orders: Orders = orders
         self.env: Env
         self.row: Row
         self.into: list[np.ndarray[Any, Any]] = []
+        self.seeds = np.zeros(0, np.int64)
         self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
         self.thread.start()
 
     def _live(self) -> None:
+        wake_in_time()
         try:
             env = self.env = built(self._makers, self._limit)
         except Exception as error:
@@ -54,18 +65,18 @@ class Hand:
             self.answers.put((self.number, None, 0))
             while (order := self.orders.get()) is not None:
                 try:
-                    self._obey(env, *order)
+                    self._obey(env, order[0], order[1])
                 except Exception as error:
                     self.answers.put((self.number, error, 0))
                 else:
-                    self.answers.put((self.number, None, order[2] if order[0] == PING else 0))
+                    self.answers.put((self.number, None, order[2]))
         finally:
             env.close()
 
-    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None, seeds: Any) -> None:
+    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
         if what == BEGIN:
-            env.reset(chosen, self.into, seeds)
+            begin_some(env, chosen, self.into, self.seeds)
         elif what != PING:
             ended = env.step(chosen, self.row)
             if ended:
@@ -85,7 +96,14 @@ class Hand:
 class ThreadCrew(Crew):
     """Lanes in threads."""
 
-    def __init__(self, makers: Makers, *, timeout: float | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        makers: Makers,
+        *,
+        timeout: float | None = None,
+        limit: int | None = None,
+        orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
+    ) -> None:
         super().__init__()
         self.timeout = timeout
         self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
@@ -95,16 +113,18 @@ class ThreadCrew(Crew):
         try:
             for n, own in enumerate(makers):
                 self._away[n] = time.monotonic()
-                self.hands.append(Hand(n, own, limit, self.queue))
+                self.hands.append(Hand(n, own, limit, self.queue, orders(n)))
                 self.answered()  # one after another: imports that go in circles fail when threads meet in them
             self.spec, self.bounds = joint_spec([hand.env.spec for hand in self.hands])
         except BaseException:
             self.close()
             raise
         self.first = current_for(self.spec.observation, self.spec.lanes)
+        self._seeds = np.full(self.spec.lanes, UNSEEDED)
         for hand, (first, last) in zip(self.hands, self.bounds):
             hand.first, hand.last = first, last
             hand.into = [array[first:last] for array in self.first]
+            hand.seeds = self._seeds[first:last]
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
@@ -119,18 +139,19 @@ class ThreadCrew(Crew):
             own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
             (hand.row,) = own.cut(keys, hand.into)
         (self._row,) = whole.cut(keys, self.first)
+        self.expecting = True
 
     def row(self) -> Row:
         assert self._row is not None
         return self._row
 
-    def begin(self, seeds: Sequence[int] | None) -> None:
-        for hand in self.hands:
-            hand.orders.put((BEGIN, None, None if seeds is None else seeds[hand.first : hand.last]))
-        self.settle()
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
-        self.hands[group].orders.put((what, lanes, None))
+        hand = self.hands[group]
+        own = None if lanes is None else [lane for lane in lanes if hand.first <= lane < hand.last]
+        hand.orders.put((what, own, 0))
 
     def _ping(self, group: int, token: int) -> None:
         self.hands[group].orders.put((PING, None, token))

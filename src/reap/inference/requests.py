@@ -32,9 +32,10 @@ class Request:
         self._bell = threading.Event()
 
     def answer(self, what: tuple[Columns, int] | ReapError) -> None:
-        """Outputs and the version that computed them; or why there are none."""
-        self._answer = what
-        self._bell.set()
+        """Outputs and the version that computed them; or why there are none. The first answer counts."""
+        if not self._bell.is_set():
+            self._answer = what
+            self._bell.set()
 
     def result(self) -> tuple[Columns, int]:
         """Wait for the answer."""

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from reap.core.as_policy import takes_tensordict
+from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
 from reap.inference.requests import Columns, Line, Request
@@ -103,6 +104,7 @@ class InferenceServer:
         self._forwards: deque[float] = deque(maxlen=_WINDOW)
         self._requests = self._batches = 0
         self._busy, self._began = 0.0, time.monotonic()
+        self._current: list[Request] = []  # the batch that is being computed
         self._desk: Desk | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
@@ -133,9 +135,15 @@ class InferenceServer:
             return PolicyClient(ThreadLine(self._line, self.in_keys, self), policy_version_key)
         if kind != "process":
             raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
+        return PolicyClient(ProcessLine(*self.address, self.in_keys), policy_version_key)
+
+    @property
+    def address(self) -> tuple[str | bytes, bytes]:
+        """Where clients from other processes are received, and what they must know."""
+        self.start()
         if self._desk is None:
             self._desk = Desk(self._line)
-        return PolicyClient(ProcessLine(self._desk.address, self._desk.key, self.in_keys), policy_version_key)
+        return self._desk.address, self._desk.key
 
     @property
     def is_alive(self) -> bool:
@@ -143,22 +151,21 @@ class InferenceServer:
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self) -> None:
-        """Stop answering; those that wait get an error. May be called twice."""
-        self._close("it was shut down")
+        """Stop answering; those that wait get an error. A policy that does not return is left after 5 s."""
+        self._why_closed = self._why_closed or "it was shut down"
+        self._line.close(f"the inference server does not answer any more: {self._why_closed}")
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(_DEADLINE)
             if thread.is_alive():
+                for request in self._current:
+                    request.answer(ServerGone("the inference server was shut down while its policy was computing"))
                 warnings.warn(
                     f"the policy of an InferenceServer did not return within {_DEADLINE:.0f} s; its thread is left",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-
-    def _close(self, why: str) -> None:
-        self._why_closed = self._why_closed or why
-        self._line.close(f"the inference server does not answer any more: {self._why_closed}")
-        desk, self._desk = self._desk, None
+        desk, self._desk = self._desk, None  # last: answers that were being computed still go out
         if desk is not None:
             desk.close(_DEADLINE)
 
@@ -216,16 +223,20 @@ class InferenceServer:
     def answer(self, batch: list[Request]) -> None:
         """One batch, by one version of the weights."""
         began = time.monotonic()
+        self._current = batch
         try:
             with self._weights, torch.no_grad(), exploring(self._kind):
                 outputs = self._forward(_joined(batch))
                 version = self._version
             answers = _split(outputs, batch)
-        except Exception as cause:
+        except BaseException as cause:
             for request in batch:  # one error each: they are raised in different threads
                 request.answer(_told(cause))
+            if not isinstance(cause, Exception):  # sys.exit() and the like end the thread, but leave nobody waiting
+                raise
             return
         finally:
+            self._current = []
             ended = time.monotonic()
             self._busy += ended - began
             self._forwards.append(ended - began)
@@ -283,7 +294,7 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
     if given is None or given is False:
         return []
     if given is True:
-        return sorted({*(1 << n for n in range(most.bit_length()) if 1 << n < most), most})
+        return powers(most)
     sizes = sorted(given)
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise UsageError(f"buckets must hold whole numbers ≥ 1, got {given!r}")
@@ -313,7 +324,7 @@ def _split(outputs: Columns, batch: list[Request]) -> list[Columns]:
     return found
 
 
-def _told(cause: Exception) -> ReapError:
+def _told(cause: BaseException) -> ReapError:
     error = WorkerRaised(f"the policy of the inference server raised {cause!r}")
     error.__cause__ = cause
     return error

@@ -1,0 +1,127 @@
+"""MultiStep: what the next n steps bring, and where they lead.
+
+    row     t ─────► t+1 ─────► t+2 ─────► t+3              n_steps=3
+            r₀       γ·r₁       γ²·r₂
+            └─ reward: their sum ┘         └─ everything else under "next", the flags of an end included
+
+A window ends early where its run of rows does: at the end of an episode, of what one writer wrote in one go, or of what
+is there yet. It is never longer, and `steps_to_next_obs` says how long it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from reap.buffers.memory import Memory
+from reap.buffers.runs import Cuts, Marker
+from reap.buffers.samplers import nothing
+from reap.errors import UsageError, WrongArgument
+from reap.spec import Key, as_key
+
+Array = np.ndarray[Any, Any]
+_MASKS: tuple[Key, ...] = (("collector", "mask"), ("mask",))
+
+
+class MultiStep:
+    """Discounted rewards of `n_steps` steps, and the observation after them.
+
+    >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), transform=MultiStep(gamma=0.99, n_steps=3))
+    >>> buffer.sample(256)["next", "reward"]    # of up to 3 steps
+
+    In a buffer, the frames that follow a row are looked up when it is sampled, whatever the sampler: batches may have
+    been as short as they like. As `postproc` of a collector it sees one batch, and windows end with it.
+
+    A sample has `steps_to_next_obs`, `gamma` (to the power of it) and ("next", "original_reward") besides.
+
+    Args:
+        gamma: discount of one step, 0 to 1.
+        n_steps: how many steps, at least 1.
+    """
+
+    def __init__(self, gamma: float, n_steps: int) -> None:
+        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma <= 1:
+            raise UsageError(f"gamma is a number from 0 to 1, got {gamma!r}")
+        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
+            raise UsageError(f"n_steps is a whole number >= 1, got {n_steps!r}")
+        self.gamma, self.n_steps = float(gamma), n_steps
+
+    def read(self, memory: Memory, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
+        """The rows at these positions, with what lies ahead of them; `cuts` are those they were written with."""
+        rows = memory.rows
+        if rows is None:
+            raise nothing()
+        columns = list(rows.layout.columns)
+        cuts.check(columns)
+        rewards = _rewards(columns)
+        window, steps = self._window(positions, memory.runs.ends(positions))
+        window %= memory.capacity
+        last = window[:, -1]
+        elsewhere = {key: window if key in rewards else last for key in columns if key[0] == "next"}
+        found = rows.read(window[:, 0], elsewhere)
+        self._fold(found, {key: found[key] for key in rewards}, steps)
+        return found
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        """A batch `[…, T]`, as a collector delivers it: the same with windows that end where it does."""
+        if not isinstance(batch, TensorDictBase) or not batch.ndim:
+            raise WrongArgument(f"MultiStep takes a TensorDict of shape […, T], got {type(batch).__name__}")
+        shape = batch.batch_size
+        if not shape.numel():
+            return batch
+        window, steps = self._window(np.arange(shape.numel()), _ends(batch))
+        after = batch["next"].reshape(-1)
+        keys = [("next", *as_key(key)) for key in after.keys(True, True)]
+        rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}
+        after = after[torch.from_numpy(np.ascontiguousarray(window[:, -1]))]
+        told: dict[Key, Tensor] = {}
+        self._fold(told, rewards, steps)
+        out = batch.copy()
+        out["next"] = after.reshape(shape)
+        for key, value in told.items():
+            out[key] = value.reshape(*shape, *value.shape[1:])
+        return out
+
+    def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
+        """`[count, n_steps]` places from each on, the last one again and again after its end; how many there are."""
+        steps = np.clip(ends - at, 1, self.n_steps)  # 1: one that was overwritten meanwhile; it is drawn again
+        return at[:, None] + np.minimum(np.arange(self.n_steps), steps[:, None] - 1), steps
+
+    def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
+        """Rewards `[count, n_steps, …]` into one for each row, and what there is to say about it."""
+        ahead = np.arange(self.n_steps)
+        weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))
+        for key, each in rewards.items():
+            dtype = each.dtype if each.is_floating_point() else torch.get_default_dtype()
+            weight = weights.to(each.device, dtype).reshape(*weights.shape, *[1] * (each.ndim - 2))
+            columns[(*key[:-1], "original_reward")] = each[:, 0].clone()
+            columns[key] = (each * weight).sum(1)
+        device = next(iter(rewards.values())).device
+        columns["gamma",] = torch.from_numpy(self.gamma**steps).to(device, torch.get_default_dtype())
+        columns["steps_to_next_obs",] = torch.from_numpy(steps).to(device)
+
+    def __repr__(self) -> str:
+        return f"MultiStep(gamma={self.gamma:g}, n_steps={self.n_steps})"
+
+
+def _rewards(columns: list[Key]) -> list[Key]:
+    found = [key for key in columns if key[0] == "next" and key[-1] == "reward"]
+    if not found:
+        raise UsageError('MultiStep: there is no reward under "next" to add up')
+    return found
+
+
+def _ends(batch: TensorDictBase) -> Array:
+    """Where the run of each row of a batch ends, counted over all of it."""
+    marks = Marker(Cuts()).marks(batch, None)[0].astype(bool)
+    for key in _MASKS:
+        if (mask := batch.get(key, None)) is not None:  # what is no frame is no part of a window
+            frame = mask.detach().cpu().numpy().reshape(-1)
+            marks[1:] |= frame[1:] != frame[:-1]
+    starts = np.flatnonzero(marks)
+    ends: Array = np.append(starts[1:], len(marks))[np.cumsum(marks) - 1]
+    return ends

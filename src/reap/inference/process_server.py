@@ -1,0 +1,173 @@
+"""An InferenceServer in a process of its own: its policy has an interpreter, and a GPU if it likes, to itself.
+
+    here                                         its process
+    ProcessInferenceServer ── calls, weights ──► InferenceServer
+    clients, here and elsewhere ──── socket ───► desk ──► line ──► batch ──► policy
+
+The policy is made there, by a factory. Whoever makes the server owns it: when that process ends, so does the server's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send
+from reap.errors import ServerGone, WorkerSilent, WrongArgument, WrongState
+from reap.inference.clients import PolicyClient, ProcessLine
+from reap.inference.server import InferenceServer
+from reap.spec import Key
+from reap.weights import local
+
+_DEADLINE = 5.0
+
+
+class ProcessInferenceServer:
+    """Answers many clients, from another process.
+
+    >>> with ProcessInferenceServer(make_policy, max_batch_size=64, timeout=0.01) as server:
+    ...     client = server.client()                 # a policy, for this process or any other on this machine
+    ...     td = client(td)
+    ...     server.update_policy_weights_(trained)
+
+    Args:
+        policy_factory: makes the policy, there.
+        num_threads: torch threads of that process.
+        startup_timeout: seconds the factory may take; None: for ever.
+        start_method: how the process starts, "forkserver" or "spawn".
+        **options: those of `InferenceServer`.
+    """
+
+    def __init__(
+        self,
+        policy_factory: Callable[[], Any],
+        *,
+        num_threads: int = 1,
+        startup_timeout: float | None = None,
+        start_method: StartMethod = "forkserver",
+        **options: Any,
+    ) -> None:
+        if not callable(policy_factory):
+            raise WrongArgument(f"policy_factory must be a callable, got {type(policy_factory).__name__}")
+        self._why_closed: str | None = None
+        self._lock = threading.Lock()
+        target = dumps(functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy")
+        self._child = Child(target, start=start_method, name="reap-inference")
+        try:
+            until = None if startup_timeout is None else time.monotonic() + BOOT + startup_timeout
+            self._address, self._key, self.in_keys = self._answer(until, startup_timeout)
+        except BaseException:
+            self._close("it could not be started")
+            raise
+
+    def client(self, kind: str = "process", *, policy_version_key: Any = "policy_version") -> PolicyClient:
+        """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
+        if kind not in ("thread", "process"):
+            raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
+        self._open()
+        in_keys: Sequence[Key] | None = self.in_keys
+        return PolicyClient(ProcessLine(self._address, self._key, in_keys), policy_version_key)
+
+    def update_policy_weights_(self, weights: Any) -> int:
+        """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
+        if weights is None:
+            raise WrongArgument("weights must be given: the policy was made in another process, and has no copy here")
+        named = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in local.as_named(weights).items()}
+        return int(self._call("update_policy_weights_", named))
+
+    def stats(self) -> dict[str, Any]:
+        """As `InferenceServer.stats`."""
+        return dict(self._call("stats"))
+
+    @property
+    def policy_version(self) -> int:
+        """How often weights were updated; 0 is the policy as the factory made it."""
+        return int(self.stats()["policy_version"])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process is there."""
+        return self._why_closed is None and not self._child.gone()
+
+    def _open(self) -> None:
+        if self._why_closed is not None:
+            raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
+        if self._child.gone():
+            raise self._death()
+
+    def _death(self) -> ServerGone:
+        return ServerGone(f"the inference server's process {self._child.death()}")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with self._lock:
+            self._open()
+            self._child.line.say(dumps((name, arguments), name))
+            return self._answer(None, None)
+
+    def _answer(self, until: float | None, timeout: float | None) -> Any:
+        """The next word of the process; its end is one, too."""
+        line, sentinel = self._child.line, self._child.sentinel
+        while True:
+            gone = self._child.gone()  # asked first: what it said before is all there then
+            for data in line.hear():
+                answer = pickle.loads(data)
+                if isinstance(answer, Raised):
+                    raise answer.unpack()
+                return answer
+            if gone:
+                raise self._death()
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise WorkerSilent(f"the policy_factory has not returned after {timeout} s (startup_timeout)")
+            select.select([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], [], left)
+
+    def shutdown(self) -> None:
+        """End the process; clients that wait get an error. May be called twice."""
+        self._close("it was shut down")
+
+    def _close(self, why: str) -> None:
+        if self._why_closed is None:
+            self._why_closed = why
+            self._child.line.close()
+            end([self._child], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.shutdown()
+
+
+def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, threads: int) -> None:
+    """The life of the process: until nobody is there who could call."""
+    torch.set_num_threads(threads)
+    try:
+        server = InferenceServer(policy_factory=make, **options)
+    except Exception as error:
+        send(connection, Raised.of(error, "policy_factory"))
+        return
+    with server:
+        send(connection, (*server.address, server.in_keys))
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                name, arguments = pickle.loads(connection.recv_bytes())
+                try:
+                    answer = getattr(server, name)(*arguments)
+                except Exception as error:
+                    answer = Raised.of(error, f"InferenceServer.{name}")
+                send(connection, answer)

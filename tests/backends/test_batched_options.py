@@ -1,0 +1,173 @@
+"""AsyncBatchedCollector: each option does what it says, in threads and in processes."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import distributions, nn
+
+from reap.collectors import AsyncBatchedCollector
+from reap.core.exploration import ExplorationType
+from reap.envs import GymEnv
+from reap.errors import UsageError, WrongArgument
+from reap.testing import CountingEnv, EchoPolicy, no_leaks
+
+
+class Says(CountingEnv):
+    """Says in its reward who steps it: the process, or the thread."""
+
+    def __init__(self, lane, thread):
+        super().__init__((4,), lane)
+        self._thread = thread
+
+    def step(self, action):
+        observation, _, terminated, truncated, info = super().step(action)
+        who = threading.get_native_id() if self._thread else os.getpid()
+        return observation, float(who), terminated, truncated, info
+
+
+def who_steps(thread, count=4, **options):
+    """For each env: who has stepped it."""
+    make = [lambda n=n: GymEnv(Says(n, thread)) for n in range(count)]
+    with no_leaks():
+        with AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=40 * count, **options) as c:
+            batch = c.next()
+            found = []
+            for n in range(count):
+                (one,) = set(batch["next", "reward"][batch["env_index"] == n].flatten().tolist())
+                found.append(int(one))
+        del c, batch
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "here"),
+    [
+        ({"env_backend": "threading"}, 4, True),
+        ({}, 4, True),
+        ({"env_backend": "threading", "envs_per_worker": 2}, 2, True),
+        ({"env_backend": "multiprocessing"}, 4, False),
+        ({"backend": "multiprocessing", "envs_per_worker": 2}, 2, False),
+        ({"env_backend": "multiprocessing", "envs_per_worker": 3}, 2, False),  # as many in each
+        ({"env_backend": "multiprocessing", "envs_per_worker": 4}, 1, False),
+    ],
+)
+def test_who_steps_the_envs(options, workers, here):
+    threads = options.get("env_backend", "threading") == "threading" and "backend" not in options
+    found = who_steps(threads, **options)
+    assert len(set(found)) == workers
+    assert [found.index(one) for one in found] == sorted(found.index(one) for one in found), "neighbours share a worker"
+    assert threading.get_native_id() not in found
+    if not threads:
+        assert (os.getpid() in found) is here
+
+
+def test_the_signature_shows_every_option():
+    names = list(inspect.signature(AsyncBatchedCollector).parameters)
+    assert names[:4] == ["create_env_fn", "policy", "max_batch_size", "min_batch_size"]
+    assert {"env_backend", "envs_per_worker", "postproc", "replay_buffer"} <= {*names}
+    assert "compact_obs" not in names
+
+
+def test_threads_of_a_process():
+    where = {"env_backend": "multiprocessing", "envs_per_worker": 4, "worker_threads": True}
+    assert len(set(who_steps(True, **where))) == 4
+    (pid,) = set(who_steps(False, **where))
+    assert pid != os.getpid()
+
+
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+def test_exploration(backend):
+    def policy():
+        return ProbabilisticTensorDictSequential(
+            TensorDictModule(nn.Linear(3, 1), ["observation"], ["loc"]),
+            TensorDictModule(lambda loc: torch.full_like(loc, 0.5), ["loc"], ["scale"]),
+            ProbabilisticTensorDictModule(["loc", "scale"], ["action"], distribution_class=distributions.Normal),
+        )
+
+    make = [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(3)]
+    for kind, same in ((ExplorationType.DETERMINISTIC, True), (ExplorationType.RANDOM, False), (None, False)):
+        options = {} if kind is None else {"exploration_type": kind}
+        with AsyncBatchedCollector(make, policy(), frames_per_batch=30, env_backend=backend, **options) as c:
+            batch = c.next()
+        assert torch.equal(batch["action"], batch["loc"]) is same
+
+
+def test_a_factory_is_called_once_here_and_its_policy_learns():
+    made = []
+
+    def factory():
+        made.append((os.getpid(), EchoPolicy()))
+        return made[-1][1]
+
+    make = [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(3)]
+    with AsyncBatchedCollector(
+        make, policy_factory=factory, frames_per_batch=30, env_backend="multiprocessing", envs_per_worker=3
+    ) as c:
+        first = c.next()
+        assert [pid for pid, _ in made] == [os.getpid()]
+        assert torch.equal(first["action"], EchoPolicy()(first["observation"]))
+        weights = EchoPolicy()
+        with torch.no_grad():
+            weights.weight.fill_(5.0)
+        c.update_policy_weights_(weights)
+        c.next()
+        batch = c.next()
+        assert torch.equal(batch["action"], EchoPolicy()(batch["observation"]) * 5)
+        assert (batch["policy_version"] == 1).all()
+    with pytest.raises(WrongArgument, match="policy or policy_factory, not both"):
+        AsyncBatchedCollector(make, EchoPolicy(), policy_factory=factory, frames_per_batch=30)
+
+
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+def test_postproc_and_hooks_see_every_batch_once(backend):
+    seen, hooked = [], []
+
+    def postproc(batch):
+        seen.append(batch["env_index"].clone())
+        return batch.set("double", batch["observation"] * 2).exclude("action")
+
+    make = [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(3)]
+    with AsyncBatchedCollector(
+        make,
+        EchoPolicy(),
+        frames_per_batch=12,
+        total_frames=40,
+        postproc=postproc,
+        post_collect_hook=hooked.append,
+        env_backend=backend,
+    ) as c:
+        batches = list(c)
+    assert [len(batch) for batch in batches] == [12, 12, 12, 4]
+    assert [len(one) for one in seen] == [len(batch) for batch in batches]
+    for batch, index in zip(batches, seen):
+        assert "action" not in batch
+        assert torch.equal(batch["double"], batch["observation"] * 2)
+        assert torch.equal(batch["env_index"], index)
+    assert len(hooked) == 4
+
+
+def test_reset_at_each_iter_begins_every_env_anew():
+    make = [lambda n=n: GymEnv(CountingEnv((50,), n)) for n in range(3)]
+    with AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=12, reset_at_each_iter=True) as c:
+        for episode in (1, 2, 3):
+            batch = c.next()
+            for n in set(batch["env_index"].tolist()):
+                own = batch["observation"][batch["env_index"] == n]
+                assert own.tolist() == [[n, episode, t] for t in range(len(own))]
+
+
+def test_frames_of_one_dimension_only():
+    with pytest.raises(UsageError, match="yield_completed_trajectories delivers one episode at a time"):
+        AsyncBatchedCollector(
+            [lambda: GymEnv(CountingEnv())],
+            EchoPolicy(),
+            frames_per_batch=12,
+            yield_completed_trajectories=True,
+            trajs_per_batch=2,
+        )

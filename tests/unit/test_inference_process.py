@@ -1,0 +1,137 @@
+"""ProcessInferenceServer: the policy in a process of its own, and what happens when either side ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from reap.collectors import MultiSyncCollector
+from reap.envs import GymEnv, SerialEnv
+from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WorkerSilent, WrongArgument, WrongState
+from reap.modules import ProcessInferenceServer
+from reap.testing import CountingEnv, EchoPolicy, no_leaks
+
+
+class Scale(nn.Module):
+    """Says by how much it multiplies, and in which process."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, observation):
+        return observation * self.weight, torch.full(observation.shape[:1], os.getpid())
+
+
+def row(*values):
+    return TensorDict({"observation": torch.tensor([float(v) for v in values])})
+
+
+def test_the_policy_acts_elsewhere_and_learns():
+    with no_leaks():
+        with ProcessInferenceServer(Scale, timeout=0.001) as server:
+            assert server.is_alive
+            near, other = server.client("thread"), server.client()
+            td = near(row(1, 3))
+            assert td["action"].tolist() == [2, 6]
+            assert td["output1"].item() == server._child.pid != os.getpid()
+            weights = Scale()
+            with torch.no_grad():
+                weights.weight.fill_(5.0)
+            for version, given in enumerate((weights, weights.state_dict(), TensorDict(weights.state_dict())), 1):
+                assert server.update_policy_weights_(given) == version == server.policy_version
+                td = other(row(1))
+                assert (td["action"].item(), td["policy_version"].item()) == (5.0, version)
+            stats = server.stats()
+            assert (stats["requests"], stats["clients"], stats["policy_version"]) == (4, 2, 3)
+            with pytest.raises(SpecMismatch, match="which the policy has not"):
+                server.update_policy_weights_({"wight": torch.tensor(1.0)})
+            with pytest.raises(WrongArgument, match="weights must be given"):
+                server.update_policy_weights_(None)
+        with pytest.raises(ServerGone):
+            near(row(1))
+        with pytest.raises(WrongState, match="closed: it was shut down"):
+            server.client()
+        assert not server.is_alive
+        server.shutdown()
+        del server, near, other
+
+
+def test_workers_ask_it():
+    def lanes(first):
+        return lambda: SerialEnv(2, [lambda n=n: GymEnv(CountingEnv((3, 2), first + n)) for n in range(2)])
+
+    options = {"frames_per_batch": 20, "total_frames": 60}
+    with ProcessInferenceServer(EchoPolicy) as server:
+        client = server.client(policy_version_key=None)
+        with MultiSyncCollector([lanes(0), lanes(2)], client, **options) as c:
+            got = [batch.clone() for batch in c]
+    with MultiSyncCollector([lanes(0), lanes(2)], EchoPolicy(), **options) as c:
+        assert all((one == other).all() for one, other in zip(got, c))
+    assert len(got) == 3
+
+
+def test_its_death_is_told_to_everybody():
+    class Waits(nn.Module):
+        def forward(self, observation):
+            time.sleep(60)
+            return observation
+
+    with no_leaks():
+        server = ProcessInferenceServer(Waits, min_batch_size=1)
+        client, told = server.client(), []
+
+        def ask(one):
+            try:
+                one(row(1))
+            except Exception as error:
+                told.append(error)
+
+        asker = threading.Thread(target=ask, args=(client,))
+        asker.start()
+        while not server.stats()["clients"]:
+            time.sleep(0.002)
+        os.kill(server._child.pid, signal.SIGKILL)
+        asker.join(10)
+        assert [type(error) for error in told] == [ServerGone]
+        for use, given in ((server.stats, ()), (server.update_policy_weights_, ({},)), (server.client, ())):
+            with pytest.raises(ServerGone, match="killed by SIGKILL"):
+                use(*given)
+        server.shutdown()
+        told.clear()
+        client.close()
+        del server, client, use, asker
+
+
+def test_what_goes_wrong_at_the_start_is_told():
+    def broken():
+        raise OSError("no such file")
+
+    with no_leaks():
+        with pytest.raises(WorkerRaised, match=r"policy_factory raised OSError\('no such file'\)") as caught:
+            ProcessInferenceServer(broken)
+        assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(UsageError, match="max_batch_size must be a whole number ≥ 1, got 0"):
+            ProcessInferenceServer(Scale, max_batch_size=0)
+        with pytest.raises(WrongArgument, match="policy_factory must be a callable, got int"):
+            ProcessInferenceServer(3)
+        del caught
+
+
+def test_a_factory_that_takes_too_long_is_given_up(monkeypatch):
+    import reap.inference.process_server as module
+
+    monkeypatch.setattr(module, "BOOT", 0.0)
+
+    def slow():
+        time.sleep(60)
+
+    with no_leaks(), pytest.raises(WorkerSilent, match=r"has not returned after 0\.5 s \(startup_timeout\)"):
+        ProcessInferenceServer(slow, startup_timeout=0.5)
