@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reap.core.env import Wrapped
+from reap.core.wrapped import Wrapped
 from reap.envs import GymEnv, SerialEnv, TorchEnv
 from reap.testing import CountingEnv, check_env
 
