@@ -13,6 +13,7 @@ else of TorchRL is touched; its envs, modules, buffers and losses are what they 
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
 from types import ModuleType
@@ -42,6 +43,29 @@ class Installed:
         uninstall()
 
 
+def _names() -> dict[str, dict[str, Any]]:
+    """What is reap's, by the public module of TorchRL it is imported from; TorchRL's own code keeps to private ones."""
+    all_of_them = {name: getattr(reap.collectors, name) for name in reap.collectors.__all__} | reap.collectors._LEGACY
+    split = {"split_trajectories": reap.collectors.utils.split_trajectories}
+    schemes = {name: getattr(reap.weight_update, name) for name in reap.weight_update.__all__}
+    return {
+        "collectors": all_of_them,
+        "collectors.collectors": all_of_them | split,
+        "collectors.utils": split,
+        "collectors.weight_update": {name: found for name, found in all_of_them.items() if "Updater" in name},
+        "weight_update": schemes,
+        "weight_update.weight_sync_schemes": schemes,
+    }
+
+
+def _module(path: str) -> ModuleType | None:
+    """A module that other versions of TorchRL may not have."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return None
+
+
 def install() -> Installed:
     """Make `torchrl.collectors` and `torchrl.weight_update` name reap's classes, where reap has them.
 
@@ -51,19 +75,18 @@ def install() -> Installed:
     'reap.collectors.single'
     """
     try:
-        theirs = importlib.import_module("torchrl.collectors")
+        importlib.import_module("torchrl.collectors")
     except ImportError as cause:
         raise missing("torchrl", "torchrl") from cause
-    utils, weights = (importlib.import_module(f"torchrl.{name}") for name in ("collectors.utils", "weight_update"))
-    ours: dict[tuple[ModuleType, str], Any] = {
-        (theirs, name): getattr(reap.collectors, name) for name in reap.collectors.__all__
+    ours = {
+        (module, name): found
+        for path, names in _names().items()
+        if (module := _module(f"torchrl.{path}")) is not None
+        for name, found in names.items()
     }
-    ours |= {(theirs, name): found for name, found in reap.collectors._LEGACY.items()}
-    ours |= {(weights, name): getattr(reap.weight_update, name) for name in reap.weight_update.__all__}
-    ours[utils, "split_trajectories"] = reap.collectors.utils.split_trajectories
     if not _before:  # else installed already: what is to be put back is known
         for (module, name), found in ours.items():
-            _before.append((module, name, getattr(module, name, _ABSENT)))
+            _before.append((module, name, vars(module).get(name, _ABSENT)))
             setattr(module, name, found)
     return Installed({f"{module.__name__}.{name}": found for (module, name), found in ours.items()})
 
@@ -83,6 +106,9 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         raise UsageError("python -m reap.compat needs a script: python -m reap.compat train.py …")
     sys.argv = arguments
+    script = os.path.realpath(arguments[0])
+    if os.path.isfile(script) and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(script)  # as Python does: what lies beside the script can be imported
     with install():
         runpy.run_path(arguments[0], run_name="__main__")
 

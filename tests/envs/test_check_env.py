@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
+from reap.core.wrapped import Wrapped
+from reap.envs import GymEnv, SerialEnv, TorchEnv
 from reap.testing import CountingEnv, check_env
 
 
@@ -53,7 +58,78 @@ def unseeded(self):
     return np.array([0, 0, np.random.default_rng().random()], np.float32)
 
 
+def draws_in_step(draw):
+    def step(self, action):
+        observation, *rest = CountingEnv.step(self, action)
+        observation[2] = draw()
+        return observation, *rest
+
+    return step
+
+
+def seeds_everybody(self, *, seed=None, options=None):
+    np.random.seed(0 if seed is None else seed)
+    return CountingEnv.reset(self)
+
+
+def counts_for_all(self, action):
+    observation, *rest = CountingEnv.step(self, action)
+    type(self).total = getattr(type(self), "total", 0) + 1
+    observation[2] = type(self).total
+    return observation, *rest
+
+
+def forgets_for_all(self, *, seed=None, options=None):
+    type(self).total = 0
+    return CountingEnv.reset(self, seed=seed)
+
+
+def begins_again(self, action):
+    observation, reward, terminated, truncated, info = CountingEnv.step(self, action)
+    if terminated or truncated:
+        observation, info = self.reset()
+    return observation, reward, terminated, truncated, info
+
+
+def tells_the_final(self, action):
+    observation, reward, terminated, truncated, info = CountingEnv.step(self, action)
+    if terminated or truncated:
+        info = {"final_observation": observation}
+        observation = np.zeros(3, np.float32)
+    return observation, reward, terminated, truncated, info
+
+
+class Shifted(gym.ObservationWrapper):
+    def observation(self, observation):
+        return observation + 1
+
+
+SINGLE = Broken()
 BROKEN = {
+    "one for all": (lambda: SINGLE, "returned the same env object twice"),
+    "one for all, wrapped": (lambda: gym.wrappers.TimeLimit(SINGLE, 9), "returned the same env object twice"),
+    "shared state": (variant(step=counts_for_all, reset=forgets_for_all), "Copies share state"),
+    "global seed": (
+        variant(reset=seeds_everybody),
+        r"reset\(seed=7\) draws from NumPy's global generator .* or seeds it",
+    ),
+    "global NumPy": (variant(step=draws_in_step(np.random.random)), "step draws from NumPy's global generator"),
+    "global random": (
+        variant(step=draws_in_step(random.random)),
+        r"step draws from Python's global generator \(random\)",
+    ),
+    "global torch": (variant(step=draws_in_step(lambda: torch.rand(1).item())), "step draws from torch's global"),
+    "resets itself": (variant(step=begins_again), "The env resets itself inside step: with its done flag"),
+    "resets itself, inside": (lambda: Shifted(variant(step=begins_again)()), "The env resets itself inside step"),
+    "resets itself, and says so": (
+        variant(step=tells_the_final),
+        r"at step 3, .* which is in info\['final_observation'\]",
+    ),
+    "ragged": (
+        variant(step=after(2, set_observation(lambda o: [[1], [1, 2]]))),
+        "At step 2, .* lists of different length",
+    ),
+    "nothing": (variant(step=after(0, set_observation(lambda o: None))), "observation = None, no array of numbers"),
     "shape changes": (variant(step=after(5, set_observation(lambda o: o[:2]))), r"shape \[2\]; its space says \[3\]"),
     "dtype": (
         variant(step=after(0, set_observation(lambda o: o.astype(complex)))),
@@ -113,7 +189,7 @@ def test_other_wrong_things():
         check_env(CountingEnv())
     with pytest.raises(AssertionError, match="The factory raised ZeroDivisionError"):
         check_env(lambda: 1 / 0)
-    with pytest.raises(AssertionError, match="The factory returned int, not a gymnasium.Env"):
+    with pytest.raises(AssertionError, match="The factory returned int, which is no kind of env that reap knows"):
         check_env(lambda: 3)
     import threading
 
@@ -152,3 +228,201 @@ def test_remarks():
             return self.buffer
 
     assert any("changes the observation returned before" in r for r in check_env(Reuses))
+
+
+def test_resets_that_lose_nothing_pass():
+    assert check_env(lambda: gym.wrappers.Autoreset(Broken())) == [
+        "The Autoreset wrapper is not needed: reap resets when an episode ends."
+    ]
+
+    class Renews(Broken):
+        """Begins again inside step and returns the true last observation all the same."""
+
+        def step(self, action):
+            observation, reward, terminated, truncated, _ = super().step(action)
+            if terminated or truncated:
+                self.reset()
+            return observation, reward, terminated, truncated, {"final_observation": observation}
+
+    assert check_env(Renews) == []
+
+
+def test_generators_are_put_back():
+    before = np.random.get_state()[1].tolist(), random.getstate(), torch.get_rng_state()
+    check_env(CountingEnv)
+    check_env(lambda: GymEnv("CartPole-v1"))
+    with pytest.raises(AssertionError, match="seeds it"):
+        check_env(variant(reset=seeds_everybody))
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+# ---- envs of other kinds: what a collector makes of them -----------------------------------------------------------
+
+
+class Walk:
+    """Two lanes in torch that walk, with steps of a random length, until they are far away; subclasses break it."""
+
+    num_envs = 2
+    single_observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    single_action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.x = torch.zeros(2, 1)
+        self.generator = torch.Generator()
+
+    def seed(self, seed):
+        self.generator.manual_seed(seed)
+
+    def reset(self, mask):
+        self.x = torch.where(mask.unsqueeze(1), 0.0, self.x)
+        return self.x
+
+    def step(self, action):
+        self.x = self.x + (2 * action - 1).unsqueeze(1) * torch.rand(2, 1, generator=self.generator)
+        over = self.x[:, 0].abs() >= 2
+        return self.x, over.float(), over, torch.zeros_like(over)
+
+
+class WalksIntoNothing(Walk):
+    def step(self, action):
+        x, *rest = super().step(action)
+        return torch.where(x > 1, torch.nan, x), *rest
+
+
+class WalksUnseeded(Walk):
+    def seed(self, seed):
+        self.generator.seed()
+
+
+class WalksTogether(Walk):
+    steps = 0
+
+    def reset(self, mask):
+        if mask.all():
+            WalksTogether.steps = 0
+        return super().reset(mask)
+
+    def step(self, action):
+        WalksTogether.steps += 1
+        x, _, *rest = super().step(action)
+        return x, torch.full((2,), float(WalksTogether.steps)), *rest
+
+
+class Drifts(Wrapped):
+    """Lanes whose next row begins elsewhere."""
+
+    def __init__(self):
+        inner = GymEnv(CountingEnv((9,))).lanes_env
+        super().__init__(inner, inner.spec)
+        self.tidies = True
+
+    def tidy(self, row):
+        row.after[0][...] += 1
+
+
+class NeverOver(Drifts):
+    """Lanes that say terminated, and not done."""
+
+    def tidy(self, row):
+        row.done[...] = False
+
+
+class GrowsUp(Walk):
+    def step(self, action):
+        x, *rest = super().step(action)
+        return x.double(), *rest
+
+
+def closes_badly():
+    env = CountingEnv()
+    env.close = raises
+    return GymEnv(env)
+
+
+BROKEN_ROWS = {
+    "nan": (lambda: TorchEnv(WalksIntoNothing()), "'observation' has NaN in it"),
+    "seed": (lambda: TorchEnv(WalksUnseeded()), r"Two copies with the same seed \(7\) and actions differ"),
+    "shared": (lambda: TorchEnv(WalksTogether()), "Copies share state"),
+    "chain": (Drifts, "the row of step 0 ends with another 'observation' than the next row"),
+    "flags": (NeverOver, "done'.* is not what terminated and truncated say together"),
+    "dtype": (lambda: TorchEnv(GrowsUp()), "Collecting from it failed.*float64.*its space says float32"),
+    "space": (
+        lambda: gym.vector.SyncVectorEnv([variant(action_space=gym.spaces.Text(3))]),
+        "reap cannot collect from it",
+    ),
+    "close": (closes_badly, "close raised OSError"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ROWS)
+def test_broken_envs_of_other_kinds_are_caught(name):
+    make, sentence = BROKEN_ROWS[name]
+    with pytest.raises(AssertionError, match=sentence) as caught:
+        check_env(make)
+    assert str(caught.value).startswith("this env would not give true data:\n- ")
+
+
+def tictactoe():
+    from pettingzoo.classic import tictactoe_v3
+
+    return tictactoe_v3.env()
+
+
+def agents():
+    from tests.envs.test_pettingzoo import PLAN, Town
+
+    return Town(PLAN)
+
+
+def transformed():
+    from torchrl import envs
+
+    return envs.TransformedEnv(envs.GymEnv("CartPole-v1"), envs.StepCounter())
+
+
+def pool():
+    import envpool
+
+    return envpool.make_gymnasium("CartPole-v1", num_envs=2, seed=1)
+
+
+GOOD = {
+    "reap": lambda: GymEnv("CartPole-v1"),
+    "lanes": lambda: SerialEnv(2, CountingEnv),
+    "vector": lambda: gym.make_vec("CartPole-v1", 2),
+    "torch": lambda: TorchEnv(Walk()),
+    "turns": tictactoe,
+    "agents": agents,
+    "TorchRL": transformed,
+    "EnvPool": pool,
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_envs_of_every_kind_pass(name):
+    assert check_env(GOOD[name], steps=100) == []
+
+
+def test_what_cannot_be_seeded_is_remarked():
+    dm_env = pytest.importorskip("dm_env")
+
+    class Days(dm_env.Environment):
+        def observation_spec(self):
+            return dm_env.specs.Array((1,), np.float32)
+
+        def action_spec(self):
+            return dm_env.specs.DiscreteArray(2)
+
+        def reset(self):
+            self.day = 0
+            return dm_env.restart(np.zeros(1, np.float32))
+
+        def step(self, action):
+            self.day += 1
+            now = np.full(1, self.day, np.float32)
+            return dm_env.termination(1.0, now) if self.day == 5 else dm_env.transition(1.0, now)
+
+    (remark,) = check_env(Days)
+    assert remark.startswith("It takes no seed: ")
+    assert "Days cannot be seeded from outside" in remark

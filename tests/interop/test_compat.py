@@ -11,8 +11,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchrl")
     import torchrl.collectors
+    import torchrl.collectors.collectors
     import torchrl.collectors.utils
+    import torchrl.collectors.weight_update
     import torchrl.weight_update
+    import torchrl.weight_update.weight_sync_schemes
     from torchrl.envs import GymEnv, StepCounter, TransformedEnv
 
 import reap.collectors
@@ -23,7 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def names():
-    modules = (torchrl.collectors, torchrl.collectors.utils, torchrl.weight_update)
+    modules = (
+        torchrl.collectors,
+        torchrl.collectors.collectors,
+        torchrl.collectors.utils,
+        torchrl.collectors.weight_update,
+        torchrl.weight_update,
+        torchrl.weight_update.weight_sync_schemes,
+    )
     return [{name: value for name, value in vars(module).items() if name[:2] != "__"} for module in modules]
 
 
@@ -35,6 +45,13 @@ def test_install_and_uninstall_leave_torchrl_as_it_was():
         assert torchrl.collectors.SyncDataCollector is reap.collectors.Collector
         assert torchrl.collectors.utils.split_trajectories is reap.collectors.utils.split_trajectories
         assert torchrl.weight_update.SharedMemWeightSyncScheme is reap.weight_update.SharedMemWeightSyncScheme
+        old, schemes = torchrl.collectors.collectors, torchrl.weight_update.weight_sync_schemes
+        assert old.Collector is old.SyncDataCollector is reap.collectors.Collector
+        assert old.split_trajectories is reap.collectors.utils.split_trajectories
+        updaters = torchrl.collectors.weight_update
+        assert updaters.VanillaWeightUpdater is reap.collectors.VanillaWeightUpdater
+        assert updaters.WeightUpdaterBase is reap.collectors.WeightUpdaterBase
+        assert schemes.WeightSyncScheme is reap.weight_update.WeightSyncScheme
         reap.compat.install()  # twice is once
     finally:
         reap.compat.uninstall()
@@ -65,13 +82,15 @@ def test_a_script_as_it_is():
 
 def test_a_whole_script(tmp_path):
     script = tmp_path / "train.py"
+    (tmp_path / "beside_it.py").write_text("frames = 10")
     script.write_text(
         textwrap.dedent("""
         import sys
+        from beside_it import frames
         from torchrl.collectors import SyncDataCollector
         from torchrl.envs import GymEnv
 
-        collector = SyncDataCollector(GymEnv(sys.argv[1]), frames_per_batch=10, total_frames=20)
+        collector = SyncDataCollector(GymEnv(sys.argv[1]), frames_per_batch=frames, total_frames=20)
         print(type(collector).__module__, [batch.numel() for batch in collector])
         collector.shutdown()
         """)

@@ -328,6 +328,11 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """The model at this path, as weights are named by: "policy"."""
         return follow(self, model_id)
 
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Hand these to the `init` of the weight updater; without one, nothing happens."""
+        if self._updater is not None:
+            self._updater.init(*args, **kwargs)
+
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
         return follow(self, attr_path)(*args, **kwargs)

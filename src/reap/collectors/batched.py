@@ -135,7 +135,7 @@ class AsyncBatchedCollector(Collector):
             lambda lanes: settings.frames_per_batch,
             device,
         )
-        self._inline = InlineBackend(dataclasses.replace(plan, stream=True), source=policy)
+        self._inline = InlineBackend(dataclasses.replace(plan, stream=True), source=policy, road=settings.road)
         self._backend = self._inline
         self._inline.start()
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch

@@ -30,6 +30,7 @@ from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
+from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 
@@ -49,6 +50,7 @@ class MultiCollector(BaseCollector):
     Args:
         create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
         policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        num_workers: how many workers, where `create_env_fn` is one factory for all.
         sync: True: a batch holds a rollout of every worker. False: of one, first come first served.
         **options: see `reap.collectors.options.Options`.
     """
@@ -56,7 +58,13 @@ class MultiCollector(BaseCollector):
     _sync: bool | None = None
 
     def __new__(
-        cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
+        cls,
+        create_env_fn: Any = None,
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        num_workers: int | None = None,
+        **options: Any,
     ) -> Self:
         if cls is MultiCollector:
             if not isinstance(sync, bool):
@@ -65,12 +73,20 @@ class MultiCollector(BaseCollector):
             return object.__new__(kind)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, *, sync: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        num_workers: int | None = None,
+        **options: Any,
+    ) -> None:
         self._why_closed = "it was never built"
         name = type(self).__name__
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
-        count, makers = _workers(name, create_env_fn, options.pop("num_workers", None))
+        count, makers = _workers(name, create_env_fn, num_workers)
         each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
             if old in options:
@@ -126,7 +142,7 @@ class MultiCollector(BaseCollector):
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
             "random_frames": settings.random_frames,
-            "road": settings.weight_sync_schemes["policy"].road if settings.weight_sync_schemes else None,
+            "road": settings.road,
         }
 
     def _make_sink(self) -> Sink | None:
@@ -150,7 +166,7 @@ class MultiCollector(BaseCollector):
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        packed = {id(make): Parcel(dumps(make, "create_env_fn")) for make in makers}
+        packed = {id(make): Parcel(dumps(for_workers(make), "create_env_fn")) for make in makers}
         ours = None
         if policy is not None and all(o.policy_factory is None for o in workers):
             ours = Parcel(dumps(policy, "policy"))

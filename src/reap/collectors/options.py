@@ -14,7 +14,7 @@ from tensordict.nn import InteractionType
 
 from reap.core.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
-from reap.weight_update import WeightSyncScheme
+from reap.weight_update import Road, WeightSyncScheme
 
 _LEGACY = {
     "devices": "device",
@@ -35,7 +35,6 @@ WORKERS_ONLY = frozenset(
         "num_sub_threads",
         "num_threads",
         "init_fn",
-        "weight_sync_schemes",
         "timeout",
         "start_method",
     }
@@ -87,6 +86,7 @@ class Options:
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
         weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
+            In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
         start_method: how workers start, "forkserver" or "spawn".
@@ -258,6 +258,11 @@ class Options:
     def total(self) -> int | float:
         """Frames to deliver in all; infinite when endless."""
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
+
+    @property
+    def road(self) -> Road | None:
+        """The road for weights that was chosen by hand."""
+        return self.weight_sync_schemes["policy"].road if self.weight_sync_schemes else None
 
     @property
     def random_frames(self) -> int:

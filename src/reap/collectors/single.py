@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
+from reap.collectors.sinks import mark_truncated, processed
+from reap.core.device import DeviceLayout, DeviceSlot
 from reap.core.env import Env
 from reap.core.paths import each_call, follow
 from reap.core.policy import RandomPolicy
+from reap.core.ragged import assembler
+from reap.core.slot import FRAME, Slot
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 
@@ -76,7 +81,7 @@ class Collector(BaseCollector):
             Steps(settings.frames_per_batch),
             device,
         )
-        self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td)
+        self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td, road=settings.road)
         self._backend = self._inline
         self._inline.start()
         self._check_sizes(self._inline.worker.lanes)
@@ -106,6 +111,28 @@ class Collector(BaseCollector):
     ) -> list[Any]:
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
         return [follow(self, method_name)(*args, **kwargs)]
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """`update_policy_weights_`, by the name it has where weights arrive."""
+        self.update_policy_weights_(policy_or_weights, weights=weights, policy=policy)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """A batch of zeros in the shape of those to come, split and post-processed like them; nothing is stepped.
+
+        For a storage that is to be laid out, or a learner that is to be compiled, before anything is collected.
+        """
+        self._open()
+        worker = self._inline.worker
+        layout = worker.layout
+        if FRAME in layout.loose:
+            raise UsageError("fake_tensordict: frames of this env have no fixed shape")
+        slot = DeviceSlot(layout) if isinstance(layout, DeviceLayout) else Slot(layout)
+        if self.options.set_truncated:
+            mark_truncated(slot.arrays, layout)
+        batch = assembler(layout)(slot.arrays, layout)
+        batch = batch if self._storing is None else batch.to(self._storing)
+        split = self._split if self.options.split_trajs else None
+        return processed(batch, split=split, postproc=self.postproc, hook=None)
 
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""

@@ -33,6 +33,9 @@ class WeightUpdaterBase:
         """The collector whose workers are to be updated; it calls this itself."""
         self._collector = collector
 
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """What `collector.init_updater` was given; for subclasses that need it."""
+
     @property
     def collector(self) -> Any:
         """The collector this belongs to."""

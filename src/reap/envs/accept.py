@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env
 from reap.envs.base import EnvBase
@@ -35,7 +36,7 @@ def as_env(source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | No
 def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
     if kwargs and any(known(source) for known in _FOREIGN):
         raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory or an id; the env is already made")
-    if isinstance(source, str):
+    if isinstance(source, (str, Registered)):
         return GymEnv(source, **kwargs).lanes_env
     if is_envpool(source):  # before Gymnasium's vector envs, whose class it may have
         return envpool_lanes(source)
@@ -65,15 +66,17 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WrongArgument(f"create_env_kwargs must be a mapping, got {kwargs!r}")
     kwargs = dict(kwargs or {})
-    if not callable(source) or _is_env(source):
+    if not callable(source) or is_env(source):
         return source, kwargs
     made = source(**kwargs)
-    if callable(made) and not _is_env(made):
+    if callable(made) and not is_env(made):
         raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
     return made, {}
 
 
-def _is_env(source: Any) -> bool:
-    """Whether something callable is an env all the same."""
+def is_env(source: Any) -> bool:
+    """Whether something callable is an env all the same; a class never is, whatever members it has."""
+    if isinstance(source, type):
+        return False
     known = isinstance(source, (Env, EnvBase, gym.Env, gym.vector.VectorEnv))
     return known or is_torchrl(source) or any(theirs(source) for theirs in _FOREIGN)

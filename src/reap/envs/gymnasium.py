@@ -11,11 +11,13 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.gymnasium_vector import VectorLanes
+from reap.envs.ids import registered
 from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
@@ -170,7 +172,8 @@ class GymEnv(EnvBase):
     torch.Size([3, 4])
 
     Args:
-        env: a Gymnasium id (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a `VectorEnv`.
+        env: a Gymnasium id or its registered spec (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a
+            `VectorEnv`.
         num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
         frame_skip: repeat each action this often, adding up rewards.
@@ -182,7 +185,7 @@ class GymEnv(EnvBase):
 
     def __init__(
         self,
-        env: str | gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any],
+        env: str | Registered | gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any],
         *,
         num_envs: int | None = None,
         categorical_action_encoding: bool = False,
@@ -194,17 +197,19 @@ class GymEnv(EnvBase):
         **make_kwargs: Any,
     ) -> None:
         settings: dict[str, Any] = {"categorical": categorical_action_encoding, "info_keys": info_keys}
-        if not isinstance(env, str) and (make_kwargs or num_envs is not None):
+        if isinstance(env, str):
+            env = registered(env)
+        if not isinstance(env, Registered) and (make_kwargs or num_envs is not None):
             extra = sorted(make_kwargs) or ["num_envs"]
             raise WrongArgument(f"{extra} go to gymnasium.make; a finished env takes none")
-        if isinstance(env, str) and "vectorization_mode" in make_kwargs:
+        if isinstance(env, Registered) and "vectorization_mode" in make_kwargs:
             env = gym.make_vec(env, num_envs or 1, **make_kwargs)
         if isinstance(env, gym.vector.VectorEnv):
             if frame_skip not in (None, 1) or from_pixels:
                 raise UsageError("frame_skip and from_pixels wrap single envs; wrap them before making the vector env")
             super().__init__(VectorLanes(env, **settings), device=device)
             return
-        if isinstance(env, str):
+        if isinstance(env, Registered):
             if from_pixels:
                 make_kwargs.setdefault("render_mode", "rgb_array")
             envs = [gym.make(env, **make_kwargs) for _ in range(num_envs or 1)]

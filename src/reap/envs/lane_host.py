@@ -26,7 +26,7 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import UsageError
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
 STEP, SOME, CALL, BEGIN, PING, END = range(6)  # a step of all lanes, of some; a message; new episodes in some; …
@@ -40,8 +40,14 @@ def built(makers: Any, limit: int | None = None) -> Env:
     """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
     lanes = [as_env(make, kwargs) for make, kwargs in makers]
     env = joined(lanes) if len(lanes) > 1 else lanes[0]
-    if env.tidies or any(leaf.loose for leaf in env.spec.observation.values()):
+    loose = [show(key) for key, leaf in env.spec.observation.items() if leaf.loose]
+    if loose or env.tidies:
         env.close()
+        if loose:
+            raise UsageError(
+                f"{', '.join(loose)} has no fixed shape (text, an object or ragged), so it cannot lie in memory that "
+                f"processes share step by step; take SerialEnv, or a collector with workers (MultiSyncCollector)"
+            )
         raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
     return env if limit is None else StepLimit(env, limit)
 

@@ -16,6 +16,7 @@ import functools
 import os
 import pickle
 import select
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ class Remote:
         self.spec: EnvSpec
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come
+        self.silent = False  # it took too long
         self.asked = 0  # messages so far
 
 
@@ -182,6 +184,7 @@ class ProcessLanes(Env):
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
+        remote.silent = True
         return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
 
     def finish(self, remote: Remote) -> None:
@@ -361,6 +364,8 @@ class ProcessLanes(Env):
             return
         children, self.remotes = self.remotes, []
         for remote in children:
+            if remote.silent or (remote.owes and not select.select([remote.reply], [], [], 0)[0]):
+                remote.child.signal(signal.SIGTERM)  # in the middle of a step nobody wants any more: it hears no bell
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()

@@ -8,6 +8,7 @@ from typing import Any
 from reap.core.env import Env
 from reap.envs.accept import as_env
 from reap.envs.base import EnvBase
+from reap.envs.ids import for_workers
 from reap.errors import UsageError, WrongArgument
 
 
@@ -55,7 +56,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
             raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
         if len(kwargs) != count:
             raise UsageError(f"{name} is {count} but create_env_kwargs holds {len(kwargs)}")
-    return [(make, dict(keywords)) for make, keywords in zip(makers, kwargs)]
+    return [(for_workers(make), dict(keywords)) for make, keywords in zip(makers, kwargs)]
 
 
 def joined(lanes: Sequence[Env]) -> Env:

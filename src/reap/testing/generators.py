@@ -1,0 +1,57 @@
+"""The generators everybody in a process draws from: looked at, set apart, put back."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+State = tuple[Any, Any, Any]
+_NAMES = tuple(
+    f"{whose} global generator ({where})"
+    for whose, where in (("NumPy's", "numpy.random"), ("Python's", "random"), ("torch's", "torch.random"))
+)
+
+
+def state() -> State:
+    """Where the three of them are."""
+    return np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
+
+
+def put(there: State) -> None:
+    """Put them where they were."""
+    np.random.set_state(there[0])
+    random.setstate(there[1])
+    torch.set_rng_state(there[2])
+
+
+def scatter(seed: int) -> None:
+    """Put them somewhere else."""
+    np.random.seed(seed)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def moved(before: State, after: State) -> list[str]:
+    """The names of those that are no longer where they were."""
+    same = (
+        pickle.dumps(before[0]) == pickle.dumps(after[0]),
+        before[1] == after[1],
+        torch.equal(before[2], after[2]),
+    )
+    return [name for name, stayed in zip(_NAMES, same) if not stayed]
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Whatever happens inside, they are put back."""
+    before = state()
+    try:
+        yield
+    finally:
+        put(before)

@@ -1,0 +1,193 @@
+"""A player: plays a Gymnasium env with actions drawn from a fixed seed, writes down what it sees and what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from reap.testing import generators
+from reap.testing.resets import kept_final
+from reap.testing.values import copied, equal, kind
+
+SEED = 7
+
+
+class Player:
+    """Plays an env with actions drawn from a fixed seed and writes down what it sees."""
+
+    def __init__(self, env: gym.Env[Any, Any], wrong: list[str], remarks: list[str], *, seed: int = SEED) -> None:
+        self.env, self._wrong, self._remarks, self._seed = env, wrong, remarks, seed
+        self._actions = copy.deepcopy(env.action_space)  # copies may share one, and what it draws
+        self._said: set[str] = set()
+        self.broke = False  # whether anything was wrong
+        self.story: list[Any] = []
+        self._seen: Any = None  # the last observation
+
+    def _say(self, topic: str, sentence: str) -> None:
+        self.broke = True
+        if topic not in self._said:  # once is enough
+            self._said.add(topic)
+            self._wrong.append(sentence)
+
+    def _remark(self, topic: str, sentence: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            self._remarks.append(sentence)
+
+    def play(self, steps: int) -> list[Any]:
+        """All of it; returns the story."""
+        for _ in self.moves(steps):
+            pass
+        return self.story
+
+    def moves(self, steps: int) -> Iterator[None]:
+        """One step at a time, until something is wrong."""
+        self._actions.seed(self._seed)
+        self._reset(self._seed)
+        ends = 0
+        for t in range(steps):
+            if self.broke:
+                return
+            yield
+            if self._step(t):
+                ends += 1
+                self._reset(None)
+        if not ends:
+            self._remark(
+                "endless", f"No episode ended in {steps} steps; if that is meant, consider max_frames_per_traj."
+            )
+
+    def _step(self, t: int) -> bool:
+        """One step; whether the episode is over."""
+        action, seen = self._actions.sample(), self._seen
+        given, before, drawn = copied(action), copied(seen), generators.state()
+        try:
+            result = self.env.step(action)
+        except Exception as cause:
+            self._say("step", f"step raised {cause!r} at step {t}, for the action {given!r} from its own action_space.")
+            return False
+        self._moved("step", drawn)
+        if not isinstance(result, tuple) or len(result) != 5:
+            self._say(
+                "tuple", f"step must return (observation, reward, terminated, truncated, info), got {kind(result)}."
+            )
+            return False
+        if not equal(action, given):
+            self._say("action", "step changes the action it is given; copy it first.")
+        if not equal(seen, before):
+            self._remark("alias", "step changes the observation returned before; reap copies each one in time.")
+        self._seen, reward, terminated, truncated, info = result
+        self._look("step", self._seen, t)
+        self._judge(reward, terminated, truncated, info, t)
+        if self.broke:
+            return False
+        over = bool(terminated or truncated)
+        self.story.append((copied(self._seen), copied(reward), bool(terminated), bool(truncated)))
+        lost = kept_final(self._seen, info) if over else None
+        if lost is not None:
+            self._say(
+                "autoreset",
+                f"The env resets itself inside step: at step {t}, with its done flag, it returns another observation "
+                f"than the last one of the episode, which is in info[{lost!r}]. Return that one; reap resets.",
+            )
+        return over
+
+    def _moved(self, call: str, before: generators.State) -> None:
+        for name in generators.moved(before, generators.state()):
+            self._say(
+                name,
+                f"{call} draws from {name} or seeds it: every env, policy and trainer in the process shares that one. "
+                f"Draw from self.np_random, which reset(seed=…) seeds.",
+            )
+
+    def _reset(self, seed: int | None) -> None:
+        drawn = generators.state()
+        try:
+            result = self.env.reset(seed=seed)
+        except TypeError as cause:
+            self._say(
+                "reset", f"reset must take a keyword seed: reset(*, seed=None, options=None). It raised {cause!r}."
+            )
+            return
+        except Exception as cause:
+            self._say("reset", f"reset raised {cause!r}.")
+            return
+        self._moved("reset" if seed is None else f"reset(seed={seed})", drawn)
+        if not isinstance(result, tuple) or len(result) != 2:
+            self._say("reset tuple", f"reset must return (observation, info), got {kind(result)}.")
+            return
+        self._seen, info = result
+        if not isinstance(info, Mapping):
+            self._say("info", f"reset must return a dict as info, got {kind(info)}.")
+        self._look("reset", self._seen, None)
+        if not self.broke:
+            self.story.append(copied(self._seen))
+
+    def _look(self, call: str, observation: Any, t: int | None) -> None:
+        where = f"{call} returned" if t is None else f"At step {t}, {call} returned"
+        space = self.env.observation_space
+        for path, part, value in _leaves(space, observation):
+            name = f"observation{path}"
+            if value is _ABSENT:
+                self._say("missing" + path, f"{where} no {name}; the observation_space has it.")
+                continue
+            shape, dtype = part.shape, part.dtype
+            if shape is None or dtype is None or not isinstance(part, _ARRAYS):
+                if not part.contains(value):
+                    self._say("outside" + path, f"{where} {name} = {value!r}, which is not in its space {part}.")
+                continue
+            try:
+                array = np.asarray(value)
+            except ValueError:  # NumPy takes lists only where each has as many entries as the next
+                self._say("ragged" + path, f"{where} {name} as lists of different lengths; its space says {part}.")
+                continue
+            if array.dtype == object:
+                self._say("object" + path, f"{where} {name} = {value!r}, no array of numbers; its space says {part}.")
+            elif array.shape != tuple(shape):
+                self._say("shape" + path, f"{where} {name} of shape {list(array.shape)}; its space says {list(shape)}.")
+            elif not np.can_cast(array.dtype, dtype, "same_kind"):
+                self._say("dtype" + path, f"{where} {name} of dtype {array.dtype}; its space says {dtype}.")
+            elif np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
+                self._say("nan" + path, f"{where} {name} with NaN in it.")
+            elif not part.contains(array.astype(dtype) if array.shape else array.astype(dtype)[()]):
+                self._say("bounds" + path, f"{where} {name} outside the bounds of its space {part}.")
+
+    def _judge(self, reward: Any, terminated: Any, truncated: Any, info: Any, t: int) -> None:
+        try:
+            number = np.asarray(reward, np.float64)
+        except (TypeError, ValueError):
+            self._say("reward", f"At step {t} the reward is {reward!r}, not a number.")
+        else:
+            if number.size != 1:
+                self._say("reward", f"At step {t} the reward has {number.size} numbers; one is expected.")
+            elif not np.isfinite(number).all():
+                self._say("reward", f"At step {t} the reward is {float(number.reshape(-1)[0])}.")
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(flag, (bool, np.bool_)):
+                self._say(name, f"At step {t}, {name} is {flag!r}; True or False is expected.")
+        if not isinstance(info, Mapping):
+            self._say("info", f"At step {t} info is {kind(info)}; a dict is expected.")
+
+
+_ABSENT = object()
+_ARRAYS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+
+
+def _leaves(space: gym.Space[Any], value: Any, path: str = "") -> list[tuple[str, gym.Space[Any], Any]]:
+    if isinstance(space, gym.spaces.Dict):
+        found = []
+        for name, part in space.spaces.items():
+            inside = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+            found += _leaves(part, inside, f"{path}[{name!r}]")
+        return found
+    if isinstance(space, gym.spaces.Tuple):
+        found = []
+        for i, part in enumerate(space.spaces):
+            inside = value[i] if isinstance(value, (tuple, list)) and i < len(value) else _ABSENT
+            found += _leaves(part, inside, f"{path}[{i}]")
+        return found
+    return [(path, space, value)]

@@ -1,0 +1,65 @@
+"""Does an env begin a new episode inside `step`? Then what ended the last one is lost.
+
+wrapper ─► wrapper ─► env       every layer's `reset` is watched while a `step` runs: one that returns what `step` then
+  step ────────────► reset      returns with its done flag has overwritten the last observation
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import gymnasium as gym
+
+from reap.testing.values import copied, equal
+
+_FINALS = ("final_observation", "final_obs", "terminal_observation")
+
+
+class ResetWatch:
+    """Watches the layers of an env from now on."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self.caught = False
+        self._resets: list[Any] = []  # what resets inside the step that runs have returned
+        self._depth = 0
+        for layer in layers(env):
+            with contextlib.suppress(AttributeError):  # a class that takes no attributes
+                self._watch(layer)
+
+    def _watch(self, layer: Any) -> None:
+        begin, go = layer.reset, layer.step
+
+        def reset(*args: Any, **kwargs: Any) -> Any:
+            result = begin(*args, **kwargs)
+            if self._depth and isinstance(result, tuple):
+                self._resets.append(copied(result[0]))
+            return result
+
+        def step(action: Any) -> Any:
+            before = len(self._resets)
+            self._depth += 1
+            try:
+                result = go(action)
+            finally:
+                self._depth -= 1
+            if result[2] or result[3]:
+                self.caught |= any(equal(result[0], first) for first in self._resets[before:])
+            if not self._depth:
+                self._resets.clear()
+            return result
+
+        layer.reset, layer.step = reset, step
+
+
+def layers(env: gym.Env[Any, Any]) -> list[gym.Env[Any, Any]]:
+    """The env and all it is wrapped around, from the outside."""
+    found = [env]
+    while isinstance(found[-1], gym.Wrapper):
+        found.append(found[-1].env)
+    return found
+
+
+def kept_final(observation: Any, info: Any) -> str | None:
+    """The info entry that holds the true last observation, where `step` returned another."""
+    return next((key for key in _FINALS if info.get(key) is not None and not equal(info[key], observation)), None)

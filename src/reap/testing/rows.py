@@ -1,0 +1,224 @@
+"""Rows: an env of any kind, judged by what a collector makes of it.
+
+two copies ─► collect one by one ─► the same rows?      then two more in turns ─► the same rows still?
+                    └─► every successor is where the next row begins, flags agree, no NaN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from reap.collectors import Collector
+from reap.envs import as_env
+from reap.errors import ReapError, UsageError
+from reap.spec import as_key, show
+from reap.testing import generators
+
+_SEED = 7
+_BATCHES = 8  # few steps each, so that rows that follow one another lie in different batches too
+_IDS = ("collector", "traj_ids")
+_MASK = ("collector", "mask")
+Columns = dict[tuple[str, ...], Tensor]
+
+
+def check_rows(
+    env: Any, other: Any, make_env: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str]
+) -> None:
+    """Collect from two copies with random actions; what is wrong with the rows goes to `wrong`."""
+    one = _Stream.of(lambda: env, steps, wrong, remarks)
+    if one is None:
+        return
+    first = one.all(wrong)
+    if first is None:
+        return
+    _chain(first, wrong)
+    _flags(first, wrong)
+    _numbers(first, wrong)
+    if _IDS in first and not _over(first).any():
+        remarks.append(f"No episode ended in {steps} steps; if that is meant, consider max_frames_per_traj.")
+    two = _Stream.of(lambda: other, steps, wrong, [])
+    again = None if two is None else two.all(wrong)
+    if again is None or two is None:
+        return
+    if not _same(first, again):
+        if two.seeded:
+            wrong.append(f"Two copies with the same seed ({_SEED}) and actions differ: seed every random draw.")
+        return
+    _beside(make_env, first, steps, wrong)
+
+
+class _Stream:
+    """A collector with random actions, seeded, and generators of its own: what others draw meanwhile is not seen."""
+
+    def __init__(self, make: Callable[[], Any], steps: int, seed: int) -> None:
+        env = as_env(make())
+        per_batch = max(1, steps // _BATCHES)
+        self._left = -(-steps // per_batch)
+        self._collector = Collector(env, frames_per_batch=env.spec.lanes * per_batch)
+        self.refused: str | None = None
+        generators.scatter(seed)
+        try:
+            self._collector.set_seed(seed)
+        except UsageError as cause:
+            self.refused = str(cause)
+        self.seeded = self.refused is None
+        self._generators = generators.state()
+        self._batches: list[Columns] = []
+
+    @staticmethod
+    def of(make: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str], seed: int = _SEED) -> Any:
+        """One, if it can be made."""
+        try:
+            stream = _Stream(make, steps, seed)
+        except ReapError as cause:
+            wrong.append(f"reap cannot collect from it: {cause}.")
+            return None
+        if stream.refused is not None:
+            remarks.append(f"It takes no seed: {stream.refused}.")
+        return stream
+
+    def more(self) -> bool:
+        """One batch; whether there was one to make."""
+        if not self._left:
+            return False
+        self._left -= 1
+        outside = generators.state()
+        generators.put(self._generators)
+        batch = self._collector.next()
+        self._generators = generators.state()
+        generators.put(outside)
+        self._batches.append(_columns(batch))
+        return True
+
+    def all(self, wrong: list[str]) -> Columns | None:
+        """What is left, as one row of columns per lane; None if that fails."""
+        try:
+            while self.more():
+                pass
+        except ReapError as cause:
+            wrong.append(f"Collecting from it failed: {cause}.")
+            return None
+        finally:
+            self.close(wrong)
+        kinds = [{k: (v.shape[2:], v.dtype) for k, v in columns.items()} for columns in self._batches]
+        if any(kind != kinds[0] for kind in kinds):
+            wrong.append("Columns change their shape or dtype, come or go between batches.")
+            return None
+        return {key: torch.cat([columns[key] for columns in self._batches], 1) for key in self._batches[0]}
+
+    def close(self, wrong: list[str]) -> None:
+        """End it."""
+        try:
+            self._collector.shutdown()
+        except Exception as cause:
+            wrong.append(f"close raised {cause!r}.")
+
+
+def _columns(batch: TensorDictBase) -> Columns:
+    """The tensor columns as `[lanes, time, …]`; texts, objects and ragged ones are left out."""
+    found: Columns = {}
+    for key in batch.keys(True, True):
+        try:
+            value = batch.get(key)
+        except RuntimeError:  # ragged
+            continue
+        if isinstance(value, Tensor):
+            leading = batch.batch_size
+            found[as_key(key)] = value.reshape(leading[:-1].numel(), leading[-1], *value.shape[len(leading) :]).cpu()
+    return found
+
+
+def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list[str]) -> None:
+    """Two more copies, in turns and with different seeds: the first must not notice."""
+    one, two = (_Stream.of(make_env, steps, wrong, [], seed) for seed in (_SEED, _SEED + 1))
+    if one is None or two is None:
+        return
+    try:
+        while one.more() and two.more():
+            pass
+    except ReapError as cause:
+        wrong.append(f"Two copies in turns do not work where one does: {cause}.")
+    beside = one.all(wrong)
+    two.close(wrong)
+    if beside is not None and not _same(alone, beside):
+        wrong.append(
+            "Copies share state: one that is played in turns with another tells another story than one that is played "
+            "alone, with the same seed and actions. Look for class attributes and globals that step or reset change."
+        )
+
+
+def _chain(columns: Columns, wrong: list[str]) -> None:
+    """Within an episode, what one row ends with is what the next begins with."""
+    if _IDS not in columns:
+        return
+    over = _over(columns)
+    for lane, ids in enumerate(columns[_IDS]):
+        rows = torch.arange(len(ids))
+        if _MASK in columns:
+            rows = rows[columns[_MASK][lane]]
+        before, after = rows[:-1], rows[1:]
+        goes_on = (ids[before] == ids[after]) & ~over[lane, before]
+        before, after = before[goes_on], after[goes_on]
+        for key in columns:
+            successor = ("next", *key)
+            if successor in columns:
+                ends, begins = columns[successor][lane, before], columns[key][lane, after]
+                apart = ~_alike(ends, begins)
+                if apart.any():
+                    t = int(before[apart][0])
+                    wrong.append(
+                        f"Lane {lane}: the row of step {t} ends with another {show(key)} than the next row of the same "
+                        f"episode begins with; the env does not return its true successor."
+                    )
+                    return
+
+
+def _over(columns: Columns) -> Tensor:
+    """Where an episode, or a part of one (an agent's), ended: `[lanes, time]`."""
+    ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
+    for key, done in columns.items():
+        if key[0] == "next" and key[-1] == "done":
+            ends |= _any(_ended(columns, key) if len(key) > 2 else done)
+    return ends
+
+
+def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
+    """What terminated and truncated say together, beside this done flag; the flag itself where there are none."""
+    parts = [columns[part] for name in ("terminated", "truncated") if (part := (*done[:-1], name)) in columns]
+    return parts[0] | parts[-1] if parts else columns[done]
+
+
+def _any(flags: Tensor) -> Tensor:
+    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
+
+
+def _flags(columns: Columns, wrong: list[str]) -> None:
+    for key, done in columns.items():
+        if key[0] == "next" and key[-1] == "done":
+            ended = _ended(columns, key)
+            if (ended & ~done).any() or (len(key) == 2 and (done & ~ended).any()):  # an absent agent is done, no more
+                wrong.append(f"{show(key)} is not what terminated and truncated say together.")
+
+
+def _numbers(columns: Columns, wrong: list[str]) -> None:
+    mask = columns.get(_MASK)
+    for key, value in columns.items():
+        if value.is_floating_point() and (value if mask is None else value[mask]).isnan().any():
+            wrong.append(f"{show(key)} has NaN in it.")
+
+
+def _same(one: Columns, other: Columns) -> bool:
+    return one.keys() == other.keys() and all(bool(_alike(one[k], other[k]).all()) for k in one)
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    """Which rows are equal; NaN equals NaN."""
+    if one.shape != other.shape:
+        return torch.zeros(1, dtype=torch.bool)
+    equal = (one == other) | ((one != one) & (other != other))
+    return equal.flatten(1).all(1) if equal.ndim > 1 else equal

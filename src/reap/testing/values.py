@@ -1,0 +1,35 @@
+"""Whatever an env returns: copied, compared, named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from reap.core.cells import own
+
+
+def copied(value: Any) -> Any:
+    """A copy that nobody else can change."""
+    if isinstance(value, Mapping):
+        return {k: copied(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return tuple(copied(v) for v in value)
+    return np.array(value, copy=True) if isinstance(value, (np.ndarray, np.generic, int, float, bool)) else own(value)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two of them are the same."""
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(equal, a, b))
+    if getattr(type(a), "__eq__") is object.__eq__:  # noqa: B009
+        return type(a) is type(b)  # objects that cannot be compared
+    return bool(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=np.asarray(a).dtype.kind == "f"))
+
+
+def kind(value: Any) -> str:
+    """What it is, in a word."""
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
