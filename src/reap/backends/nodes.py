@@ -175,7 +175,7 @@ def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
     try:
         import submitit
     except ImportError:
-        raise missing("submitit", "submitit") from None
+        raise missing("submitit", "slurm") from None
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=conf.get("cluster"))
         executor.update_parameters(**{key: value for key, value in conf.items() if key != "cluster"})
