@@ -6,6 +6,7 @@ import pytest
 import torch
 
 
+@pytest.mark.slow
 def test_every_door_is_measured(tmp_path, monkeypatch, capsys):
     for library in ("envpool", "pettingzoo", "torchrl", "matplotlib"):
         pytest.importorskip(library)
@@ -58,6 +59,7 @@ def test_the_loops_by_hand_deliver_what_happened(kind):
         assert set(whole["action"].unique().tolist()) == {0, 1}
 
 
+@pytest.mark.slow
 def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
     for library in ("matplotlib", "mujoco"):
         pytest.importorskip(library)
@@ -84,6 +86,7 @@ def test_buffers_are_measured(capsys):
     assert all(case in capsys.readouterr().out for case in CASES[:1])
 
 
+@pytest.mark.slow
 def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
     from benchmarks.batched import CASES, main
 

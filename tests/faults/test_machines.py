@@ -13,6 +13,7 @@ import pytest
 from tests.faults.machines import Machines
 
 
+@pytest.mark.slow  # a minute of waiting for links that are cut
 @pytest.mark.timeout(300)
 def test_several_machines():
     """All of inside_machines.py, in the hub's namespace."""
