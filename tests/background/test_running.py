@@ -454,3 +454,21 @@ def test_faults_of_the_env_in_a_worker():
         while collector.is_running():
             time.sleep(0.001)
     check_rows(memory[:], 1.0)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_end_tells_of_errors_nobody_has_asked_for(kind):
+    class Bad(CountingEnv):
+        def step(self, action):
+            if self.episode == 9:
+                raise OverflowError("boom")
+            return super().step(action)
+
+    collector = make(kind, buffer(), env=Bad, frames_per_batch=24)
+    collector.start()
+    deadline = time.monotonic() + 20
+    while not any(remote.child.gone() for remote in collector._process.workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(WorkerRaised, match="boom"):
+        collector.async_shutdown()
+    assert collector.closed

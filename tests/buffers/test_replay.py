@@ -559,3 +559,15 @@ def test_rows_by_number_are_transformed_like_samples():
     assert buffer[:]["twice"].tolist() == [16, 18, 20, 6, 8, 10, 12, 14]
     assert buffer[2]["twice"] == 20
     assert buffer[np.array([[0, 1], [2, 3]])]["twice"].tolist() == [[16, 18], [20, 6]]
+
+
+@pytest.mark.parametrize(
+    ("index", "priority"),
+    [([-1], [1.0]), ([100], [1.0]), ([True], [1.0]), ([0.5], [1.0]), ([1], [float("inf")]), ([1, 2, 3], [1.0, 2.0])],
+)
+def test_wrong_priorities_change_nothing(index, priority):
+    memory = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, 1.0, 0.5), batch_size=50)
+    memory.extend(TensorDict({"number": torch.arange(100)}, [100]))
+    with pytest.raises(UsageError, match="index holds|priorit"):
+        memory.update_priority(torch.tensor(index), torch.tensor(priority))
+    assert len(memory.sample(1000)["number"].unique()) > 50

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from reap.collectors import Collector
 from reap.data import (
     LazyTensorStorage,
     MultiStep,
@@ -23,6 +24,7 @@ from reap.data import (
     TensorDictReplayBuffer,
 )
 from reap.errors import UsageError, WrongArgument, WrongState
+from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.lines import hear, tell
 from tests.buffers.test_processes import episodes, half_a_row, start, stop
 
@@ -415,3 +417,13 @@ def test_burn_in_with_torchrls_transform():
         warm = gru(torch.stack([rows[int(i) : int(i) + 2] for i in first]))
     assert torch.allclose(sample["hidden"][:, 0], warm["next", "hidden"][:, -1])
     assert sample["hidden"].abs().sum() > 0
+
+
+def test_a_truncation_that_steps_ahead_have_reached_stays():
+    frames = Collector(CountingEnv((4, 1, 6)), EchoPolicy(), frames_per_batch=90).next()
+    memory = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), sampler=SliceSampler(slice_len=2), batch_size=200, transform=MultiStep(0.5, 3)
+    )
+    memory.extend(frames)
+    sample = memory.sample()["next"]
+    assert torch.equal(sample["done"], sample["terminated"] | sample["truncated"])

@@ -67,6 +67,7 @@ class FreeRunner:
 
     def stop(self, timeout: float) -> None:
         """Workers end with the backend; `catch_up` counts their last frames then."""
+        self.failure()  # what nobody has looked for until now
         self._over = True
 
     def catch_up(self) -> None:

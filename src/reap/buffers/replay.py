@@ -263,7 +263,10 @@ class ReplayBuffer:
         for key, ends in list(told.items()):
             done = (*key[:-1], "done")
             if key[-1] == "truncated" and done in columns:
-                told[done] = columns[done] | ends.reshape(-1, *[1] * (columns[done].ndim - 1))
+                shape = (-1, *[1] * (columns[done].ndim - 1))
+                told[done] = columns[done] | ends.reshape(shape)
+                if key in columns:
+                    told[key] = columns[key] | ends.reshape(shape)  # one that steps ahead have reached stays
         return told
 
     def _placed(self, sample: Any) -> Any:

@@ -196,9 +196,14 @@ class PrioritizedSampler(Sampler):
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
         self.follow(memory)
-        index, priority = np.broadcast_arrays(index.reshape(-1), priority.reshape(-1))
-        if len(priority) and not (priority >= 0).all():
-            raise UsageError(f"priorities are not negative, got {float(priority.min())}")
+        index, priority = index.reshape(-1), priority.reshape(-1)
+        if len(index) and (index.dtype.kind not in "iu" or not ((index >= 0) & (index < memory.capacity)).all()):
+            raise UsageError(f"index holds numbers of rows, 0 to {memory.capacity - 1}, got {index.tolist()[:10]}")
+        if len(priority) not in (1, len(index)):
+            raise UsageError(f"priority holds {len(priority)} values for {len(index)} rows")
+        if not (np.isfinite(priority) & (priority >= 0)).all():
+            raise UsageError(f"priorities are finite and not negative, got {priority.tolist()[:10]}")
+        index, priority = np.broadcast_arrays(index, priority)
         live = (index - self._low) % memory.capacity < self._high - self._low  # rows that went meanwhile stay away
         if memory.ring.holes(self._low):
             live &= memory.ring.marks[index] != HOLE
