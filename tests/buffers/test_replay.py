@@ -571,3 +571,16 @@ def test_wrong_priorities_change_nothing(index, priority):
     with pytest.raises(UsageError, match="index holds|priorit"):
         memory.update_priority(torch.tensor(index), torch.tensor(priority))
     assert len(memory.sample(1000)["number"].unique()) > 50
+
+
+def test_a_state_that_does_not_fit_loses_nothing(tmp_path):
+    memory = ReplayBuffer(storage=LazyMemmapStorage(100, tmp_path), sampler=PrioritizedSampler(100, 1.0, 0.5))
+    memory.extend(TensorDict({"number": torch.arange(20)}, [20]))
+    other = ReplayBuffer(storage=LazyTensorStorage(100), sampler=PrioritizedSampler(100, 1.0, 0.5))
+    other.extend(TensorDict({"word": torch.arange(20)}, [20]))
+    plain = ReplayBuffer(storage=LazyTensorStorage(100))
+    plain.extend(TensorDict({"number": torch.arange(20)}, [20]))
+    for wrong in (other, plain):
+        with pytest.raises(UsageError):
+            memory.load_state_dict(wrong.state_dict())
+        assert sorted(memory[:]["number"].tolist()) == list(range(20))

@@ -382,10 +382,13 @@ class ReplayBuffer:
             raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {ring.capacity}")
         columns, marks = state["rows"], state["marks"].numpy()
         with self._sampling, ring.gate.locked():
+            if lacking := self._sampler.state_dict().keys() - state["sampler"].keys():
+                raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
+            shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
+            rows = memory.rows_for(shapes) if columns else None  # other columns are an error before anything is lost
             self.empty()
             shift = int(ring.words[BASE])  # positions only grow: the old ones come back some laps later
-            if columns:
-                rows = memory.rows_for({k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()})
+            if rows is not None:
                 first = state["words"]["head"] + shift - len(marks)
                 ring.mark(first, marks)
                 rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})

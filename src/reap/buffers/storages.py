@@ -70,8 +70,8 @@ class LazyMemmapStorage(Storage):
     def __init__(
         self,
         max_size: int,
-        *,
         scratch_dir: str | Path | None = None,
+        *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
         existsok: bool = False,
