@@ -247,3 +247,17 @@ def test_graphed_ready_lanes_sample_what_eager_ones_do():
     share = torch.sigmoid(torch.tensor(1.0)).item()
     assert a.float().mean().item() == pytest.approx(share, abs=0.03)
     assert b.float().mean().item() == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_used_by_hand_between_rollouts(graph):
+    """A replay asks nobody: whoever moved the lanes since is looked for before it."""
+    env = TorchEnv(CountingDevice([(100,), (100,)], "cuda"))
+    c = Collector(env, EchoPolicy().cuda(), frames_per_batch=8, cudagraph_policy=graph)
+    for _ in range(4):
+        c.next()
+    env.reset()
+    for n in range(3):
+        assert c.next()["observation"][0, :, 2].tolist() == [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3]
+    c.shutdown()
+    assert env.is_closed

@@ -172,3 +172,17 @@ def test_seeds_reproduce():
     c.set_seed(3)
     again = c.next()
     assert torch.equal(first["observation"][..., 2].frac(), again["observation"][..., 2].frac())
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+def test_used_by_hand_and_closed(limit):
+    env = TorchEnv(CountingDevice([(100,), (100,)]))
+    c = Collector(env, EchoPolicy(), frames_per_batch=8, max_frames_per_traj=limit)
+    first = c.next()
+    env.rollout(3)
+    batch = c.next()
+    assert batch["observation"][:, :, 2].tolist() == [[0, 1, 2, 3]] * 2
+    assert torch.equal(batch["next", "observation"][:, :-1], batch["observation"][:, 1:])
+    assert int(batch["collector", "traj_ids"].min()) > int(first["collector", "traj_ids"].max())
+    c.shutdown()
+    assert env.is_closed

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reap.core.env import CLOSED, Env
+from reap.core.rollout import RolloutLoop
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
 
@@ -13,7 +14,9 @@ from reap.seeding import chain, seed_process
 class AnyWorker:
     """How a worker begins, is seeded and ends."""
 
+    plan: Any
     env: Env
+    loop: RolloutLoop
     lanes: int
     stats: Any
 
@@ -26,6 +29,12 @@ class AnyWorker:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+
+    def _before_rollout(self) -> None:
+        """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""
+        if self.plan.reset_at_each_iter or self.env.driver is not self.loop.me:
+            self._reset(range(self.lanes))
+            self.env.driver = self.loop.me
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""

@@ -94,8 +94,7 @@ class DeviceWorker(AnyWorker):
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
-        if self.plan.reset_at_each_iter:
-            self._reset(range(self.lanes))
+        self._before_rollout()
         self.stats.begin()
         policy = self.random.policy if random else self.policy
         if policy.remembers:

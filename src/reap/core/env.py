@@ -117,5 +117,14 @@ class DeviceEnv(Env):
     """
 
     tidies = True
+    behind: Env  # whose lanes they are
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
+
+    @property
+    def driver(self) -> object:
+        return self.behind.driver
+
+    @driver.setter
+    def driver(self, who: object) -> None:
+        self.behind.driver = who

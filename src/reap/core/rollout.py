@@ -50,7 +50,7 @@ class RolloutLoop:
         self._actions = {key: policy.outputs[key] for key in spec.action}
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
-        self._me = env.driver = object()
+        self.me = env.driver = object()  # as whoever drives the env is known there
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
@@ -74,9 +74,6 @@ class RolloutLoop:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
         self.env.expect(self._actions)  # somebody may have used the env by hand since
-        if self.env.driver is not self._me:
-            self.begin_anew()
-            self.env.driver = self._me
         if self._due:
             self.reset(self._due)
         slot.clear_flags()

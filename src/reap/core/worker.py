@@ -184,8 +184,7 @@ class Worker(AnyWorker):
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
-        if self.plan.reset_at_each_iter:
-            self._reset(range(self.lanes))
+        self._before_rollout()
         self.stats.begin()
         before = self.stats.frames
         policy = self.random if random else None

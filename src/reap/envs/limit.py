@@ -76,7 +76,8 @@ class DeviceStepLimit(DeviceEnv):
     """The same where rows are tensors on the env's device."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec, limit: int) -> None:
-        self._env, self.spec, self._limit = env, spec, limit
+        self._env = self.behind = env
+        self.spec, self._limit = spec, limit
         self.device, self.holders = env.device, [*env.holders, self]
         self.pending_seeds = env.pending_seeds
         self._at = len(env.spec.observation)

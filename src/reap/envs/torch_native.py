@@ -151,7 +151,8 @@ class DeviceTorchLanes(DeviceEnv):
     """The same lanes, with rows on their device: no observation or action ever visits the host."""
 
     def __init__(self, lanes: TorchLanes) -> None:
-        self._lanes, self.spec = lanes, lanes.spec
+        self._lanes = self.behind = lanes
+        self.spec = lanes.spec
         self.device, self.holders = lanes._device, [lanes.env]
         self.pending_seeds = lanes.pending_seeds
 
