@@ -28,6 +28,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from benchmarks.workloads import Greedy
 from reap.collectors import MultiAsyncCollector
 from reap.collectors.distributed import RayCollector
 from reap.envs import GymEnv, SerialEnv
@@ -38,17 +39,6 @@ AHEAD = 8  # batches that may be ready before anybody asks
 SIDE, PIXEL_LANES, PIXEL_STEPS = 64, 32, 16  # 12 MB of frames a batch: each as observation, and as successor
 PARAMETERS = 10_000_000
 SMALL = {"num_cpus": 0.1}
-
-
-class Greedy(nn.Module):
-    """A small policy, so that what is measured is the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.net(observation).argmax(-1)
 
 
 def cartpoles() -> Any:

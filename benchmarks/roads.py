@@ -22,6 +22,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from benchmarks.workloads import Greedy
 from reap.collectors import MultiAsyncCollector, MultiCollector
 from reap.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from reap.envs import GymEnv, SerialEnv
@@ -41,17 +42,6 @@ EXTRA: dict[str, dict[str, Any]] = {
     }
 }
 CASES = ("lanes", "pixels", "weights")
-
-
-class Greedy(nn.Module):
-    """A small policy, so that what is measured is the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
-
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.net(observation).argmax(-1)
 
 
 class Still(nn.Module):

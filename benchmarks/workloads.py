@@ -17,6 +17,17 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
 
+class Greedy(nn.Module):
+    """A small policy of few operations, for where the way of the data is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return cast(Tensor, self.net(observation).argmax(-1))
+
+
 class Pixels(gym.Env[Any, Any]):
     """64×64×3 frames that move, episodes of 200 steps: as cheap as a pixel env can be, so storing dominates."""
 

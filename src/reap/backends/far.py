@@ -30,11 +30,10 @@ from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
-from reap.children import BOOT, dumps
+from reap.children import BOOT
 from reap.core.shared import SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
-from reap.weights.local import fitting
 from reap.weights.shared import Packing
 
 _GRACE = 2.0  # seconds a worker may live when its road is over
@@ -320,11 +319,5 @@ class FarBackend(ProcessBackend):
                     self._filling.arrays[key][:, first : first + lanes] = array
             first += lanes
 
-    def _send_weights(self, weights: Mapping[int, Any], version: int) -> None:
-        calls: dict[int, Sequence[Any]] = {}
-        for w, given in weights.items():
-            about = self.workers[w].about
-            if about.packing is not None:
-                fitting(given, about.packing.shapes, about.needed)
-            calls[w] = (dumps(given, "weights"), version)
-        self.call("load_weights", calls)
+    def _parcel(self, worker: int, data: bytes) -> Any:
+        return data

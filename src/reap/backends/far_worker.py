@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from reap.backends.control import numbers_of, stats_of
-from reap.backends.host import Full, Host
-from reap.backends.process_worker import Writer
+from reap.backends.host import Full, Host, Job, Writer
 from reap.children import Raised
 from reap.core.slot import Slot
-from reap.core.worker import Plan
 from reap.seeding import seed_process
 from reap.weights.shared import Packing
 
@@ -38,15 +36,9 @@ Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, i
 
 
 @dataclass(frozen=True)
-class FarJob:
+class FarJob(Job):
     """What a station is built from."""
 
-    index: int
-    workers: int
-    plan: Plan
-    threads: int
-    entropy: int
-    init: Callable[[], Any] | None = None
     station: Callable[..., Station] | None = None  # makes it; None: a worker and nothing else
     writer: Callable[[], Writer] | None = None  # rollouts stay there, and go where it brings them
 
@@ -198,9 +190,8 @@ class Station(Host):
         seed_process(job.entropy)
         if job.init is not None:
             job.init()
-        super().__init__(job.plan, job.index, job.workers)
+        super().__init__(job.plan, job.index, job.workers, job.writer)
         self._road, self._weights, self._join, self._at_least = road, weights, join, 0
-        self._writer = None if job.writer is None else job.writer()
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
@@ -215,25 +206,13 @@ class Station(Host):
             self._road.send(News.of(self.answer(call, name, arguments)), _nothing)
 
     def _fill(self, number: int, random: bool) -> None:
-        self.doing, writer = "collecting", self._writer
-        if writer is not None and writer.before is not None:
-            writer.before()
         slot = self._slots.get()
-        self._refresh()
-        worker = self.worker
-        frames = worker.fill(slot, random=random)
-        if writer is not None:
-            self.doing = "writing to the replay buffer"
-            writer.write(slot)
+        full = self._full(number, slot, self._collect(slot, random=random))
+        if self._writer is None:
+            self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
+        else:
             self._slots.put(slot)
-            stats, version = worker.stats.summary(), worker.loop.version
-            full = Full(number, frames, version, stats, since=self.since, span=worker.stats.span)
             self._road.send(News.of(full), _nothing)
-            return
-        loose, finals = slot.hand_over(), slot.finals
-        stats, version = worker.stats.summary(), worker.loop.version
-        full = Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span)
-        self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
 
     def _refresh(self) -> None:
         version = self._weights.refresh(self.tensors, self._at_least)
@@ -245,14 +224,6 @@ class Station(Host):
         if packing is not None:
             self._weights.expect(packing)
             self._join(packing)
-
-    def do_hook(self, packed: bytes) -> None:
-        if self._writer is not None:
-            self._writer.set_hook(packed)
-
-    def _forget(self) -> None:
-        if self._writer is not None:
-            self._writer.forget()
 
     def do_load_weights(self, data: bytes, version: int) -> None:
         """Weights for this worker alone."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 from torch import Tensor, nn
@@ -13,12 +13,43 @@ from torch import Tensor, nn
 from reap.children import Raised, dumps
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
-from reap.core.slot import Layout
+from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
+
+
+class Writer(Protocol):
+    """What brings full slots to where they belong."""
+
+    before: Callable[[], Any] | None  # called before each rollout
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is time for another rollout."""
+
+    def write(self, slot: Slot) -> None:
+        """Bring it there."""
+
+    def forget(self) -> None:
+        """What is held back belongs to the time before."""
+
+    def set_hook(self, packed: bytes) -> None:
+        """What to call with each batch from now on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is started with, wherever it lives."""
+
+    index: int
+    workers: int
+    plan: Plan
+    threads: int
+    entropy: int
+    init: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,13 +89,16 @@ _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
 
 class Host:
-    """A worker, by its number among so many."""
+    """A worker, by its number among so many. With a writer, its rollouts go where that brings them."""
 
-    def __init__(self, plan: Plan, index: int, workers: int) -> None:
+    def __init__(self, plan: Plan, index: int, workers: int, writer: Callable[[], Writer] | None = None) -> None:
         self.index = index
         self.doing = "starting"
         self.since = 0  # the call it began anew with
+        self._writer: Writer | None = None
         self._build(plan, workers)
+        if writer is not None:
+            self._writer = writer()
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
@@ -92,8 +126,29 @@ class Host:
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
 
+    def _collect(self, slot: Slot, *, random: bool) -> int:
+        """One rollout, brought where the writer says if there is one; returns the frames made."""
+        self.doing, writer = "collecting", self._writer
+        if writer is not None and writer.before is not None:
+            writer.before()
+        self._refresh()
+        frames = self.worker.fill(slot, random=random)
+        if writer is not None:
+            self.doing = "writing to the replay buffer"
+            writer.write(slot)
+        return frames
+
+    def _full(self, number: int, slot: Slot, frames: int) -> Full:
+        """What is said of it."""
+        worker = self.worker
+        loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
+        stats, version = worker.stats.summary(), worker.loop.version
+        return Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span)
+
     def _forget(self) -> None:
         """What is held back belongs to the time before."""
+        if self._writer is not None:
+            self._writer.forget()
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         """So many of its frames were taken: those nobody has taken are not wanted any more."""
@@ -139,6 +194,10 @@ class Host:
             return found
         except Exception as error:
             return Raised.of(error, path)
+
+    def do_hook(self, packed: bytes) -> None:
+        if self._writer is not None:
+            self._writer.set_hook(packed)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()

@@ -32,8 +32,8 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.host import Answer, Full
-from reap.backends.process_worker import HELLO, Job, Memory, Writer, run_worker
+from reap.backends.host import Answer, Full, Writer
+from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
@@ -111,7 +111,7 @@ class ProcessBackend:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
         jobs = [
-            Job(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
+            ProcessJob(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
             for w, plan in enumerate(self._plans)
         ]
         targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
@@ -492,10 +492,13 @@ class ProcessBackend:
             about = self.workers[w].about
             if about.packing is not None:
                 fitting(given, about.packing.shapes, about.needed)
-            data = dumps(given, "weights")
-            os.pwrite(self._parcels[w].fd, data, 0)
-            calls[w] = (len(data), version)
+            calls[w] = (self._parcel(w, dumps(given, "weights")), version)
         self.call("load_weights", calls)
+
+    def _parcel(self, worker: int, data: bytes) -> Any:
+        """How bytes are brought to a worker: what it is told of them."""
+        os.pwrite(self._parcels[worker].fd, data, 0)
+        return len(data)
 
     def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""

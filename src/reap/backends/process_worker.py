@@ -15,19 +15,18 @@ import pickle
 import select
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
 
 import cloudpickle
 import torch
 
 from reap.backends.control import NOWHERE, Control
-from reap.backends.host import Full, Host
+from reap.backends.host import Host, Job, Writer
 from reap.children import Raised, send, settle
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.core.worker import Plan
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -35,35 +34,10 @@ HELLO = "hello"  # the first word of a worker: the process is there, now the use
 _LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
 
 
-class Writer(Protocol):
-    """What brings full slots to where they belong."""
-
-    before: Callable[[], Any] | None  # called before each rollout
-
-    @property
-    def wanted(self) -> bool:
-        """Whether it is time for another rollout."""
-
-    def write(self, slot: Slot) -> None:
-        """Bring it there."""
-
-    def forget(self) -> None:
-        """What is held back belongs to the time before."""
-
-    def set_hook(self, packed: bytes) -> None:
-        """What to call with each batch from now on."""
-
-
 @dataclass(frozen=True)
-class Job:
+class ProcessJob(Job):
     """What a worker's process is started with."""
 
-    index: int
-    workers: int
-    plan: Plan
-    threads: int
-    entropy: int
-    init: Callable[[], Any] | None = None
     preempted: bool = False
     writer: Callable[[Sequence[int]], Writer] | None = None  # from descriptors
 
@@ -79,7 +53,7 @@ class Memory:
     packing: Packing | None
 
 
-def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
+def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> None:
     """The life of a worker."""
     send(connection, HELLO)
     torch.set_num_threads(job.threads)
@@ -107,7 +81,7 @@ class _Host(Host):
     """A worker and what ties it to the parent."""
 
     def __init__(
-        self, job: Job, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
+        self, job: ProcessJob, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
     ) -> None:
         self._connection, self._job, self._parcel = connection, job, parcel
         self._control = Control(control, job.workers)
@@ -119,8 +93,7 @@ class _Host(Host):
         if job.preempted:
             words = self._control
             plan = replace(plan, stop=lambda: words.stop)
-        super().__init__(plan, job.index, job.workers)
-        self._writer = None if job.writer is None else job.writer(buffer)
+        super().__init__(plan, job.index, job.workers, job.writer and partial(job.writer, buffer))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
@@ -158,26 +131,13 @@ class _Host(Host):
                 self._fill(self._slots[data[0]])
 
     def _fill(self, slot: Slot) -> None:
-        worker = self.worker
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
-        frames = self._collect(slot, random=claimed is not None)
-        loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
-        stats, version = worker.stats.summary(), worker.loop.version
-        full = Full(slot.index, frames, version, stats, finals, loose, self.since, worker.stats.span)
-        self._connection.send_bytes(cloudpickle.dumps(full) if loose else pickle.dumps(full))
+        full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
+        self._connection.send_bytes(cloudpickle.dumps(full) if full.loose else pickle.dumps(full))
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
-        """One rollout, brought to the buffer if there is one; returns the frames made."""
-        self.doing = "collecting"
-        writer = self._writer
-        if writer is not None and writer.before is not None:
-            writer.before()
-        self._refresh()
-        frames = self.worker.fill(slot, random=random)
+        frames = super()._collect(slot, random=random)
         self._at[0] = NOWHERE
-        if writer is not None:
-            self.doing = "writing to the replay buffer"
-            writer.write(slot)
         return frames
 
     def _rest(self) -> int | None:
@@ -214,17 +174,9 @@ class _Host(Host):
         """Pause, or go on."""
         self._resting = resting
 
-    def do_hook(self, packed: bytes) -> None:
-        if self._writer is not None:
-            self._writer.set_hook(packed)
-
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         if loaded or self._writer is None:  # what was written to a buffer is there, wanted or not
             self._control.claimed[self._job.index] = taken
-
-    def _forget(self) -> None:
-        if self._writer is not None:
-            self._writer.forget()
 
     def do_load_weights(self, size: int, version: int) -> None:
         """Weights that came as a parcel, for this worker alone."""
