@@ -28,34 +28,49 @@ def running(op: np.ufunc, rows: Array, out: Array) -> Array:
     return out
 
 
-def close_gaps(mask: Array, columns: Sequence[Array], when: Array, where: Array) -> Array:
-    """Move the frames of each lane together, in `columns` and `mask`; returns at which steps those at `when` are now.
+def close_gaps(mask: Array, columns: Sequence[Array], when: Array, where: Array) -> tuple[Array, Array]:
+    """Move the frames of each lane together, in `columns` and `mask`.
 
-    Rows only move up, so that going down in blocks nothing is written before it is read.
+    Returns at which steps those at `when` are now, and how many frames each lane has. Rows only move up, so that going
+    down in blocks nothing is written before it is read.
     """
     steps, lanes = mask.shape
-    place = running(np.add, mask.view(np.int8), np.empty(mask.shape, np.int32))
-    made = place[-1].copy()
-    moved = place[when, where] - 1
-    place *= lanes
-    place += np.arange(-lanes, 0, dtype=np.int32)
-    frames = np.flatnonzero(mask)
-    source = np.zeros(mask.shape, np.intp)
-    source.reshape(-1)[place.reshape(-1)[frames]] = frames
-    np.less(np.arange(steps)[:, None], made, out=mask)
-    block = max(1, _BLOCK // lanes)
-    for column in columns:
-        rows = column.reshape(mask.size, *column.shape[2:])  # a copy where workers share a slot
-        held = np.empty((block, *column.shape[1:]), column.dtype)
-        for t in range(0, steps, block):
-            part = source[t : t + block]
-            np.take(rows, part, axis=0, out=held[: len(part)], mode="clip")
-            column[t : t + block] = held[: len(part)]
-    return moved
+    gap, lane = np.divmod(np.flatnonzero(~mask), lanes)
+    order = _by_lane(lane, lanes)
+    gap, lane = gap[order], lane[order]
+    gaps = np.bincount(lane, minlength=lanes)
+    first = np.cumsum(gaps) - gaps
+    earlier = np.arange(len(gap)) - first[lane]  # gaps of the same lane
+    order = _by_lane(where, lanes)
+    end, of = when[order], where[order]
+    moved = np.empty_like(when)
+    moved[order] = end - (np.searchsorted(lane * steps + gap, of * steps + end) - first[of])
+    ahead = np.zeros(mask.shape, np.int32)  # how far the frame that belongs at a place is from it
+    ahead[gap - earlier, lane] = (earlier + 1) * lanes
+    running(np.maximum, ahead, ahead)
+    np.less(np.arange(steps)[:, None], steps - gaps, out=mask)
+    block = min(steps, max(1, _BLOCK // lanes))
+    place = np.arange(block * lanes).reshape(block, lanes)
+    source = np.empty_like(place)
+    rows = [column.reshape(mask.size, *column.shape[2:]) for column in columns]  # copies where workers share a slot
+    held = [np.empty((block, *column.shape[1:]), column.dtype) for column in columns]
+    for t in range(0, steps, block):
+        count = min(block, steps - t)
+        np.add(ahead[t : t + count], place[:count], out=source[:count])
+        for column, whole, part in zip(columns, rows, held):
+            np.take(whole, source[:count], axis=0, out=part[:count], mode="clip")
+            column[t : t + count] = part[:count]
+        place += block * lanes
+    return moved, steps - gaps
+
+
+def _by_lane(lane: Array, lanes: int) -> Array:
+    """The order by lane, and in time within each."""
+    return np.argsort(lane.astype(np.int16) if lanes < 2**15 else lane, kind="stable")  # short numbers: a radix sort
 
 
 def clear_rest(mask: Array, columns: Sequence[Array]) -> None:
     """Zeros where no frame is."""
-    step, lane = np.nonzero(~mask)
+    step, lane = np.divmod(np.flatnonzero(~mask), mask.shape[1])  # `nonzero` of two dimensions takes thrice as long
     for column in columns:
         column[step, lane] = 0

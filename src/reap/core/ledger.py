@@ -65,8 +65,9 @@ class Ledger:
         arrays = slot.arrays
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
+        made = None  # frames of each lane, where they are its first rows
         if mask is not None:
-            when = self._settle(mask, slot, steps, when, where)
+            when, made = self._settle(mask, slot, steps, when, where)
             frames = int(np.count_nonzero(mask))
         reward = arrays[self.reward][:steps]
         number = (
@@ -74,19 +75,18 @@ class Ledger:
             if reward.ndim == 3 and reward.shape[2] == 1
             else reward.reshape(steps, len(self.ids), -1).mean(-1)
         )
-        if mask is not None and self._rows == "skipping":
-            self.stats.rollout(number, when, where, frames=frames, made=mask.sum(0))
-        else:
-            self.stats.rollout(number, when, where, frames=frames, mask=None if mask is None else mask[:steps])
+        blank = None if mask is None or frames == mask.size else ~mask
+        frame = mask[:steps] if mask is not None and made is None else None
+        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            if mask is not None:
-                arrays[TRAJ_IDS][~mask] = -1
+            if blank is not None:
+                np.putmask(arrays[TRAJ_IDS], blank, -1)
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
-                if mask is not None:
-                    arrays[key][~mask] = 0
+                if blank is not None:
+                    np.putmask(arrays[key], blank, 0)
 
     def _write_ids(self, column: Array, when: Array, where: Array, steps: int, due: Sequence[int]) -> None:
         """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""
@@ -104,21 +104,25 @@ class Ledger:
         else:
             column[1:] = self.ids
 
-    def _settle(self, mask: Array, slot: Slot, steps: int, when: Array, where: Array) -> Array:
-        """Finish the mask, close the gaps of skipped steps, clear rows without a frame; returns where ends are now."""
+    def _settle(self, mask: Array, slot: Slot, steps: int, when: Array, where: Array) -> tuple[Array, Array | None]:
+        """Finish the mask, close the gaps of skipped steps, clear rows without a frame.
+
+        Returns where ends are now and, where gaps were closed, how many frames each lane made.
+        """
         mask[steps:] = False
         if not self._resets:
             for t, lane in zip(when, where):
                 mask[t + 1 :, lane] = False
         if mask.all():
-            return when
+            return when, None
+        made = None
         columns = [column for key, column in slot.arrays.items() if key not in _NOT_MOVED]
         if self._rows == "skipping":
-            moved = close_gaps(mask, columns, when, where)
+            moved, made = close_gaps(mask, columns, when, where)
             for flag in _FLAGS:  # set at ends and nowhere else
                 column, ends = slot.arrays[flag], slot.arrays[flag][when, where]
                 column[...] = False
                 column[moved, where] = ends
             when = moved
         clear_rest(mask, columns)
-        return when
+        return when, made
