@@ -212,3 +212,19 @@ def test_a_hang_is_told_when_the_time_is_up(ready):
             collector.next()
         del collector
         assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
+
+
+def test_more_descriptors_than_select_knows():
+    """A program with thousands of files open: the thousand-and-twenty-fifth descriptor is one like any other."""
+    told = run("""
+        import os, resource, torch
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        kept = [os.dup(0) for _ in range(1100)]
+        from reap.envs import ParallelEnv
+        from reap.modules import ProcessInferenceServer
+        with ParallelEnv(2, "CartPole-v1", timeout=60) as env:
+            print(env.rollout(3, break_when_any_done=False).shape)
+        with ProcessInferenceServer(lambda: torch.nn.Linear(4, 2)) as server:
+            print(server.stats()["requests"])
+    """)
+    assert told.split("\n")[:2] == ["torch.Size([2, 3])", "0"]
