@@ -73,3 +73,13 @@ def test_bad_input(tmp_path):
     with pytest.raises(WrongState, match="before the first batch"):
         collector.enable_profile()
     collector.shutdown()
+
+
+def test_a_file_that_cannot_be_written_leaves_no_env_open(tmp_path):
+    env = CountingEnv()
+    collector = Collector(GymEnv(env), frames_per_batch=4)
+    collector.enable_profile(save_path=tmp_path / "nowhere" / "profile.json")
+    collector.next()
+    with pytest.raises(FileNotFoundError):
+        collector.shutdown()
+    assert env.closed
