@@ -13,7 +13,7 @@ import torch
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
-from reap.errors import UsageError, WorkerSilent, WrongArgument
+from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, no_leaks
 from reap.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 
@@ -228,3 +228,19 @@ def test_more_descriptors_than_select_knows():
             print(server.stats()["requests"])
     """)
     assert told.split("\n")[:2] == ["torch.Size([2, 3])", "0"]
+
+
+def test_a_model_that_refuses_its_weights_is_not_called_absent():
+    class Normed(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.Linear(1, 1)
+
+    with MultiSyncCollector([Normed], EchoPolicy(), frames_per_batch=4) as collector:
+        give, wrong = collector.update_policy_weights_, torch.nn.Linear(2, 1)
+        with pytest.raises(WorkerRaised, match="size mismatch for weight"):
+            give(weights=wrong, model_id="env.envs[0].unwrapped.norm")
+        for path in ("env.envs[0].unwrapped.other", "env.envs[7].norm"):
+            with pytest.raises(KeyError, match=r"model 'env.envs\[.*is not here"):
+                give(weights=wrong, model_id=path)
+        collector.next()
