@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import gymnasium as gym
 import pytest
 import torch
 
+from reap.children import Child, dumps, end, wait_for
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
 from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument
@@ -244,3 +246,22 @@ def test_a_model_that_refuses_its_weights_is_not_called_absent():
             with pytest.raises(KeyError, match=r"model 'env.envs\[.*is not here"):
                 give(weights=wrong, model_id=path)
         collector.next()
+
+
+def test_a_stack_that_was_told_before_is_no_answer():
+    """A child that was silent once and answered, then is frozen: it says nothing, and nothing is what is told of it."""
+
+    def waits(connection, fds):
+        connection.send_bytes(b"here")
+        connection.recv_bytes()
+
+    child = Child(dumps(waits, "waits"))
+    try:
+        assert wait_for([child.line.fileno()], 60)
+        for _ in range(2):
+            assert child.ask_stack().count("in waits") == 1
+        child.signal(signal.SIGSTOP)
+        assert child.ask_stack(0.2) == ""
+    finally:
+        child.signal(signal.SIGKILL)
+        end([child], patience=5, deadline=5)
