@@ -23,13 +23,14 @@ def spans(path, name):
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_one_timeline_of_all_workers(kind, tmp_path):
     written = []
-    collector = kind([env] * 2, None, frames_per_batch=8, total_frames=80)
+    collector = kind([env] * 2, None, frames_per_batch=8)
     collector.enable_profile(
         num_rollouts=3, save_path=tmp_path / "trace.json", on_trace_ready=written.append, record_shapes=True
     )
     assert collector.profile_config.num_rollouts == 3
-    for _ in collector:
-        pass
+    for _ in collector:  # whoever is first is taken first: on a busy machine one may be late
+        if written:
+            break
     collector.shutdown()
     assert written == [tmp_path / "trace.json"]
     rows, rollouts = spans(written[0], "rollout")
