@@ -28,6 +28,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import math
 import os
 import pickle
 import select
@@ -108,7 +109,7 @@ class Line:
     def finish(self) -> None:
         """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
         while not self.flush():
-            select.select([], [self._socket], [])
+            wait_for((), writable=[self.fileno()])
 
     def hear(self) -> list[bytes]:
         """The messages that have come, whole ones only."""
@@ -138,6 +139,14 @@ class Line:
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
+
+
+def wait_for(readable: Sequence[int], timeout: float | None = None, *, writable: Sequence[int] = ()) -> bool:
+    """Whether one of these descriptors is ready within so many seconds. Not by `select`: that knows the first 1024."""
+    poll = select.poll()
+    for fd in {*readable, *writable}:
+        poll.register(fd, select.POLLIN * (fd in readable) | select.POLLOUT * (fd in writable))
+    return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))
 
 
 def anonymous_file(name: str) -> int:
@@ -344,10 +353,10 @@ class Child:
         hint = {"SIGKILL": " (out of memory, or killed by somebody)", "SIGSEGV": " (a crash in native code)"}
         return f"was killed by {name}{hint.get(name, '')}"
 
-    def stack(self) -> str:
-        """What faulthandler wrote: after a crash, or after `ask_stack`."""
-        size = os.fstat(self._stack).st_size
-        return os.pread(self._stack, size, 0).decode(errors="replace").strip() if size else ""
+    def stack(self, since: int = 0) -> str:
+        """What faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""
+        size = os.fstat(self._stack).st_size - since
+        return os.pread(self._stack, size, since).decode(errors="replace").strip() if size else ""
 
     def death(self) -> WorkerDied:
         """The error for one that is gone: how it ended, and its last stack if there is one."""
@@ -364,11 +373,12 @@ class Child:
 
     def ask_stack(self, patience: float = 1.0) -> str:
         """Where every thread of the child is right now; empty if it does not even answer signals."""
+        told = os.fstat(self._stack).st_size  # when it was asked before
         self.signal(signal.SIGUSR1)
         deadline = time.monotonic() + patience
         text = ""
         while time.monotonic() < deadline:  # a signal handler in another process: there is nothing to wait on
-            before, text = text, self.stack()
+            before, text = text, self.stack(told)
             if text and text == before:
                 break
             time.sleep(0.02)

@@ -268,6 +268,13 @@ def test_priorities_that_come_with_the_data():
     assert set(buffer.sample()["step"].tolist()) == {1}
 
 
+def test_priorities_of_frames_that_are_left_out():
+    buffer = TensorDictPrioritizedReplayBuffer(alpha=1.0, beta=1.0, storage=LazyTensorStorage(8), batch_size=100)
+    data = line(4).set("td_error", torch.tensor([0.0, 5, 0, 2]))
+    assert len(buffer.extend(data.set(("collector", "mask"), torch.tensor([True, False, True, True])))) == 3
+    assert set(buffer.sample()["step"].tolist()) == {3}
+
+
 def test_plain_prioritized_buffer():
     buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(8), batch_size=16)
     buffer.extend(line(8))
@@ -339,6 +346,42 @@ def test_prefetch_and_its_thread():
         check_row(buffer.sample())
     buffer.shutdown()
     assert threading.active_count() == before
+
+
+def test_many_threads_share_one_prefetch():
+    before, interval = threading.active_count(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=5, prefetch=1)
+            buffer.extend(line(8))
+            together, errors = threading.Barrier(8), []
+
+            def ask(buffer=buffer, together=together, errors=errors):
+                together.wait()
+                try:
+                    for _ in range(5):
+                        check_row(buffer.sample())
+                except Exception as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=ask) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            buffer.shutdown()
+            assert not errors
+            assert threading.active_count() == before
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_slices_of_nothing_are_refused():
+    for size in (0, -1, True, 2.0):
+        for name in ("num_slices", "slice_len"):
+            with pytest.raises(UsageError, match=f"{name} is a whole number >= 1, got {size}"):
+                SliceSampler(**{name: size})
 
 
 def test_seeds_decide():

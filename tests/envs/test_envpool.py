@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reap.collectors import Collector
 from reap.envs import EnvPoolEnv
 from reap.envs.envpool import EnvPoolLanes
-from reap.errors import UsageError
+from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
 
@@ -216,3 +216,9 @@ def test_real_pool_with_a_limit_and_info():
     batch = Collector(env, frames_per_batch=30, max_frames_per_traj=4).next()
     assert batch["next", "truncated"].sum() == 6
     assert torch.equal(batch["next", "elapsed_step"].long(), batch["next", "step_count"][..., 0])
+
+
+def test_a_finished_pool_takes_no_options():
+    for options, named in (({"num_envs": 8}, "num_envs"), ({"seed": 3}, "seed")):
+        with pytest.raises(WrongArgument, match=f"{named}.*go to envpool.make"):
+            EnvPoolEnv(CountingPool([(3,), (2,)]), **options)

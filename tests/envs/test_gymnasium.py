@@ -369,6 +369,24 @@ def test_serial_env_checks_its_arguments():
     assert env.reset()["observation"][:, 0].tolist() == [4, 6]
 
 
+def test_serial_env_closes_what_it_cannot_join():
+    made = []
+
+    def counting():
+        made.append(CountingEnv())
+        return GymEnv(made[-1])
+
+    def fails():
+        raise OverflowError("boom")
+
+    mine = counting()
+    with pytest.raises(OverflowError):
+        SerialEnv(3, [mine, counting, fails])
+    with pytest.raises(SpecMismatch, match="encoded differently"):
+        SerialEnv(2, [counting, lambda: GymEnv(CountingEnv(), categorical_action_encoding=True)])
+    assert [env.closed for env in made] == [False, True, True]  # a finished env is its owner's
+
+
 def test_real_envs():
     for name, shape, dtype in (
         ("CartPole-v1", (4,), torch.float32),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reap.collectors import Collector
 from reap.envs import JaxEnv
 from reap.envs.jax import JaxLanes
+from reap.envs.torch_native import DeviceTorchLanes
 from reap.errors import MissingDependency, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
@@ -155,6 +156,19 @@ def test_set_seed_begins_the_episodes_anew():
         batch = c.next()
         want = CountingWorld([(3, 1), (2,)]).batch(6)
         assert np.array_equal(batch["observation"], want[("observation",)])
+
+
+def test_seeds_where_rows_are_on_the_device():
+    """The same lanes with the same seeds, whether their rows are the host's or tensors."""
+    lanes = JaxEnv(NewGymnax([(3, 1), (2,)]), num_envs=2).lanes_env
+    there, here = torch.zeros(2, 3), np.zeros((2, 3), np.float32)
+    for seed in (SEED, SEED, SEED + 1):
+        seeds = chain(seed, 2)[0]
+        DeviceTorchLanes(lanes).reset(range(2), [there], seeds)
+        lanes.reset(range(2), [here], seeds)
+        assert np.array_equal(there, here)
+        keys = [np.asarray(jax.random.PRNGKey(one)).tolist() for one in seeds]
+        assert np.asarray(lanes.env._keys).tolist() == keys
 
 
 def test_tensors_cross_without_a_copy():

@@ -14,7 +14,7 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs.torchrl import WrappedGym
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLRows
-from reap.errors import UsageError, WorkerRaised
+from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
 
 with warnings.catch_warnings():
@@ -59,6 +59,12 @@ def test_a_graph_of_whole_steps_is_refused():
 def test_which_way_an_env_takes(kind, way):
     with Collector(ENVS[kind], None, frames_per_batch=4) as collector:
         assert type(collector.env) is way
+
+
+def test_lanes_that_are_encoded_differently_are_not_joined():
+    makers = [lambda c=c: GymEnv("CartPole-v1", categorical_action_encoding=c) for c in (True, False)]
+    with pytest.raises(SpecMismatch, match="lanes are encoded differently"):
+        reap.envs.SerialEnv(2, makers)
 
 
 class Subclass(GymWrapper):

@@ -449,3 +449,16 @@ def test_action_masks_pass_through():
     assert batch["action_mask"].dtype is torch.int8
     assert torch.equal(batch["action"], batch["observation"][..., 2].long() % 4)
     assert torch.equal(batch["action_mask"].long().argmax(-1), batch["action"])
+
+
+def test_a_generator_of_its_own_is_not_drawn_from_before_the_first_step():
+    class Draws:
+        def __init__(self):
+            self.numbers = np.random.default_rng(0)
+
+        def __call__(self, observation):
+            return torch.from_numpy(self.numbers.normal(size=1).astype(np.float32))
+
+    with Collector(GymEnv(CountingEnv()), Draws(), frames_per_batch=3) as collector:
+        want = np.random.default_rng(0).normal(size=3).astype(np.float32)
+        assert collector.next()["action"][:, 0].tolist() == want.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,9 +12,10 @@ import gymnasium as gym
 import pytest
 import torch
 
+from reap.children import Child, dumps, end, wait_for
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
-from reap.errors import UsageError, WorkerSilent, WrongArgument
+from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, no_leaks
 from reap.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
 
@@ -212,3 +214,54 @@ def test_a_hang_is_told_when_the_time_is_up(ready):
             collector.next()
         del collector
         assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
+
+
+def test_more_descriptors_than_select_knows():
+    """A program with thousands of files open: the thousand-and-twenty-fifth descriptor is one like any other."""
+    told = run("""
+        import os, resource, torch
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        kept = [os.dup(0) for _ in range(1100)]
+        from reap.envs import ParallelEnv
+        from reap.modules import ProcessInferenceServer
+        with ParallelEnv(2, "CartPole-v1", timeout=60) as env:
+            print(env.rollout(3, break_when_any_done=False).shape)
+        with ProcessInferenceServer(lambda: torch.nn.Linear(4, 2)) as server:
+            print(server.stats()["requests"])
+    """)
+    assert told.split("\n")[:2] == ["torch.Size([2, 3])", "0"]
+
+
+def test_a_model_that_refuses_its_weights_is_not_called_absent():
+    class Normed(CountingEnv):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.Linear(1, 1)
+
+    with MultiSyncCollector([Normed], EchoPolicy(), frames_per_batch=4) as collector:
+        give, wrong = collector.update_policy_weights_, torch.nn.Linear(2, 1)
+        with pytest.raises(WorkerRaised, match="size mismatch for weight"):
+            give(weights=wrong, model_id="env.envs[0].unwrapped.norm")
+        for path in ("env.envs[0].unwrapped.other", "env.envs[7].norm"):
+            with pytest.raises(KeyError, match=r"model 'env.envs\[.*is not here"):
+                give(weights=wrong, model_id=path)
+        collector.next()
+
+
+def test_a_stack_that_was_told_before_is_no_answer():
+    """A child that was silent once and answered, then is frozen: it says nothing, and nothing is what is told of it."""
+
+    def waits(connection, fds):
+        connection.send_bytes(b"here")
+        connection.recv_bytes()
+
+    child = Child(dumps(waits, "waits"))
+    try:
+        assert wait_for([child.line.fileno()], 60)
+        for _ in range(2):
+            assert child.ask_stack().count("in waits") == 1
+        child.signal(signal.SIGSTOP)
+        assert child.ask_stack(0.2) == ""
+    finally:
+        child.signal(signal.SIGKILL)
+        end([child], patience=5, deadline=5)

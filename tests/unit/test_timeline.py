@@ -23,13 +23,14 @@ def spans(path, name):
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 def test_one_timeline_of_all_workers(kind, tmp_path):
     written = []
-    collector = kind([env] * 2, None, frames_per_batch=8, total_frames=80)
+    collector = kind([env] * 2, None, frames_per_batch=8)
     collector.enable_profile(
         num_rollouts=3, save_path=tmp_path / "trace.json", on_trace_ready=written.append, record_shapes=True
     )
     assert collector.profile_config.num_rollouts == 3
-    for _ in collector:
-        pass
+    for _ in collector:  # whoever is first is taken first: on a busy machine one may be late
+        if written:
+            break
     collector.shutdown()
     assert written == [tmp_path / "trace.json"]
     rows, rollouts = spans(written[0], "rollout")
@@ -73,3 +74,13 @@ def test_bad_input(tmp_path):
     with pytest.raises(WrongState, match="before the first batch"):
         collector.enable_profile()
     collector.shutdown()
+
+
+def test_a_file_that_cannot_be_written_leaves_no_env_open(tmp_path):
+    env = CountingEnv()
+    collector = Collector(GymEnv(env), frames_per_batch=4)
+    collector.enable_profile(save_path=tmp_path / "nowhere" / "profile.json")
+    collector.next()
+    with pytest.raises(FileNotFoundError):
+        collector.shutdown()
+    assert env.closed

@@ -83,7 +83,7 @@ class _Host(Host):
     def __init__(
         self, job: ProcessJob, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
     ) -> None:
-        self._connection, self._job, self._parcel = connection, job, parcel
+        self._connection, self._job, self._parcel = connection, job, SharedFile(fd=parcel)
         self._control = Control(control, job.workers)
         self._at = self._control.step[job.index :][:1]
         self._free = self._resting = False  # whether it runs free, and whether it is paused then
@@ -180,4 +180,4 @@ class _Host(Host):
 
     def do_load_weights(self, size: int, version: int) -> None:
         """Weights that came as a parcel, for this worker alone."""
-        self._load(cloudpickle.loads(os.pread(self._parcel, size, 0)), version)
+        self._load(cloudpickle.loads(self._parcel.map(size)), version)

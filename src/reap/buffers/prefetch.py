@@ -33,6 +33,7 @@ class Prefetch(Generic[T]):
         self._ahead = ahead
         self._tasks: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None] = queue.SimpleQueue()
         self._prepared: deque[Future[T]] = deque()
+        self._turn = threading.RLock()  # of those who ask; again in one, from a finalizer
         self._thread = threading.Thread(target=_work, args=(self._tasks,), name="reap-prefetch", daemon=True)
         atexit.unregister(_stop_all)  # once is enough
         atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
@@ -41,20 +42,23 @@ class Prefetch(Generic[T]):
 
     def next(self, make: Callable[[], T]) -> T:
         """The oldest sample; those after it are being made by `make` meanwhile."""
-        while len(self._prepared) <= self._ahead:
-            future: Future[T] = Future()
-            self._prepared.append(future)
-            self._tasks.put((make, future))
+        with self._turn:
+            while len(self._prepared) <= self._ahead:
+                future: Future[T] = Future()
+                self._prepared.append(future)
+                self._tasks.put((make, future))
+            oldest = self._prepared.popleft()
         try:
-            return self._prepared.popleft().result()
+            return oldest.result()
         except Starved:
             self.forget()  # what else was begun is as old
             raise
 
     def forget(self) -> None:
         """What was made, or is to be, is not wanted any more."""
-        while self._prepared:
-            self._prepared.popleft().cancel()
+        with self._turn:
+            while self._prepared:
+                self._prepared.popleft().cancel()
 
     def stop(self, timeout: float = _DEADLINE) -> None:
         """End the thread. May be called twice."""

@@ -191,7 +191,9 @@ class ReplayBuffer:
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
         if self._prefetch and batch_size in (None, self._batch_size):
-            pool = self._pool = self._pool or Prefetch(self._prefetch)
+            if (pool := self._pool) is None:
+                with self._sampling:  # of threads that ask at once, one opens it
+                    pool = self._pool = self._pool or Prefetch(self._prefetch)
             sample, info, self._last = pool.next(functools.partial(self._sample, count, pool.closing.is_set))
         else:
             sample, info, self._last = self._sample(count)
@@ -512,9 +514,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def extend(self, data: Any) -> Tensor:
         index = super().extend(data)
         if is_tensor_collection(data) and isinstance(self._sampler, PrioritizedSampler):
-            given = data.get(self._priority_key, None)
+            given, mask = data.get(self._priority_key, None), data.get(_MASK, None)
             if given is not None:
-                self.update_priority(index, self._reduced(given, data.ndim))
+                priority = self._reduced(given, data.ndim)
+                self.update_priority(index, priority if mask is None else priority[mask.reshape(-1)])
         return index
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:

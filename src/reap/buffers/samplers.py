@@ -244,6 +244,7 @@ class SliceSampler(Sampler):
         strict_length: False lets shorter episodes in, whole; a batch may then be smaller.
         burn_in: how many rows at the beginning of each slice are there for a policy's memory to warm up, and not to be
             learned from; `burn_in` in a sample is True for them.
+        cache_values: accepted as TorchRL has it; runs are kept up to date as rows come.
     """
 
     def __init__(
@@ -260,6 +261,9 @@ class SliceSampler(Sampler):
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             raise WrongArgument(f"num_slices or slice_len, one of them: got {num_slices} and {slice_len}")
+        for name, size in (("num_slices", num_slices), ("slice_len", slice_len)):
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise UsageError(f"{name} is a whole number >= 1, got {size!r}")
         self.num_slices, self.slice_len, self.strict_length = num_slices, slice_len, strict_length
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
             raise UsageError(f"burn_in is a number of rows >= 0, got {burn_in!r}")

@@ -482,9 +482,11 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:
             self._why_closed = why
-            self.disable_profile()
-            if close_env:
-                self._backend.close()
+            try:
+                self.disable_profile()
+            finally:  # a file that cannot be written keeps nobody alive
+                if close_env:
+                    self._backend.close()
 
     @property
     def closed(self) -> bool:

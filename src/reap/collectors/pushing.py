@@ -93,7 +93,9 @@ class Pushing:
             weights = dict(weights.flatten_keys(".").items())
         try:
             self.map_fn(f"{path}.load_state_dict", [(weights,)] * getattr(self, "num_workers", 1))
-        except (AttributeError, WorkerRaised) as cause:
+        except (AttributeError, LookupError, WorkerRaised) as cause:
+            if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
+                raise  # it is here, and refuses them
             raise _UnknownModel(
                 f"model {path!r} is not here; this collector has 'policy', and paths in 'env'"
             ) from cause

@@ -35,7 +35,9 @@ def untouched(policy: Any) -> Iterator[None]:
     attributes = [(m, type(m), dict(vars(m))) for m in objects]
     buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    own = [(g, g.get_state()) for _, _, before in attributes for g in before.values() if isinstance(g, torch.Generator)]
+    held = [value for _, _, before in attributes for value in before.values()]
+    own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
+    drawn = [(g.bit_generator, g.bit_generator.state) for g in held if isinstance(g, np.random.Generator)]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
@@ -54,6 +56,8 @@ def untouched(policy: Any) -> Iterator[None]:
                 buffer.copy_(value)
         for generator, state in own:
             generator.set_state(state)
+        for bits, there in drawn:
+            bits.state = there
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])

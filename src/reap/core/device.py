@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
+from reap.core.stats import RECENT
 from reap.spec import EnvSpec, Key, Leaf
-
-_RECENT = 100  # episodes, as on the host
 
 
 class DeviceLayout(Layout):
@@ -61,7 +60,7 @@ class DeviceStats:
         self.frames = self.rollouts = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
         self._in_all = torch.zeros_like(self._sums)
-        self._recent: deque[Tensor] = deque(maxlen=_RECENT)
+        self._recent: deque[Tensor] = deque(maxlen=RECENT)
         self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
         self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._clock = _Clock(device)
@@ -106,7 +105,7 @@ class DeviceStats:
         for sums in reversed(self._recent):
             r, n, e, _ = sums.tolist()
             returns, lengths, ends = returns + r, lengths + n, ends + e
-            if ends >= _RECENT:
+            if ends >= RECENT:
                 break
         seconds = self._clock.seconds()
         return {
@@ -129,25 +128,23 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._done, self._began = 0.0, 0.0
+        self._done = 0.0
+        self._began: Any = None
         self._running: deque[tuple[Any, Any]] = deque()
 
     def start(self) -> None:
-        if self._cuda:
-            self._running.append((_event(), None))
-        else:
-            self._began = time.perf_counter()
+        self._began = _event() if self._cuda else time.perf_counter()
 
     def stop(self) -> None:
         if not self._cuda:
             self._done += time.perf_counter() - self._began
             return
-        self._running[-1] = (self._running[-1][0], _event())
-        while self._running and self._running[0][1] is not None and self._running[0][1].query():
+        self._running.append((self._began, _event()))
+        while self._running and self._running[0][1].query():
             self._add()
 
     def seconds(self) -> float:
-        while self._running and self._running[0][1] is not None:
+        while self._running:
             self._running[0][1].synchronize()
             self._add()
         return self._done

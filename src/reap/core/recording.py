@@ -63,9 +63,10 @@ class Recording:
         except Exception as cause:
             torch.cuda.synchronize()
             _free_generators(_generators(self._owners))
+            why = (str(cause) or repr(cause)).splitlines()[0]
             raise UsageError(
-                f"cudagraph_policy: it cannot be recorded, {str(cause).splitlines()[0]}; env and policy must not ask "
-                f"the device anything (.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"
+                f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not ask the device anything "
+                f"(.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"
             ) from cause
         finally:
             for owner, name, old in kept:

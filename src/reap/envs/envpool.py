@@ -19,7 +19,7 @@ from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import ReapError, UsageError, WorkerRaised, missing
+from reap.errors import ReapError, UsageError, WorkerRaised, WrongArgument, missing
 from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype
 
 
@@ -217,5 +217,8 @@ class EnvPoolEnv(EnvBase):
             except ImportError:
                 raise missing("envpool", "envpool") from None
             task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
+        elif make_kwargs or num_envs is not None:
+            extra = sorted(make_kwargs) or ["num_envs"]
+            raise WrongArgument(f"{extra} go to envpool.make; a finished pool takes none")
         lanes = envpool_lanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
         super().__init__(lanes, device=device)

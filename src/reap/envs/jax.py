@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from reap.core.env import Rows
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Observations
 from reap.envs.torch_native import TorchLanes
@@ -226,10 +225,9 @@ class JaxLanes(TorchLanes):
 
     env: JaxBatch
 
-    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         if seeds is not None:
             self.env.seed(lanes, seeds)
-        super().reset(lanes, into)
 
 
 class JaxEnv(EnvBase):

@@ -38,8 +38,7 @@ PONG = 16  # plus the token of the question
 
 def built(makers: Any, limit: int | None = None) -> Env:
     """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
-    lanes = [as_env(make, kwargs) for make, kwargs in makers]
-    env = joined(lanes) if len(lanes) > 1 else lanes[0]
+    env = joined(makers) if len(makers) > 1 else as_env(*makers[0])
     loose = [show(key) for key, leaf in env.spec.observation.items() if leaf.loose]
     if loose or env.tidies:
         env.close()

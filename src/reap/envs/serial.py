@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import Env
-from reap.envs.accept import as_env
+from reap.envs.accept import as_env, is_env
 from reap.envs.base import EnvBase
 from reap.envs.ids import for_workers
 from reap.errors import UsageError, WrongArgument
@@ -35,8 +35,7 @@ class SerialEnv(EnvBase):
         device: Any = None,
     ) -> None:
         made = one_each("num_workers", num_workers, create_env_fn, create_env_kwargs)
-        lanes = [as_env(make, keywords) for make, keywords in made]
-        super().__init__(joined(lanes), device=device)
+        super().__init__(joined(made), device=device)
 
 
 def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) -> list[tuple[Any, dict[str, Any]]]:
@@ -59,10 +58,22 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
     return [(for_workers(make), dict(keywords)) for make, keywords in zip(makers, kwargs)]
 
 
-def joined(lanes: Sequence[Env]) -> Env:
-    """Single envs of one kind as one env with a lane dimension."""
-    first, *rest = lanes
-    kinds = {type(env) for env in lanes}
+def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
+    """Single envs of one kind as one env with a lane dimension. If that cannot be, what was made for it is closed."""
+    lanes: list[Env] = []
+    try:
+        for make, kwargs in makers:
+            lanes.append(as_env(make, kwargs))
+        return _joined(*lanes)
+    except BaseException:
+        for (make, _), env in zip(makers, lanes):
+            if not is_env(make):  # a finished one is its owner's
+                env.close()
+        raise
+
+
+def _joined(first: Env, *rest: Env) -> Env:
+    kinds = {type(env) for env in (first, *rest)}
     join: Callable[..., Env] | None = getattr(first, "joined", None)
     names = ", ".join(sorted(k.__name__ for k in kinds))
     if len(kinds) != 1:

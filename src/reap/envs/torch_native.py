@@ -83,8 +83,7 @@ class TorchLanes(Env):
             raise SpecMismatch(f"policy writes {show(key)} as {given}, the env takes {own}")
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        if seeds is not None and hasattr(self.env, "seed"):
-            self.env.seed(int(seeds[0]))
+        self.seed(lanes, seeds)
         chosen = torch.as_tensor(list(lanes))
         mask = torch.zeros(self._count, dtype=torch.bool)
         mask[chosen] = True
@@ -94,6 +93,11 @@ class TorchLanes(Env):
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         for array, (key, value) in zip(into, self._tensors(observation)):
             torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """Seed the env, if it can be: one number for all lanes."""
+        if seeds is not None and hasattr(self.env, "seed"):
+            self.env.seed(int(seeds[0]))
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         try:
@@ -160,9 +164,7 @@ class DeviceTorchLanes(DeviceEnv):
         self._lanes.expect(action)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
-        env = self._lanes.env
-        if seeds is not None and hasattr(env, "seed"):
-            env.seed(int(seeds[0]))
+        self._lanes.seed(lanes, seeds)
         mask = torch.ones(self.spec.lanes, dtype=torch.bool, device=self.device)
         if len(lanes) < self.spec.lanes:
             mask.zero_()

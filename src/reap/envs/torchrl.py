@@ -66,9 +66,6 @@ class WrappedGym(GymLanes):
         super().__init__(envs, categorical=categorical, batched=batched)
         self.outer = outer
 
-    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
-        return GymLanes([e for lanes in (self, *others) for e in lanes.envs], batched=True, **self._settings)
-
     def close(self) -> None:
         self.outer.close(raise_if_closed=False)
 

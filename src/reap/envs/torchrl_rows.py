@@ -19,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from reap.core.env import Env, Rows
+from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import EnvSpec, Key, Leaf, Look, as_key, private, show
@@ -61,7 +62,7 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
         and all(after[key] == leaf for key, leaf in observation.items())
         and {key for key in reward if key in after} == set(reward)
         and first == observation
-        and not any(key[0] in (*FLAGS, "reward", "next", "collector", "policy_version") for key in observation)
+        and not any(key[0] in RESERVED for key in observation)
     )
     if not whole or not reward:
         return None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, wait_for
 from reap.errors import ServerGone, WorkerSilent, WrongArgument, WrongState
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
@@ -130,7 +129,7 @@ class ProcessInferenceServer:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise WorkerSilent(f"the policy_factory has not returned after {timeout} s (startup_timeout)")
-            select.select([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], [], left)
+            wait_for([line.fileno(), sentinel], left, writable=() if line.flush() else [line.fileno()])
 
     def shutdown(self) -> None:
         """End the process; clients that wait get an error. May be called twice."""
