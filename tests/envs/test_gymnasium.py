@@ -238,14 +238,14 @@ class Painter(CountingEnv):
 
 
 def test_from_pixels():
-    c = Collector(GymEnv(Painter((5,)), from_pixels=True), lambda observation: observation[:1], frames_per_batch=6)
-    batch = c.next()
+    env = GymEnv(Painter((5,)), from_pixels=True, pixels_only=False)
+    batch = Collector(env, lambda observation: observation[:1], frames_per_batch=6).next()
     assert batch["pixels"].shape == (6, 4, 5, 3)
     assert batch["pixels"].dtype is torch.uint8
     assert batch["pixels"][:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 0]
     assert batch["next", "pixels"][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5, 1]
     assert batch["observation"][:, 2].tolist() == [0, 1, 2, 3, 4, 0]
-    only = Collector(GymEnv(Painter((5,)), from_pixels=True, pixels_only=True), frames_per_batch=6).next()
+    only = Collector(GymEnv(Painter((5,)), from_pixels=True), frames_per_batch=6).next()
     assert "observation" not in only.keys()
     assert only["next", "pixels"][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5, 1]
 

@@ -177,7 +177,8 @@ class GymEnv(EnvBase):
         num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
         frame_skip: repeat each action this often, adding up rewards.
-        from_pixels: add what `render()` shows as "pixels"; `pixels_only` leaves everything else out.
+        from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
+            `pixels_only=False`.
         info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
             (dtype, shape) or a space. Missing entries are zero.
         device: where tensors used by hand are placed.
@@ -191,7 +192,7 @@ class GymEnv(EnvBase):
         categorical_action_encoding: bool = False,
         frame_skip: int | None = None,
         from_pixels: bool = False,
-        pixels_only: bool = False,
+        pixels_only: bool = True,
         info_keys: InfoKeys = (),
         device: Any = None,
         **make_kwargs: Any,
