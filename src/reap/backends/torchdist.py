@@ -119,8 +119,14 @@ class GlooBackend(FarBackend):
 
     def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
         targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
+        self._near = self._file("weights")
         children = [
-            Child(dumps(target, "a worker"), start=self._start_method, name=f"reap-worker-{index}")
+            Child(
+                dumps(target, "a worker"),
+                fds=[self._near.fd],
+                start=self._start_method,
+                name=f"reap-worker-{index}",
+            )
             for index, target in enumerate(targets)
         ]
         for child in children:
