@@ -1,8 +1,8 @@
-"""Station: a worker far away, that shares no memory with whoever asked for it.
+"""Station: a worker far away, whose rollouts are carried to whoever asked for it.
 
     order ──► fill ──► block ──► news ──► road        two blocks: one is on its way while the other is filled
           └─► answer ──────────► news ──► road
-    weights ──► staged, in the background ──► acted with from the next rollout on
+    weights ──► staged, in the background ──► acted with from the next rollout on      (or read, where memory is shared)
 
 An order says which weights it is to find: nobody acts with older ones than were published before it was given.
 """

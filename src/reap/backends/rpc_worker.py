@@ -1,7 +1,7 @@
 """The far side of torch.distributed.rpc: what workers are called for, and how agents find each other.
 
     collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
-                         └─► worker 1  └─► worker 3 …
+                         └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
 An agent knows no secrets and does what it is told. So it listens on the loopback interface alone; to other machines it
 is reached through a door, and reaches their agents through tunnels.

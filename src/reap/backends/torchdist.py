@@ -2,7 +2,8 @@
 
     store (loopback; other machines come through a door)   ── orders, sealed ──►  station
     group of two, for each worker                          ◄── header, slot ────  station
-    group of all                                           ── weights, broadcast ► stations
+    group of all                                           ── weights, broadcast ► stations        (of nodes; those of
+                                                                                    this machine read shared memory)
 
 A thread for each worker receives. It ends when its worker's connection does, or when its node is lost.
 """
