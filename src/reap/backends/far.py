@@ -31,10 +31,10 @@ from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack,
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
 from reap.children import BOOT
-from reap.core.shared import SharedSlots
+from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
-from reap.weights.shared import Packing
+from reap.weights.shared import Packing, SharedWeights
 
 _GRACE = 2.0  # seconds a worker may live when its road is over
 
@@ -183,6 +183,7 @@ class FarBackend(ProcessBackend):
         super().__init__(plans, **options)
         self._station = station  # what is there; None: a worker
         self._random_given = 0
+        self._near: SharedFile | None = None  # for weights, where all workers are on this machine and have it too
 
     @abstractmethod
     def launch(self, jobs: Sequence[FarJob]) -> None:
@@ -225,7 +226,9 @@ class FarBackend(ProcessBackend):
         packings = {about.packing for about in abouts}
         packing = packings.pop() if len(packings) == 1 and self._road not in ("parcel", "none") else None
         self.call("begin", self.everyone(packing))
-        if packing is not None:
+        if packing is not None and self._near is not None:
+            self._shared = SharedWeights(self._near, packing)
+        elif packing is not None:
             self.meet(packing)
             self._shared = FarWeights(packing, self)  # type: ignore[assignment]
 
@@ -302,7 +305,7 @@ class FarBackend(ProcessBackend):
 
     @property
     def _parcels_sent(self) -> int:
-        return 0 if self._shared is None else self._shared.count  # type: ignore[attr-defined]
+        return self._shared.count if isinstance(self._shared, FarWeights) else 0
 
     def _say(self, remote: Remote, data: bytes) -> None:
         self.send(remote, ("call", data, self._parcels_sent))  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Station: a worker far away, that shares no memory with whoever asked for it.
+"""Station: a worker far away, whose rollouts are carried to whoever asked for it.
 
     order ──► fill ──► block ──► news ──► road        two blocks: one is on its way while the other is filled
           └─► answer ──────────► news ──► road
-    weights ──► staged, in the background ──► acted with from the next rollout on
+    weights ──► staged, in the background ──► acted with from the next rollout on      (or read, where memory is shared)
 
 An order says which weights it is to find: nobody acts with older ones than were published before it was given.
 """
@@ -24,9 +24,10 @@ from torch import Tensor
 from reap.backends.control import numbers_of, stats_of
 from reap.backends.host import Full, Host, Job, Writer
 from reap.children import Raised
+from reap.core.shared import SharedFile
 from reap.core.slot import Slot
 from reap.seeding import seed_process
-from reap.weights.shared import Packing
+from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # of a station
 _WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
@@ -105,8 +106,35 @@ class Road(Protocol):
         """Returns when everything is sent."""
 
 
-class Weights:
-    """The latest weights that came, until they are acted with. One thread puts, another takes."""
+class Weights(Protocol):
+    """What a station acts with, from the moment it is told which tensors they are."""
+
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+        """Which tensors they are, and those it begins with."""
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """Copy the latest, of this number at least, into `tensors`: their version, or None if nothing is new."""
+
+
+class NearWeights(Weights):
+    """On the machine of whoever publishes them: in memory that both see."""
+
+    def __init__(self, file: SharedFile, *, first: bool) -> None:
+        self._file, self._first = file, first
+        self._shared: SharedWeights | None = None
+
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+        self._shared = SharedWeights(self._file, packing)
+        if self._first:
+            self._shared.begin_with(tensors)
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """They were written before the order was given."""
+        return None if self._shared is None else self._shared.refresh(tensors)
+
+
+class Parcels(Weights):
+    """The latest weights that came over a road, until they are acted with. One thread puts, another takes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -120,8 +148,7 @@ class Weights:
         with self._changed:
             return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
 
-    def expect(self, packing: Packing) -> None:
-        """Which tensors they are."""
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
         self._packing = packing
 
     def put(self, parcel: Tensor) -> None:
@@ -140,7 +167,7 @@ class Weights:
             self._changed.notify_all()
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Wait for the parcel numbered so; copy the latest into `tensors`: its version, or None if nothing is new."""
+        """Waits for the parcel numbered so."""
         with self._changed:
             self._changed.wait_for(lambda: self.count >= at_least)
             parcel, self._parcel = self._parcel, None
@@ -185,13 +212,13 @@ def _unpack(parcel: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
 class Station(Host):
     """The worker, and what it does with orders."""
 
-    def __init__(self, job: FarJob, road: Road, weights: Weights, join: Callable[[Packing], None]) -> None:
+    def __init__(self, job: FarJob, road: Road, weights: Weights) -> None:
         torch.set_num_threads(job.threads)
         seed_process(job.entropy)
         if job.init is not None:
             job.init()
         super().__init__(job.plan, job.index, job.workers, job.writer)
-        self._road, self._weights, self._join, self._at_least = road, weights, join, 0
+        self._road, self._weights, self._at_least = road, weights, 0
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
@@ -222,19 +249,18 @@ class Station(Host):
     def do_begin(self, packing: Packing | None) -> None:
         """Everybody is there; so are weights, from now on."""
         if packing is not None:
-            self._weights.expect(packing)
-            self._join(packing)
+            self._weights.expect(packing, self.tensors)
 
     def do_load_weights(self, data: bytes, version: int) -> None:
         """Weights for this worker alone."""
         self._load(cloudpickle.loads(data), version)
 
 
-def run_station(job: FarJob, road: Road, weights: Weights, join: Callable[[Packing], None] = lambda _: None) -> None:
-    """The life of a station. `join` is called when it is known what parcels of weights will hold."""
+def run_station(job: FarJob, road: Road, weights: Weights) -> None:
+    """The life of a station."""
     station = None
     try:
-        station = (job.station or Station)(job, road, weights, join)
+        station = (job.station or Station)(job, road, weights)
         road.send(News.of(station.about), _nothing)
         while (order := road.next_order()) is not None:
             station.obey(order)

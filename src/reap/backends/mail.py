@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from reap.backends.far_worker import News, Order, Road, Weights, run_station
+from reap.backends.far_worker import NearWeights, News, Order, Parcels, Road, Weights, run_station
 from reap.children import Raised
 
 
@@ -64,20 +64,21 @@ class _Letters(Road):
 class MailStation:
     """What the engine holds and calls."""
 
-    def __init__(self, job: bytes, path: Sequence[str]) -> None:
+    def __init__(self, job: bytes, path: Sequence[str], near: NearWeights | None = None) -> None:
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._letters, self._weights = _Letters(), Weights()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="reap-station", daemon=True)
+        self._letters, self._parcels = _Letters(), Parcels()
+        weights = near or self._parcels
+        self._thread = threading.Thread(target=self._run, args=(job, weights), name="reap-station", daemon=True)
         self._thread.start()
 
-    def _run(self, job: bytes) -> None:
+    def _run(self, job: bytes, weights: Weights) -> None:
         try:
             try:
                 opened = cloudpickle.loads(job)
             except Exception as error:  # of a kind that this machine cannot import
                 self._letters.send(News.of(Raised.of(error, "reading what it is to do")), _nothing)
             else:
-                run_station(opened, self._letters, self._weights)
+                run_station(opened, self._letters, weights)
         finally:
             self._letters.end()
 
@@ -95,9 +96,9 @@ class MailStation:
 
     def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
         """New weights."""
-        own = self._weights.room(parcel.nbytes)
+        own = self._parcels.room(parcel.nbytes)
         np.copyto(own.numpy(), parcel)
-        self._weights.put(own)
+        self._parcels.put(own)
 
     def wait(self) -> None:
         """Until it has gone home."""

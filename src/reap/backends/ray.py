@@ -94,7 +94,7 @@ class ReapWorker(MailStation):
         """New weights: read where they lie, when they are acted with."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
-            self._weights.put(torch.from_numpy(parcel))
+            self._parcels.put(torch.from_numpy(parcel))
 
     def where(self) -> tuple[int, str]:
         """Process and node."""

@@ -119,9 +119,11 @@ class RPCBackend(FarBackend):
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
+        self._near = self._file("weights")
         children = [
             Child(
                 dumps(functools.partial(run, job=job, index=i), "a worker"),
+                fds=[self._near.fd],
                 start=self._start_method,
                 name=f"reap-worker-{i}",
             )

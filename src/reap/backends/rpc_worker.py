@@ -1,7 +1,7 @@
 """The far side of torch.distributed.rpc: what workers are called for, and how agents find each other.
 
     collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
-                         └─► worker 1  └─► worker 3 …
+                         └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
 An agent knows no secrets and does what it is told. So it listens on the loopback interface alone; to other machines it
 is reached through a door, and reaches their agents through tunnels.
@@ -24,8 +24,9 @@ from torch.distributed import FileStore, Store, TCPStore, rpc  # type: ignore[at
 from torch.distributed.rpc import TensorPipeAgent, api  # type: ignore[attr-defined]
 
 from reap.backends.door import LOOPBACK, Door, Tunnel
-from reap.backends.far_worker import Order
+from reap.backends.far_worker import NearWeights, Order
 from reap.backends.mail import MailStation
+from reap.core.shared import SharedFile
 
 COLLECTOR = "collector"
 JOIN = timedelta(seconds=60)  # for all agents to be there, once all processes are
@@ -132,11 +133,13 @@ def _on_loopback() -> Iterator[None]:
             os.environ[_INTERFACE] = before
 
 
-def _live(job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any]) -> None:
+def _live(
+    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], near: NearWeights | None = None
+) -> None:
     store.set(f"here/{index}", "here")
     _below.extend(name(i) for i in below(index, workers))
     join_agent(store, name(index), index + 1, workers + 1, options)
-    station = MailStation(job, ())
+    station = MailStation(job, (), near)
     _stations.append(station)
     _built.set()
     station.wait()
@@ -146,10 +149,13 @@ def _live(job: bytes, index: int, workers: int, store: Store, options: Mapping[s
 def run_rpc(
     connection: Any, fds: Any, *, job: bytes, index: int, workers: int, file: str, options: Mapping[str, Any]
 ) -> None:
-    """The life of a worker of this machine: agents meet in a file that only this user can open."""
+    """The life of a worker of this machine: agents meet in a file that only this user can open.
+
+    `fds`: of the memory weights are in.
+    """
     store = FileStore(file, -1)
     store.set_timeout(JOIN)
-    _live(job, index, workers, store, options)
+    _live(job, index, workers, store, options, NearWeights(SharedFile(fd=fds[0]), first=index == 0))
 
 
 def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:

@@ -2,7 +2,8 @@
 
     store (loopback; other machines come through a door)   ── orders, sealed ──►  station
     group of two, for each worker                          ◄── header, slot ────  station
-    group of all                                           ── weights, broadcast ► stations
+    group of all                                           ── weights, broadcast ► stations        (of nodes; those of
+                                                                                    this machine read shared memory)
 
 A thread for each worker receives. It ends when its worker's connection does, or when its node is lost.
 """
@@ -119,8 +120,14 @@ class GlooBackend(FarBackend):
 
     def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
         targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
+        self._near = self._file("weights")
         children = [
-            Child(dumps(target, "a worker"), start=self._start_method, name=f"reap-worker-{index}")
+            Child(
+                dumps(target, "a worker"),
+                fds=[self._near.fd],
+                start=self._start_method,
+                name=f"reap-worker-{index}",
+            )
             for index, target in enumerate(targets)
         ]
         for child in children:

@@ -9,7 +9,7 @@ import contextlib
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,9 +20,10 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from reap.backends.door import LOOPBACK
-from reap.backends.far_worker import FarJob, News, Order, Road, Weights, parcel_size, run_station
+from reap.backends.far_worker import FarJob, NearWeights, News, Order, Parcels, Road, Weights, parcel_size, run_station
 from reap.backends.seal import Seal
 from reap.children import Raised
+from reap.core.shared import SharedFile
 from reap.weights.shared import Packing
 
 HERE = b"here"  # the first sign of a worker
@@ -134,30 +135,30 @@ class _GlooRoad(Road):
             wait(self._group.send([torch.from_numpy(array)], 0, 0))
 
 
-class _Listener:
-    """The thread that weights come by."""
+class _Broadcasts(Parcels):
+    """Weights that come by broadcast, in a thread."""
 
     def __init__(self, job: FarJob, address: Address) -> None:
-        self.weights = Weights()
+        super().__init__()
         self._job, self._address = job, address
 
-    def join(self, packing: Packing) -> None:
-        """From now on."""
+    def expect(self, packing: Packing, tensors: Sequence[torch.Tensor]) -> None:
+        super().expect(packing, tensors)
         threading.Thread(target=self._receive, args=(packing,), name="reap-weights", daemon=True).start()
 
     def _receive(self, packing: Packing) -> None:
         try:
             group = self._address.group("weights", self._job.index + 1, self._job.workers + 1)
             while True:
-                parcel = self.weights.room(parcel_size(packing))
+                parcel = self.room(parcel_size(packing))
                 wait(join_broadcast(group, parcel))
-                self.weights.put(parcel)
+                self.put(parcel)
         except (ConnectionError, RuntimeError):
-            self.weights.close()
+            self.close()
 
 
 def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address) -> None:
-    """The life of a worker."""
+    """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them."""
     road = _GlooRoad(index, address)
     try:
         opened: FarJob = cloudpickle.loads(job)
@@ -165,8 +166,8 @@ def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Addr
         road.send(News.of(Raised.of(error, "reading what it is to do")), lambda: None)
         road.finish()
         return
-    listener = _Listener(opened, address)
-    run_station(opened, road, listener.weights, listener.join)
+    weights: Weights = NearWeights(SharedFile(fd=fds[0]), first=index == 0) if fds else _Broadcasts(opened, address)
+    run_station(opened, road, weights)
 
 
 def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
