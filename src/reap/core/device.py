@@ -127,19 +127,19 @@ class _Clock:
     """Seconds between `start` and `stop`, as the device sees them; nobody waits for it before `seconds`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         self._done = 0.0
         self._began: Any = None
         self._running: deque[tuple[Any, Any]] = deque()
 
     def start(self) -> None:
-        self._began = _event() if self._cuda else time.perf_counter()
+        self._began = _event(self._device) if self._cuda else time.perf_counter()
 
     def stop(self) -> None:
         if not self._cuda:
             self._done += time.perf_counter() - self._began
             return
-        self._running.append((self._began, _event()))
+        self._running.append((self._began, _event(self._device)))
         while self._running and self._running[0][1].query():
             self._add()
 
@@ -154,9 +154,9 @@ class _Clock:
         self._done += start.elapsed_time(stop) / 1e3
 
 
-def _event() -> Any:
+def _event(device: torch.device) -> Any:
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

@@ -45,7 +45,8 @@ class Recording:
             self._fill()
             self._warm = True
             return
-        self._record()
+        with torch.cuda.device(self._columns[0].device):  # the program's own may be another
+            self._record()
 
     def _addresses(self) -> tuple[int, ...]:
         return tuple(t.data_ptr() for _, _, t in _tensors(self._owners))
