@@ -198,6 +198,22 @@ def test_weights_for_one_worker():
     assert torch.equal(batch["action"], echo * torch.tensor([1.0, 3.0]).reshape(2, 1, 1))
 
 
+@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+def test_what_an_update_leaves_out_stays_as_it_was(kind):
+    """Two updates before anybody acts: buffers of the first hold, though the second has parameters alone."""
+    ones = torch.ones(3)
+    with collect(kind, [healthy(), healthy(1)]) as c:
+        c.next()
+        state = c.state_dict()
+        c.update_policy_weights_({"weight": torch.tensor(2.0), "mix": ones})
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        batch = c.next()
+        assert torch.equal(batch["action"], 3 * batch["observation"].sum(-1, keepdim=True))
+        c.load_state_dict(state)
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        assert torch.equal(c.get_cached_weights(worker=1)["mix"], EchoPolicy().mix)
+
+
 def test_into_a_replay_buffer():
     buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=16)
     c = DistributedCollector([healthy()] * 2, EchoPolicy(), frames_per_batch=8, total_frames=80, replay_buffer=buffer)
