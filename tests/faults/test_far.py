@@ -189,6 +189,16 @@ def test_random_frames_and_updates_after_each_batch():
     assert versions == [[0], [1], [2], [3], [4]]
 
 
+def test_random_frames_in_collector_kwargs():
+    """A team that runs ahead is told of them too."""
+    options = {"collector_class": "async", "collector_kwargs": {"init_random_frames": 16}}
+    with collect(DistributedCollector, [healthy()], **options) as c:
+        acted = [
+            torch.equal(b["action"], (b["observation"] * EchoPolicy().mix).sum(-1, True)) for b, _ in zip(c, "1234")
+        ]
+    assert acted == [False, False, True, True]
+
+
 def test_weights_for_one_worker():
     c = DistributedSyncCollector([healthy()] * 2, EchoPolicy(), frames_per_batch=8, track_policy_version=True)
     c.update_policy_weights_({1: {"weight": torch.tensor(3.0), "mix": torch.tensor([3.0, 5.0, 7.0])}})
@@ -248,6 +258,21 @@ def test_wrong_arguments():
         ({"collector_kwargs": {"frames_per_batch": 3}}, "collector_kwargs"),
         ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
         ({"preemptive_threshold": 0.5, "sync": True}, "preemptive_threshold"),
+        ({"max_weight_update_interval": "3"}, "max_weight_update_interval must be a whole number, got '3'"),
+        ({"collector_class": [1]}, "collector_class"),
+        ({"init_random_frames": "3"}, "init_random_frames"),
+        ({"sync": "yes"}, "sync must be True or False, got 'yes'"),
+        ({"collector_kwargs": {"sync": True}}, "collector_kwargs holds 'sync'"),
+        ({"launcher": "join", "secret_file": 3}, "secret_file must be a path, got 3"),
+        ({"join_timeout": float("nan")}, "join_timeout"),
     ):
         with no_leaks(), pytest.raises(UsageError, match=words):
             DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
+    for wrong, words in (
+        ({"tensorpipe_options": {"foo": 1}}, "tensorpipe_options.*foo"),
+        ({"tensorpipe_options": {"num_worker_threads": 1}}, "num_worker_threads must be at least 2, got 1"),
+        ({"visible_devices": ["foo"]}, "visible_devices.*'foo'"),
+        ({"visible_devices": 3}, "visible_devices.*3"),
+    ):
+        with no_leaks(), pytest.raises(UsageError, match=words):
+            RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
