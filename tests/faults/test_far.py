@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
 
 import pytest
@@ -87,6 +88,35 @@ def test_killed_from_outside(kind):
                 c.next()
         c.shutdown()
         del c
+
+
+def test_one_that_takes_no_weights():
+    """It is named after `timeout`; and Ctrl-C is let in, after which everything goes on where it was."""
+    policy = EchoPolicy()
+    with no_leaks():
+        c = collect(DistributedCollector, [healthy(), healthy(1)], policy, timeout=3)
+        c.next()
+        worker = pids(c)[1]
+        os.kill(worker, signal.SIGSTOP)
+        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with within(SOON), pytest.raises(KeyboardInterrupt):
+            while True:
+                c.update_policy_weights_()
+        ctrl_c.join()
+        os.kill(worker, signal.SIGCONT)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        c.update_policy_weights_()
+        for _ in range(12):
+            batch = c.next()
+        assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
+        os.kill(worker, signal.SIGSTOP)
+        with within(2 * BOUND), pytest.raises(WorkerSilent, match=rf"worker 1 \(pid {worker}\)"):
+            while True:
+                c.update_policy_weights_()
+        assert all_gone([worker], within=BOUND)
+        del c, batch
 
 
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
