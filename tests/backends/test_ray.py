@@ -318,6 +318,8 @@ def test_wrong_arguments():
         (WrongArgument, "ray_init_config", {"ray_init_config": "auto"}),
         (SpecMismatch, "remote_configs holds 2", {"remote_configs": [SMALL] * 2}),
         (WrongArgument, "remote_configs must hold mappings", {"remote_configs": ["cpu"]}),
+        (WrongArgument, "remote_configs must be a mapping.*got 3", {"remote_configs": 3}),
+        (WrongArgument, "restart must be True or False, got 'yes'", {"restart": "yes"}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 2}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
         (UsageError, "'sync'", {"collector_class": "synk"}),
