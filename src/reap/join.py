@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             new_secret(args.new_secret)
             return 0
         host, colon, port = (args.address or "").rpartition(":")
-        if not colon or not port.isdigit():
+        if not colon or not port.isdigit() or not 0 < int(port) < 2**16:
             parser.error(f"--address must be HOST:PORT, got {args.address!r}")
         names = ("workers", "listen", "patience", "again")
         why = join(host, int(port), args.secret_file, **{name: getattr(args, name) for name in names})

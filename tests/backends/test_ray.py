@@ -122,6 +122,35 @@ def test_a_dead_actor_is_replaced(sync):
     c.shutdown()
 
 
+@pytest.mark.slow
+def test_weights_for_one_actor():
+    """Also for the one that comes in its place, and after a state was loaded; until there are others for all."""
+
+    def killed(worker):
+        os.kill(pids(c)[worker], signal.SIGKILL)
+        while c.stats()["restarts"] == before:
+            c.next()
+        return c.next()[worker]
+
+    policy, before = EchoPolicy(), 0
+    c = collect([healthy(), healthy(1)], policy, sync=True, restart=True, track_policy_version=True)
+    c.update_policy_weights_({0: {"weight": torch.tensor(2.0)}, 1: {"weight": torch.tensor(3.0)}})
+    batch = c.next()
+    assert acts_with(batch[0], 2.0)
+    assert acts_with(batch[1], 3.0)
+    batch = killed(1)
+    assert acts_with(batch, 3.0)
+    assert (batch["policy_version"] == 1).all()
+    state, before = c.state_dict(), 1
+    c.update_policy_weights_()
+    assert acts_with(c.next(), 1.0)
+    c.load_state_dict(state)
+    batch = killed(1)
+    assert acts_with(batch, 3.0)
+    assert (batch["policy_version"] == 1).all()
+    c.shutdown()
+
+
 def test_a_dead_actor_is_named():
     """In a step; while it is built; and whoever updates is told too."""
     c = collect([healthy(), faulty("exit", 21)])
@@ -289,6 +318,8 @@ def test_wrong_arguments():
         (WrongArgument, "ray_init_config", {"ray_init_config": "auto"}),
         (SpecMismatch, "remote_configs holds 2", {"remote_configs": [SMALL] * 2}),
         (WrongArgument, "remote_configs must hold mappings", {"remote_configs": ["cpu"]}),
+        (WrongArgument, "remote_configs must be a mapping.*got 3", {"remote_configs": 3}),
+        (WrongArgument, "restart must be True or False, got 'yes'", {"restart": "yes"}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 2}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
         (UsageError, "'sync'", {"collector_class": "synk"}),

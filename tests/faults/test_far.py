@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
 
 import pytest
@@ -87,6 +88,35 @@ def test_killed_from_outside(kind):
                 c.next()
         c.shutdown()
         del c
+
+
+def test_one_that_takes_no_weights():
+    """It is named after `timeout`; and Ctrl-C is let in, after which everything goes on where it was."""
+    policy = EchoPolicy()
+    with no_leaks():
+        c = collect(DistributedCollector, [healthy(), healthy(1)], policy, timeout=3)
+        c.next()
+        worker = pids(c)[1]
+        os.kill(worker, signal.SIGSTOP)
+        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with within(SOON), pytest.raises(KeyboardInterrupt):
+            while True:
+                c.update_policy_weights_()
+        ctrl_c.join()
+        os.kill(worker, signal.SIGCONT)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        c.update_policy_weights_()
+        for _ in range(12):
+            batch = c.next()
+        assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
+        os.kill(worker, signal.SIGSTOP)
+        with within(2 * BOUND), pytest.raises(WorkerSilent, match=rf"worker 1 \(pid {worker}\)"):
+            while True:
+                c.update_policy_weights_()
+        assert all_gone([worker], within=BOUND)
+        del c, batch
 
 
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
@@ -189,6 +219,16 @@ def test_random_frames_and_updates_after_each_batch():
     assert versions == [[0], [1], [2], [3], [4]]
 
 
+def test_random_frames_in_collector_kwargs():
+    """A team that runs ahead is told of them too."""
+    options = {"collector_class": "async", "collector_kwargs": {"init_random_frames": 16}}
+    with collect(DistributedCollector, [healthy()], **options) as c:
+        acted = [
+            torch.equal(b["action"], (b["observation"] * EchoPolicy().mix).sum(-1, True)) for b, _ in zip(c, "1234")
+        ]
+    assert acted == [False, False, True, True]
+
+
 def test_weights_for_one_worker():
     c = DistributedSyncCollector([healthy()] * 2, EchoPolicy(), frames_per_batch=8, track_policy_version=True)
     c.update_policy_weights_({1: {"weight": torch.tensor(3.0), "mix": torch.tensor([3.0, 5.0, 7.0])}})
@@ -196,6 +236,22 @@ def test_weights_for_one_worker():
     c.shutdown()
     echo = (batch["observation"] * torch.tensor([3.0, 5.0, 7.0])).sum(-1, keepdim=True)
     assert torch.equal(batch["action"], echo * torch.tensor([1.0, 3.0]).reshape(2, 1, 1))
+
+
+@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+def test_what_an_update_leaves_out_stays_as_it_was(kind):
+    """Two updates before anybody acts: buffers of the first hold, though the second has parameters alone."""
+    ones = torch.ones(3)
+    with collect(kind, [healthy(), healthy(1)]) as c:
+        c.next()
+        state = c.state_dict()
+        c.update_policy_weights_({"weight": torch.tensor(2.0), "mix": ones})
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        batch = c.next()
+        assert torch.equal(batch["action"], 3 * batch["observation"].sum(-1, keepdim=True))
+        c.load_state_dict(state)
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        assert torch.equal(c.get_cached_weights(worker=1)["mix"], EchoPolicy().mix)
 
 
 def test_into_a_replay_buffer():
@@ -232,6 +288,21 @@ def test_wrong_arguments():
         ({"collector_kwargs": {"frames_per_batch": 3}}, "collector_kwargs"),
         ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
         ({"preemptive_threshold": 0.5, "sync": True}, "preemptive_threshold"),
+        ({"max_weight_update_interval": "3"}, "max_weight_update_interval must be a whole number, got '3'"),
+        ({"collector_class": [1]}, "collector_class"),
+        ({"init_random_frames": "3"}, "init_random_frames"),
+        ({"sync": "yes"}, "sync must be True or False, got 'yes'"),
+        ({"collector_kwargs": {"sync": True}}, "collector_kwargs holds 'sync'"),
+        ({"launcher": "join", "secret_file": 3}, "secret_file must be a path, got 3"),
+        ({"join_timeout": float("nan")}, "join_timeout"),
     ):
         with no_leaks(), pytest.raises(UsageError, match=words):
             DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)
+    for wrong, words in (
+        ({"tensorpipe_options": {"foo": 1}}, "tensorpipe_options.*foo"),
+        ({"tensorpipe_options": {"num_worker_threads": 1}}, "num_worker_threads must be at least 2, got 1"),
+        ({"visible_devices": ["foo"]}, "visible_devices.*'foo'"),
+        ({"visible_devices": 3}, "visible_devices.*3"),
+    ):
+        with no_leaks(), pytest.raises(UsageError, match=words):
+            RPCCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)

@@ -200,3 +200,6 @@ def test_wrong_arguments(tmp_path):
     for wrong in ({"framework": "smoke"}, {"num_jobs": 0}, {"tcpport": "x"}):
         with pytest.raises(UsageError):
             submitit_delayed_launcher(**{"num_jobs": 1, **wrong})
+    for wrong in ("127.0.0.1", "127.0.0.1:99999"):  # else it would wait for somebody who cannot come
+        with pytest.raises(SystemExit):
+            join(["--address", wrong, "--secret-file", str(good), "--patience", "0.1"])

@@ -160,18 +160,26 @@ class LocalChild:
 class FarWeights:
     """What `publish` writes to: one parcel per version, for all."""
 
-    def __init__(self, packing: Packing, backend: FarBackend) -> None:
+    def __init__(self, packing: Packing, needed: Sequence[str], backend: FarBackend) -> None:
         self.packing, self._backend = packing, backend
         self.count = 0
+        self._optional = [name for name in packing.shapes if name not in set(needed)]
+        self._kept: dict[str, Tensor] = {}  # of the optional ones, those that were sent: the latest of each
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
-        """Pack once, send to all."""
+        """Pack once, send to all. What is left out goes along as it was: whoever is busy sees the last parcel only."""
+        self._kept.update({name: named[name].detach().clone() for name in self._optional if name in named})
+        named = {**self._kept, **named}
         parcel = self._backend.spare()
         if parcel is None:
             parcel = torch.empty(parcel_size(self.packing), dtype=torch.uint8)
         self.count += 1
         pack(parcel, self.packing, named, self.count, version)
         self._backend.broadcast(parcel)
+
+    def forget(self) -> None:
+        """What was sent before does not count any more."""
+        self._kept.clear()
 
 
 class FarBackend(ProcessBackend):
@@ -230,7 +238,7 @@ class FarBackend(ProcessBackend):
             self._shared = SharedWeights(self._near, packing)
         elif packing is not None:
             self.meet(packing)
-            self._shared = FarWeights(packing, self)  # type: ignore[assignment]
+            self._shared = FarWeights(packing, abouts[0].needed, self)  # type: ignore[assignment]
 
     def _job(self, index: int, plan: Any, count: int) -> FarJob:
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
@@ -324,3 +332,8 @@ class FarBackend(ProcessBackend):
 
     def _parcel(self, worker: int, data: bytes) -> Any:
         return data
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._shared is not None:
+            self._shared.forget()  # type: ignore[attr-defined]
+        super().load_state_dict(state)

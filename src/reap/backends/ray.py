@@ -184,7 +184,9 @@ class RayBackend(FarBackend):
         self.restarts = 0
         self.end_cluster = False  # with `close`, whoever else uses it
         self._starts = 0  # of workers that came later
-        self._parcel: Any = None
+        self._latest: Any = None  # weights, as Ray knows them
+        self._own: dict[int, Sequence[Any]] = {}  # weights a worker was given by itself since, and their version
+        self._loaded: Sequence[Any] | None = None  # those a new worker begins with, of a state that was loaded since
 
     def launch(self, jobs: Sequence[FarJob]) -> None:
         self._ray = CLUSTER.enter(self._config)
@@ -237,12 +239,13 @@ class RayBackend(FarBackend):
         remote.told += 1
 
     def broadcast(self, parcel: Tensor) -> None:
-        self._parcel = self._ray.put(parcel.numpy())
+        self._latest = self._ray.put(parcel.numpy())
+        self._own, self._loaded = {}, None
         for remote in self.workers:
             self._send_parcel(remote)
 
     def _send_parcel(self, remote: Any) -> None:
-        remote.actor.parcel.options(concurrency_group="weights").remote(self._parcel)
+        remote.actor.parcel.options(concurrency_group="weights").remote(self._latest)
 
     def part(self, workers: Sequence[Any]) -> None:
         if self._ray is None:
@@ -296,9 +299,26 @@ class RayBackend(FarBackend):
         """With the latest weights, new episodes, and ids nobody has seen."""
         self._starts += 1
         self.call("begin", {remote.index: (None if self._shared is None else self._shared.packing,)})
-        if self._parcel is not None:
+        if self._latest is not None:
             self._send_parcel(remote)
         self.call("load_state", {remote.index: (remote.frames, {}, self._starts * _FRESH_IDS, self.version)})
+        own = self._own.get(remote.index, self._loaded)
+        if own is not None:
+            self.call("load_weights", {remote.index: own})
+
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        answers = super().call(name, arguments)
+        if name == "load_weights":
+            self._own.update(arguments)
+        elif name == "load_state":
+            for w, (_, state, _, version) in arguments.items():
+                if state.get("policy_state_dict"):
+                    self._own[w] = dumps(state["policy_state_dict"], "weights"), version
+        return answers
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._loaded = self._own.get(0)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
         self.look()  # who has died meanwhile is reported, or there is another in its place
@@ -320,9 +340,6 @@ class RayBackend(FarBackend):
 
     def _replace(self, remote: Any) -> None:
         """Another actor in its place."""
-        if self._shared is None and self.version > 0 and remote.about.weighs:
-            self._failure = self._death(remote)  # what it acted with went with it
-            return
         if not self._cluster_answers():
             remote.child.end_more("the cluster does not answer any more")
             self._failure = self._death(remote)

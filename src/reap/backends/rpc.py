@@ -39,6 +39,7 @@ from reap.backends.stores import loopback_store
 from reap.children import Child, dumps, end
 from reap.errors import UsageError, WorkerDied
 
+THREADS = 2  # an agent needs at least: one waits for news, and orders must pass
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
 _BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
 _LOOK = 0.05  # seconds: how often a store is asked who is there

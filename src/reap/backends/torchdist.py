@@ -15,6 +15,7 @@ import pickle
 import secrets
 import selectors
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,11 +33,12 @@ from reap.backends.seal import Seal
 from reap.backends.stores import loopback_store
 from reap.backends.torchdist_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
 from reap.children import Child, dumps, end
-from reap.errors import WorkerDied
+from reap.errors import WorkerDied, WorkerSilent
 from reap.weights.shared import Packing
 
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
 _UNDER_WAY = 2  # parcels of weights that may be on their way at a time
+_LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who waits for other things too
 
 
 class GlooRemote(FarRemote):
@@ -156,19 +158,42 @@ class GlooBackend(FarBackend):
 
     def broadcast(self, parcel: Tensor) -> None:
         try:
-            while len(self._under_way) >= _UNDER_WAY:
-                work, sent = self._under_way.popleft()
-                wait(work)
-                self._spare.append(sent)
             self._under_way.append((join_broadcast(self._group, parcel), parcel))
         except (ConnectionError, RuntimeError) as error:
-            for remote in self.workers:
-                if self._children[remote.index].gone(1.0):
-                    raise self._death(remote) from None
-            raise WorkerDied(f"weights could not be sent: {error}") from None
+            raise self._unsent(error) from None
 
     def spare(self) -> Tensor | None:
+        """Waits while too many are on their way: before anything is counted, so that Ctrl-C leaves all as it was."""
+        began = time.monotonic()
+        while len(self._under_way) >= _UNDER_WAY:
+            work, sent = self._under_way[0]
+            if work.is_completed():
+                try:
+                    wait(work)
+                except ConnectionError as error:
+                    raise self._unsent(error) from None
+                self._under_way.popleft()
+                self._spare.append(sent)
+                continue
+            time.sleep(_LOOK)
+            if threading.current_thread() is threading.main_thread():
+                self._interrupts.let_in()
+            waited = time.monotonic() - began
+            if self.timeout is not None and waited > self.timeout:
+                raise self._no_taker(waited)
         return self._spare.pop() if self._spare else None
+
+    def _unsent(self, error: Exception) -> WorkerDied:
+        for remote in self.workers:
+            if self._children[remote.index].gone(1.0):
+                return self._death(remote)
+        return WorkerDied(f"weights could not be sent: {error}")
+
+    def _no_taker(self, seconds: float) -> WorkerSilent:
+        """Gloo does not say who takes none; it is who has nothing to say, and for the longest time."""
+        quiet = [remote for remote in self.workers if not remote.speaks] or self.workers  # type: ignore[attr-defined]
+        remote = min(quiet, key=lambda one: one.busy_since)
+        return remote.child.silence(seconds, self.timeout).at(worker=remote.name)
 
     def part(self, workers: Sequence[FarRemote]) -> None:
         for remote in workers:

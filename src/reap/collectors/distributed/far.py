@@ -44,6 +44,12 @@ class FarCollector(MultiCollector):
         **options: Any,
     ) -> None:
         self._why_closed = "it was never built"
+        if sync is not None and not isinstance(sync, bool):
+            raise WrongArgument(f"sync must be True or False, got {sync!r}")
+        if isinstance(max_weight_update_interval, bool) or not isinstance(max_weight_update_interval, int):
+            raise WrongArgument(
+                f"max_weight_update_interval must be a whole number, got {max_weight_update_interval!r}"
+            )
         if update_after_each_batch and max_weight_update_interval > -1:
             raise UsageError("update_after_each_batch sends weights already; leave max_weight_update_interval out")
         if max_weight_update_interval == 0 or max_weight_update_interval < -1:
@@ -51,22 +57,19 @@ class FarCollector(MultiCollector):
         self._interval = 1 if update_after_each_batch else max_weight_update_interval
         self._sent_at = 0
         self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
-        random_frames = max(options.get("init_random_frames") or 0, 0)
-        self._team = team_for(
-            options.pop("collector_class", None), options.pop("num_workers_per_collector", 1), random_frames
-        )
+        self._team = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
         collector_kwargs = options.pop("collector_kwargs", None)
         if collector_kwargs is not None:
             if not isinstance(collector_kwargs, Mapping):
                 raise WrongArgument(f"collector_kwargs must be a mapping, got {type(collector_kwargs).__name__}")
-            twice = [key for key in collector_kwargs if key in options]
+            twice = [key for key in collector_kwargs if key in options or key in ("sync", *self._given)]
             if twice:
                 raise UsageError(f"collector_kwargs holds {twice[0]!r}, which is an argument of its own")
             options.update(collector_kwargs)
         super().__init__(create_env_fn, policy, sync=sync, **options)
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
-        team = None if self._team is None else replace(self._team, random_frames=self._team.random_frames // len(plans))
+        team = None if self._team is None else replace(self._team, random_frames=settings.random_frames // len(plans))
         return self._make_far(plans, start_method=settings.start_method, station=team, **self._running(settings))
 
     _make_far: Callable[..., FarBackend]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import shutil
 import socket
@@ -47,7 +48,7 @@ def nodes_of(given: Mapping[str, Any]) -> Nodes:
         raise UsageError(f"launcher must be one of {', '.join(map(repr, LAUNCHERS))}, got {launcher!r}{hint}")
     if slurm is not None and not isinstance(slurm, Mapping):
         raise WrongArgument(f"slurm_kwargs must be a mapping, got {type(slurm).__name__}")
-    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or patience <= 0:
+    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not patience > 0:
         raise WrongArgument(f"join_timeout must be a number of seconds, got {patience!r}")
     for name, which in (
         ("slurm_kwargs", ("submitit",)),
@@ -56,13 +57,15 @@ def nodes_of(given: Mapping[str, Any]) -> Nodes:
     ):
         if given[name] is not None and launcher not in which:
             raise UsageError(f"{name} is for launcher {' or '.join(map(repr, which))}, not for {launcher!r}")
-    if launcher == "join" and given["secret_file"] is None:
+    if not isinstance(secret := given["secret_file"], (str, os.PathLike, type(None))):
+        raise WrongArgument(f"secret_file must be a path, got {secret!r}")
+    if launcher == "join" and secret is None:
         raise UsageError("launcher 'join' needs secret_file: python -m reap.join --new-secret FILE makes one")
     return Nodes(
         launcher=launcher,
         listen=_address(given["listen"]),
         port=_port(given["tcp_port"]),
-        secret_file=given["secret_file"],
+        secret_file=None if secret is None else os.fspath(secret),
         slurm=slurm or {},
         patience=float(patience),
     )

@@ -68,6 +68,8 @@ class RayCollector(FarCollector):
         for name, why in _ELSEWHERE.items():
             if options.get(name):
                 raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
+        if not isinstance(restart := options.get("restart", False), bool):
+            raise WrongArgument(f"restart must be True or False, got {restart!r}")
         super().__init__(create_env_fn, policy, **options)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
@@ -201,6 +203,8 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
+    elif not isinstance(configs, (list, tuple)):
+        raise WrongArgument(f"remote_configs must be a mapping for Ray's options(), or a list of them, got {configs!r}")
     else:
         each = list(configs)
         if extend and len(each) != len(plans):

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from typing_extensions import Self
 
 from reap.backends.far import FarBackend
-from reap.backends.rpc import RPCBackend
+from reap.backends.rpc import THREADS, RPCBackend
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
@@ -47,13 +48,16 @@ class RPCCollector(FarCollector):
         agent = self._given["tensorpipe_options"] or {}
         if not isinstance(agent, Mapping):
             raise WrongArgument(f"tensorpipe_options must be a mapping, got {type(agent).__name__}")
+        try:
+            threads = TensorPipeRpcBackendOptions(**agent).num_worker_threads
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"tensorpipe_options: torch takes no {dict(agent)}: {error}") from error
+        if threads < THREADS:
+            raise UsageError(
+                f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one waits for news"
+            )
         check_backend_name(self._given["backend"])
-        for device in self._given["visible_devices"] or ():
-            if torch.device(device).type != "cpu":
-                raise UsageError(
-                    f"visible_devices: {device} is not used to send with: slots travel through the memory of the CPU; "
-                    "storing_device says where batches are delivered"
-                )
+        _check_devices(self._given["visible_devices"])
         return RPCBackend(plans, agent=agent, nodes=nodes_of(self._given), **options)
 
 
@@ -63,3 +67,18 @@ class RPCSyncCollector(RPCCollector, MultiSyncCollector):
 
 class RPCAsyncCollector(RPCCollector, MultiAsyncCollector):
     """Every batch is one worker's rollout; workers go on while the consumer works. See `RPCCollector`."""
+
+
+def _check_devices(devices: Any) -> None:
+    if devices is not None and not isinstance(devices, (list, tuple)):
+        raise WrongArgument(f"visible_devices must be a list of devices, got {devices!r}")
+    for device in devices or ():
+        try:
+            kind = torch.device(device).type
+        except (RuntimeError, TypeError):
+            raise WrongArgument(f"visible_devices must hold devices, like 'cpu', got {device!r}") from None
+        if kind != "cpu":
+            raise UsageError(
+                f"visible_devices: {device} is not used to send with: slots travel through the memory of the CPU; "
+                "storing_device says where batches are delivered"
+            )

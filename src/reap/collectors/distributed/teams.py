@@ -17,14 +17,16 @@ _KINDS: dict[Any, str] = {
 }
 
 
-def team_for(collector_class: Any, workers: Any, random_frames: int) -> Team | None:
+def team_for(collector_class: Any, workers: Any) -> Team | None:
     """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"num_workers_per_collector must be a whole number ≥ 1, got {workers!r}")
-    kind = "single" if collector_class is None else _KINDS.get(collector_class, collector_class)
+    kind = collector_class or "single"
+    if isinstance(kind, type):
+        kind = _KINDS.get(kind, kind)
     if kind not in ("single", "sync", "async"):
         names = {found.__name__: found for found in _KINDS}
-        if kind not in names:
+        if not isinstance(kind, str) or kind not in names:
             raise UsageError(
                 f"collector_class must be 'single', 'sync', 'async' or one of {sorted(names)}, which are what a worker "
                 f"can run, got {kind!r}{nearest(str(kind), [*names, 'single', 'sync', 'async'])}"
@@ -37,4 +39,4 @@ def team_for(collector_class: Any, workers: Any, random_frames: int) -> Team | N
                 f"or 'async'; or lanes, SerialEnv({workers}, …), or more workers"
             )
         return None
-    return Team(workers, kind == "sync", random_frames)
+    return Team(workers, kind == "sync")
