@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import signal
-import threading
 import time
 
 import pytest
@@ -27,7 +26,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
-from tests.faults.worlds import BOUND, SOON, all_gone, collect, faulty, healthy, pids, within
+from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(60)
 KINDS = [DistributedSyncCollector, DistributedCollector]
@@ -88,35 +87,6 @@ def test_killed_from_outside(kind):
                 c.next()
         c.shutdown()
         del c
-
-
-def test_one_that_takes_no_weights():
-    """It is named after `timeout`; and Ctrl-C is let in, after which everything goes on where it was."""
-    policy = EchoPolicy()
-    with no_leaks():
-        c = collect(DistributedCollector, [healthy(), healthy(1)], policy, timeout=3)
-        c.next()
-        worker = pids(c)[1]
-        os.kill(worker, signal.SIGSTOP)
-        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-        ctrl_c.start()
-        with within(SOON), pytest.raises(KeyboardInterrupt):
-            while True:
-                c.update_policy_weights_()
-        ctrl_c.join()
-        os.kill(worker, signal.SIGCONT)
-        with torch.no_grad():
-            policy.weight.fill_(2.0)
-        c.update_policy_weights_()
-        for _ in range(12):
-            batch = c.next()
-        assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
-        os.kill(worker, signal.SIGSTOP)
-        with within(2 * BOUND), pytest.raises(WorkerSilent, match=rf"worker 1 \(pid {worker}\)"):
-            while True:
-                c.update_policy_weights_()
-        assert all_gone([worker], within=BOUND)
-        del c, batch
 
 
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
@@ -238,20 +208,9 @@ def test_weights_for_one_worker():
     assert torch.equal(batch["action"], echo * torch.tensor([1.0, 3.0]).reshape(2, 1, 1))
 
 
-@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+@pytest.mark.parametrize("kind", [MultiSyncCollector, DistributedSyncCollector, RPCSyncCollector])
 def test_what_an_update_leaves_out_stays_as_it_was(kind):
-    """Two updates before anybody acts: buffers of the first hold, though the second has parameters alone."""
-    ones = torch.ones(3)
-    with collect(kind, [healthy(), healthy(1)]) as c:
-        c.next()
-        state = c.state_dict()
-        c.update_policy_weights_({"weight": torch.tensor(2.0), "mix": ones})
-        c.update_policy_weights_({"weight": torch.tensor(3.0)})
-        batch = c.next()
-        assert torch.equal(batch["action"], 3 * batch["observation"].sum(-1, keepdim=True))
-        c.load_state_dict(state)
-        c.update_policy_weights_({"weight": torch.tensor(3.0)})
-        assert torch.equal(c.get_cached_weights(worker=1)["mix"], EchoPolicy().mix)
+    check_what_is_left_out(kind)
 
 
 def test_into_a_replay_buffer():

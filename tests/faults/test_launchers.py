@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -18,10 +20,10 @@ from reap.collectors.distributed import (
     RPCSyncCollector,
     submitit_delayed_launcher,
 )
-from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.join import main as join
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import BOUND, collect, faulty, healthy, within
+from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -83,6 +85,40 @@ def test_a_node_started_by_hand(kind, options):
             with within(BOUND):
                 c.shutdown()
         del c, caught
+
+
+@pytest.mark.parametrize("kind", [DistributedSyncCollector, RPCSyncCollector])
+def test_what_an_update_leaves_out_stays_as_it_was(kind, options):
+    check_what_is_left_out(kind, **options)
+
+
+def test_one_that_takes_no_weights(options):
+    """It is named after `timeout`; and Ctrl-C is let in, after which everything goes on where it was."""
+    policy = EchoPolicy()
+    with no_leaks():
+        c = collect(DistributedCollector, [healthy(), healthy(1)], policy, timeout=3, **options)
+        c.next()
+        worker = pids(c)[1]
+        os.kill(worker, signal.SIGSTOP)
+        ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c.start()
+        with within(SOON), pytest.raises(KeyboardInterrupt):
+            while True:
+                c.update_policy_weights_()
+        ctrl_c.join()
+        os.kill(worker, signal.SIGCONT)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        c.update_policy_weights_()
+        for _ in range(12):
+            batch = c.next()
+        assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
+        os.kill(worker, signal.SIGSTOP)
+        with within(2 * BOUND), pytest.raises(WorkerSilent, match=rf"worker 1 \(pid {worker}"):
+            while True:
+                c.update_policy_weights_()
+        assert all_gone([worker], within=BOUND)
+        del c, batch
 
 
 def test_max_lag_holds_between_machines(options):

@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import torch
+
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
 
@@ -58,3 +60,25 @@ def within(seconds):
     yield
     took = time.monotonic() - began
     assert took < seconds, f"took {took:.2f} s, allowed are {seconds} s"
+
+
+def check_what_is_left_out(kind, **options):
+    """Two updates before anybody acts: buffers of the first hold, though the second has parameters alone.
+
+    So do those of a state that was loaded since, and those one worker was given by itself.
+    """
+    ones = torch.ones(3)
+    with collect(kind, [healthy(), healthy(1)], **options) as c:
+        c.next()
+        state = c.state_dict()
+        c.update_policy_weights_({"weight": torch.tensor(2.0), "mix": ones})
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        batch = c.next()
+        assert torch.equal(batch["action"], 3 * batch["observation"].sum(-1, keepdim=True))
+        c.load_state_dict(state)
+        c.update_policy_weights_({"weight": torch.tensor(3.0)})
+        assert torch.equal(c.get_cached_weights(worker=1)["mix"], EchoPolicy().mix)
+        c.update_policy_weights_({1: {"weight": torch.tensor(3.0), "mix": 2 * ones}})
+        c.update_policy_weights_({"weight": torch.tensor(4.0)})
+        assert torch.equal(c.get_cached_weights(worker=0)["mix"], EchoPolicy().mix)
+        assert torch.equal(c.get_cached_weights(worker=1)["mix"], 2 * ones)

@@ -165,21 +165,18 @@ class FarWeights:
         self.count = 0
         self._optional = [name for name in packing.shapes if name not in set(needed)]
         self._kept: dict[str, Tensor] = {}  # of the optional ones, those that were sent: the latest of each
+        self._given: dict[str, int] = {}  # the parcel in which each was sent as something new
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Pack once, send to all. What is left out goes along as it was: whoever is busy sees the last parcel only."""
-        self._kept.update({name: named[name].detach().clone() for name in self._optional if name in named})
-        named = {**self._kept, **named}
         parcel = self._backend.spare()
         if parcel is None:
             parcel = torch.empty(parcel_size(self.packing), dtype=torch.uint8)
         self.count += 1
-        pack(parcel, self.packing, named, self.count, version)
+        self._kept.update({name: named[name].detach().clone() for name in self._optional if name in named})
+        self._given.update(dict.fromkeys(named, self.count))
+        pack(parcel, self.packing, {**self._kept, **named}, self._given, self.count, version)
         self._backend.broadcast(parcel)
-
-    def forget(self) -> None:
-        """What was sent before does not count any more."""
-        self._kept.clear()
 
 
 class FarBackend(ProcessBackend):
@@ -332,8 +329,3 @@ class FarBackend(ProcessBackend):
 
     def _parcel(self, worker: int, data: bytes) -> Any:
         return data
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._shared is not None:
-            self._shared.forget()  # type: ignore[attr-defined]
-        super().load_state_dict(state)

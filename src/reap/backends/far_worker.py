@@ -31,7 +31,7 @@ from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # of a station
 _WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
-_FIRST = 16  # bytes of a parcel of weights before its marks: count and version
+_FIRST = 16  # bytes of a parcel of weights before what is said of each: count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
 
@@ -141,7 +141,7 @@ class Parcels(Weights):
         self._packing: Packing | None = None
         self._parcel: Tensor | None = None
         self._spare: list[Tensor] = []
-        self.count = 0
+        self.count = self._read = 0  # the latest that came, and that was acted with
 
     def room(self, size: int) -> Tensor:
         """For the next parcel; one that was acted with, if there is any."""
@@ -173,12 +173,12 @@ class Parcels(Weights):
             parcel, self._parcel = self._parcel, None
         if parcel is None or self._packing is None:
             return None
-        marks, values = _unpack(parcel, self._packing)
+        given, values = _unpack(parcel, self._packing)
         with torch.no_grad():
-            for tensor, marked, value in zip(tensors, marks.tolist(), values):
-                if marked:
+            for tensor, count, value in zip(tensors, given.tolist(), values):
+                if count > self._read:
                     tensor.copy_(value)
-        version = int(parcel[8:16].view(torch.int64))
+        self._read, version = (int(word) for word in parcel[:_FIRST].view(torch.int64))
         with self._changed:
             self._spare = [parcel]
         return version
@@ -189,24 +189,26 @@ def parcel_size(packing: Packing) -> int:
     return _start(packing) + packing.nbytes
 
 
-def pack(parcel: Tensor, packing: Packing, named: Mapping[str, Tensor], count: int, version: int) -> None:
-    """Weights as one flat parcel: their number, their version, a mark for each tensor that is there, the tensors."""
+def pack(
+    parcel: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
+) -> None:
+    """Weights as one flat parcel: their number, their version, in which parcel each was `given` last, the tensors."""
     parcel[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
-    marks, values = _unpack(parcel, packing)
+    counts, values = _unpack(parcel, packing)
     with torch.no_grad():
         for i, (name, *_) in enumerate(packing.entries):
-            marks[i] = name in named
+            counts[i] = given.get(name, 0)
             if name in named:
                 values[i].copy_(named[name])
 
 
 def _start(packing: Packing) -> int:
-    return -(-(_FIRST + len(packing.entries)) // 64) * 64
+    return -(-(_FIRST + 8 * len(packing.entries)) // 64) * 64
 
 
 def _unpack(parcel: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
-    marks = parcel[_FIRST : _FIRST + len(packing.entries)]
-    return marks, packing.views(parcel[_start(packing) :].numpy())
+    given = parcel[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
+    return given, packing.views(parcel[_start(packing) :].numpy())
 
 
 class Station(Host):

@@ -81,6 +81,7 @@ class TeamStation(Station):
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()
         self.worker.publish(weights, version)
+        self.worker.look_at_weights()
 
 
 class _Crew:
@@ -109,8 +110,7 @@ class _Crew:
         self.tensors: list[Tensor] = []
         if self.about.packing is not None:
             self.tensors = self.about.packing.views(np.zeros(self.about.packing.nbytes, np.uint8))
-            for tensor, value in zip(self.tensors, self.weights().values()):
-                tensor.copy_(value)
+            self.look_at_weights()
         self.loop = self.stats = self  # a station asks both: which version acted, how it went
 
     def _seen_from_afar(self, team: Team) -> About:
@@ -165,6 +165,11 @@ class _Crew:
         self._backend.version = version - 1
         with self._named():
             self._backend.publish(weights)
+
+    def look_at_weights(self) -> None:
+        """`tensors` hold what the workers have now: the next update may leave some of it out."""
+        for tensor, value in zip(self.tensors, self.weights().values() if self.tensors else ()):
+            tensor.copy_(value)
 
     def weights(self) -> Any:
         """Those of the first."""

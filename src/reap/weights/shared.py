@@ -1,9 +1,12 @@
 """Weights in shared memory: one flat block, twice, with a sequence number. One writer, many readers, no lock, no tear.
 
-    begun  done  version₀ version₁ │ copy 0 ………………… │ copy 1 …………………
+    begun  done  version₀ version₁ │ given₀ given₁ │ copy 0 ………………… │ copy 1 …………………
 
     writer   begun = n+1 → write copy (n+1) % 2 → done = n+1        never touches the copy readers are told to read
     reader   n = done → read copy n % 2 → begun ≤ n+1 ? done with it : it was overwritten meanwhile, again
+
+`given` says of each tensor by which publication it was given last. A reader takes those given since it last read: what
+an update leaves out stays as it is there, whoever has changed it meanwhile.
 
 A reader that was overtaken several times in a row takes a file lock that holds the writer off for one read: so neither
 side can starve the other, and a process that dies with the lock in hand leaves none behind.
@@ -64,11 +67,13 @@ class SharedWeights:
     """Either side of the block; `publish` belongs to one process, `refresh` to the others."""
 
     def __init__(self, file: SharedFile, packing: Packing) -> None:
-        size = packing.nbytes
-        block = file.map(_HEADER + 2 * max(size, 1))
+        size, count = packing.nbytes, len(packing.entries)
+        start = -(-(_HEADER + 16 * count) // _ALIGN) * _ALIGN
+        block = file.map(start + 2 * max(size, 1))
         self._file, self.packing = file, packing
         self._header = block[:_HEADER].view(np.int64)
-        self._copies = [packing.views(block[_HEADER + i * size : _HEADER + (i + 1) * size]) for i in (0, 1)]
+        self._given = block[_HEADER : _HEADER + 16 * count].view(np.int64).reshape(2, count)
+        self._copies = [packing.views(block[start + i * size : start + (i + 1) * size]) for i in (0, 1)]
         self._seen = 0
 
     def begin_with(self, tensors: Sequence[Tensor]) -> None:
@@ -86,11 +91,13 @@ class SharedWeights:
             header[_BEGUN] = count  # before the first byte: readers of this copy must find out
             with torch.no_grad():
                 torch._foreach_copy_(new, values)
+            there = np.array([entry[0] in named for entry in self.packing.entries], np.bool_)
+            self._given[count % 2] = np.where(there, count, self._given[(count - 1) % 2])
             header[_VERSION + count % 2] = version
             header[_DONE] = count  # after the last byte
 
     def refresh(self, tensors: Sequence[Tensor]) -> int | None:
-        """Copy the current weights into `tensors`; their version, or None if those were read already."""
+        """Copy what is new of the current weights into `tensors`; their version, or None if all was read already."""
         if int(self._header[_DONE]) == self._seen:
             return None
         for _ in range(_PATIENCE):
@@ -102,8 +109,11 @@ class SharedWeights:
     def _read(self, tensors: Sequence[Tensor]) -> int | None:
         count = int(self._header[_DONE])
         version = int(self._header[_VERSION + count % 2])
-        with torch.no_grad():
-            torch._foreach_copy_(list(tensors), self._copies[count % 2])
+        new = np.flatnonzero(self._given[count % 2] > self._seen).tolist()
+        if new:
+            values = self._copies[count % 2]
+            with torch.no_grad():
+                torch._foreach_copy_([tensors[i] for i in new], [values[i] for i in new])
         if int(self._header[_BEGUN]) > count + 1:
             return None
         self._seen = count
