@@ -135,6 +135,9 @@ class ProcessLine:
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
+            except BaseException:  # broken off (Ctrl-C): its answer would be taken for that to the next question
+                self._hang_up()
+                raise
         if error is not None:
             raise error.unpack()
         return unpacked(columns), version
