@@ -279,6 +279,7 @@ class ProcessLanes(Env):
         if self._action == dict(action):
             return
         bare = {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
+        self._action = None  # until everybody has understood
         for remote in self.remotes:
             self._call(remote, "expect", bare)
         self._action, self._by_hand = dict(action), None

@@ -129,7 +129,7 @@ class ThreadCrew(Crew):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        self._action = dict(action)
+        self._action = None  # until everybody has understood
         columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
         whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
         keys = RowKeys(self.spec)
@@ -139,6 +139,7 @@ class ThreadCrew(Crew):
             own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
             (hand.row,) = own.cut(keys, hand.into)
         (self._row,) = whole.cut(keys, self.first)
+        self._action = dict(action)
         self.expecting = True
 
     def row(self) -> Row:

@@ -31,6 +31,7 @@ from reap.core.as_policy import takes_tensordict
 from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
+from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
@@ -84,7 +85,7 @@ class InferenceServer:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
             raise UsageError(f"timeout must be a number of seconds ≥ 0, got {timeout!r}")
         self._buckets = _buckets(buckets, max_batch_size)
-        self._device = torch.device(device) if device is not None else None
+        self._device = named_device("device", device)
         made = policy if policy_factory is None else policy_factory()
         if not callable(made):
             raise WrongArgument(f"policy must be a module or a callable, got {type(made).__name__}")
