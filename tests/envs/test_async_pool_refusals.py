@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -63,6 +65,40 @@ def test_an_action_that_does_not_fit_costs_no_env(where):
                     pool.step(TensorDict({"action": torch.zeros(3, 2)}, [3]))
 
 
+class Leaver(CountingEnv):
+    """Calls sys.exit(), as simulators do when their window is closed."""
+
+    def __init__(self, when):
+        super().__init__((9,), 1)
+        self.when = when
+        self._leave("built")
+
+    def _leave(self, when):
+        if when == self.when:
+            sys.exit(3)
+
+    def reset(self, **keywords):
+        self._leave("reset")
+        return super().reset(**keywords)
+
+    def step(self, action):
+        self._leave("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("where", WHERE, ids=str)
+@pytest.mark.parametrize("when", ["built", "reset", "step"])
+def test_an_env_that_calls_exit_leaves_nobody_waiting(where, when):
+    def collect():
+        options = {"env_backend" if name == "backend" else name: value for name, value in where.items()}
+        made = [*makers(1), lambda: Leaver(when)]
+        with AsyncBatchedCollector(made, EchoPolicy(), frames_per_batch=10, **options) as collector:
+            collector.next()
+
+    with no_leaks(), pytest.raises((WorkerRaised, WorkerDied), match=r"SystemExit\(3\)|exited with code 3"):
+        collect()
+
+
 @pytest.mark.parametrize("where", WHERE, ids=str)
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_after_a_failure_nobody_waits_again(where, fault):
@@ -76,12 +112,13 @@ def test_after_a_failure_nobody_waits_again(where, fault):
         with pytest.raises((WorkerRaised, WorkerDied)):
             for _ in range(3):
                 pool.async_step_recv()
-        calls = (pool.async_step_recv, pool.reset, pool.async_reset_recv, pool.async_reset_send)
-        for call in (*calls, lambda: pool.async_step_send(actions([0.0]), env_index=0)):
+        for call in ("async_step_recv", "reset", "async_reset_recv", "async_reset_send"):
             with pytest.raises(WrongState, match=r"AsyncEnvPool has failed: worker of lanes .*; close it and make"):
-                call()
+                getattr(pool, call)()
+        with pytest.raises(WrongState, match="AsyncEnvPool has failed"):
+            pool.async_step_send(actions([0.0]), env_index=0)
         pool.close()
-        del pool, calls, call
+        del pool
 
 
 def test_an_env_that_was_never_begun_is_not_stepped():

@@ -58,16 +58,16 @@ class Hand:
         wake_in_time()
         try:
             env = self.env = built(self._makers, self._limit)
-        except Exception as error:
-            self.answers.put((self.number, error, 0))
+        except BaseException as error:
+            self.answers.put((self.number, _told(error), 0))
             return
         try:
             self.answers.put((self.number, None, 0))
             while (order := self.orders.get()) is not None:
                 try:
                     self._obey(env, order[0], order[1])
-                except Exception as error:
-                    self.answers.put((self.number, error, 0))
+                except BaseException as error:
+                    self.answers.put((self.number, _told(error), 0))
                 else:
                     self.answers.put((self.number, None, order[2]))
         finally:
@@ -91,6 +91,15 @@ class Hand:
         """Where the thread is right now."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+def _told(error: BaseException) -> Exception:
+    """sys.exit() and the like end no thread: somebody waits for its answer."""
+    if isinstance(error, Exception):
+        return error
+    told = WorkerRaised(f"the env raised {error!r}")
+    told.__cause__ = error
+    return told
 
 
 class ThreadCrew(Crew):
