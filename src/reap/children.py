@@ -28,6 +28,7 @@ import dataclasses
 import faulthandler
 import functools
 import gc
+import math
 import os
 import pickle
 import select
@@ -108,7 +109,7 @@ class Line:
     def finish(self) -> None:
         """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
         while not self.flush():
-            select.select([], [self._socket], [])
+            until_ready([], [self.fileno()])
 
     def hear(self) -> list[bytes]:
         """The messages that have come, whole ones only."""
@@ -138,6 +139,19 @@ class Line:
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
+
+
+def until_ready(reading: Iterable[int], writing: Iterable[int] = (), within: float | None = None) -> bool:
+    """Wait for one of these descriptors, for so many seconds at most; whether there was one.
+
+    Not `select.select`: that refuses numbers from 1024 on, which a program with many envs or files has.
+    """
+    poll, asked = select.poll(), dict.fromkeys(reading, select.POLLIN)
+    for fd in writing:
+        asked[fd] = asked.get(fd, 0) | select.POLLOUT
+    for fd, events in asked.items():
+        poll.register(fd, events)
+    return bool(poll.poll(None if within is None else math.ceil(max(0.0, within) * 1000)))
 
 
 def anonymous_file(name: str) -> int:

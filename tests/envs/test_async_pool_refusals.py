@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from reap.collectors import AsyncBatchedCollector
-from reap.envs import AsyncEnvPool, GymEnv
+from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WrongArgument, WrongState
+from reap.modules import ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
 
 WHERE = [
@@ -177,3 +180,23 @@ def test_no_limit_is_no_limit(limit):
         batch = collector.next()
     assert batch["next", "observation"][:, 2].max() == 9
     assert not (batch["next", "done"] & (batch["next", "observation"][:, 2:] < 9)).any()
+
+
+def test_a_program_with_many_files_open():
+    """Descriptors from 1024 on are as good as others."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("so many cannot be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with AsyncEnvPool(makers(2), backend="multiprocessing", timeout=30.0) as pool:
+            pool.step(pool.reset().set("action", torch.zeros(2, 1)))
+        with ParallelEnv(2, lambda: GymEnv(CountingEnv()), timeout=30.0) as env:
+            assert env.rollout(3).shape == (2, 3)
+        with ProcessInferenceServer(EchoPolicy) as server:
+            assert server.stats()["requests"] == 0
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import os
 import pickle
-import select
 import signal
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -179,7 +178,7 @@ class ProcessLanes(Env):
         return error.at(worker=self._name(remote))
 
     def _wait(self, remote: Remote, fd: int) -> None:
-        if self._timeout is not None and not select.select([fd, remote.child.sentinel], [], [], self._timeout)[0]:
+        if self._timeout is not None and not until_ready([fd, remote.child.sentinel], within=self._timeout):
             raise self.silence_of(remote)
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
@@ -216,7 +215,7 @@ class ProcessLanes(Env):
                 raise self.gone(remote)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waiting = [] if line.flush() else [line.fileno()]
-            if not any(select.select([line.fileno(), sentinel], waiting, [], left)):
+            if not until_ready([line.fileno(), sentinel], waiting, left):
                 raise self.silence_of(remote)
         message = remote.inbox.popleft()
         if isinstance(message, Raised):
@@ -365,7 +364,7 @@ class ProcessLanes(Env):
             return
         children, self.remotes = self.remotes, []
         for remote in children:
-            if remote.silent or (remote.owes and not select.select([remote.reply], [], [], 0)[0]):
+            if remote.silent or (remote.owes and not until_ready([remote.reply], within=0)):
                 remote.child.signal(signal.SIGTERM)  # in the middle of a step nobody wants any more: it hears no bell
             os.close(remote.bell)
             os.close(remote.reply)

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import inspect
 import pickle
-import select
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
@@ -156,7 +155,7 @@ class ProcessInferenceServer:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise WorkerSilent(late)
-            select.select([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], [], left)
+            until_ready([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], left)
 
     def shutdown(self) -> None:
         """End the process; clients that wait get an error. May be called twice."""
