@@ -52,6 +52,8 @@ class PolicyClient:
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """A copy of `tensordict` with what the policy wrote."""
+        if not isinstance(tensordict, TensorDictBase):
+            raise WrongArgument(f"a client is asked with a TensorDict, got {type(tensordict).__name__}")
         keys = self._ask.in_keys
         keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
         absent = [key for key in keys if tensordict.get(key, None) is None]

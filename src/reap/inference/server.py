@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +53,7 @@ class InferenceServer:
     Args:
         policy: a TensorDictModule, or a module or function of the tensors of `in_keys`.
         policy_factory: makes the policy, in place of `policy`.
-        max_batch_size: the most rows computed at once.
+        max_batch_size: the most rows computed at once; a request that holds more is computed alone.
         min_batch_size: compute as soon as so many wait; None: as many as `max_batch_size`.
         timeout: seconds the oldest request waits for others to come.
         buckets: sizes batches are padded to, so that a compiled or recorded policy sees few shapes; True: powers of 2.
@@ -77,10 +77,11 @@ class InferenceServer:
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise WrongArgument("InferenceServer needs either policy or policy_factory")
-        for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", min_batch_size or 1)):
+        least = 1 if min_batch_size is None else min_batch_size
+        for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", least)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
-        if (min_batch_size or 1) > max_batch_size:
+        if least > max_batch_size:
             raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
             raise UsageError(f"timeout must be a number of seconds ≥ 0, got {timeout!r}")
@@ -93,6 +94,8 @@ class InferenceServer:
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
+        if in_keys is not None and not isinstance(in_keys, (list, tuple)):
+            raise WrongArgument(f"in_keys must be a list of keys, got {in_keys!r}")
         declared = in_keys if in_keys is not None else getattr(made, "in_keys", None)
         if declared is None and not self._whole:
             declared = ["observation"]
@@ -204,12 +207,13 @@ class InferenceServer:
     def stats(self) -> dict[str, Any]:
         """Counts so far, and times of the last thousand requests: what batches are like, who waits for whom."""
         waits, forwards = np.array(self._waits or [0.0]) * 1000, np.array(self._forwards or [0.0]) * 1000
+        sizes = dict(self._sizes)  # in one go: the thread counts on
         alive = max(time.monotonic() - self._began, 1e-9)
         return {
             "requests": self._requests,
             "batches": self._batches,
-            "mean_batch_size": sum(n * c for n, c in self._sizes.items()) / max(self._batches, 1),
-            "batch_sizes": dict(sorted(self._sizes.items())),
+            "mean_batch_size": sum(n * c for n, c in sizes.items()) / max(sum(sizes.values()), 1),
+            "batch_sizes": dict(sorted(sizes.items())),
             "queue_ms_p50": float(np.median(waits)),
             "queue_ms_p95": float(np.percentile(waits, 95)),
             "forward_ms_p50": float(np.median(forwards)),
@@ -249,7 +253,7 @@ class InferenceServer:
 
     def _forward(self, inputs: Columns) -> dict[Key, Tensor]:
         rows = len(next(iter(inputs.values())))
-        size = next((bucket for bucket in self._buckets if bucket >= rows), rows)
+        size = next((bucket for bucket in self._buckets if bucket >= rows > 0), rows)
         if size > rows:
             inputs = {k: torch.cat([v, v[-1:].expand(size - rows, *v.shape[1:])]) for k, v in inputs.items()}
         if self._device is not None:
@@ -296,22 +300,18 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
         return []
     if given is True:
         return powers(most)
-    sizes = sorted(given)
+    sizes = list(given) if isinstance(given, Iterable) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        raise UsageError(f"buckets must hold whole numbers ≥ 1, got {given!r}")
-    if sizes[-1:] < [most]:
+        raise UsageError(f"buckets must be True or hold whole numbers ≥ 1, got {given!r}")
+    if max(sizes, default=0) < most:
         raise UsageError(f"the largest of buckets must hold max_batch_size={most}, got {given!r}")
-    return sizes
+    return sorted(sizes)
 
 
 def _joined(batch: list[Request]) -> Columns:
-    first = batch[0].inputs
-    for request in batch:
-        if request.inputs.keys() != first.keys():
-            raise SpecMismatch(f"requests differ: {show_keys(first)} and {show_keys(request.inputs)} in one batch")
     return {
         key: torch.cat([r.inputs[key] if r.size is not None else r.inputs[key].unsqueeze(0) for r in batch])
-        for key in first
+        for key in batch[0].inputs
     }
 
 
