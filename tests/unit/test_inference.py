@@ -402,6 +402,17 @@ def test_a_request_that_does_not_fit_fails_alone():
         assert "cannot be multiplied" in str(found[1])
 
 
+def test_clients_may_be_asked_for_by_many_threads_at_once():
+    with no_leaks():
+        for _ in range(5):
+            with InferenceServer(Scale()) as server:
+                met = threading.Barrier(8)
+                clients = together(*[lambda met=met, s=server: (met.wait(), s.client("process"))] * 8)
+                names = [thread.name for thread in threading.enumerate()]
+                assert (names.count("reap-inference"), names.count("reap-desk")) == (1, 1)
+            del server, clients
+
+
 def test_no_rows_are_no_rows():
     with InferenceServer(Scale(), buckets=True) as server:
         for kind in ("thread", "process"):

@@ -102,6 +102,7 @@ class InferenceServer:
         self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
         self._line = Line(max_batch_size, min_batch_size or max_batch_size, timeout)
         self._weights = threading.Lock()
+        self._opening = threading.Lock()  # clients may be asked for by many threads at once
         self._version = 0
         self._sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_WINDOW)
@@ -119,11 +120,12 @@ class InferenceServer:
         """Begin to answer. `client` and `with` do it by themselves."""
         if self._why_closed is not None:
             raise WrongState(f"this InferenceServer is closed: {self._why_closed}; make a new one")
-        if self._thread is None:
-            self._began = time.monotonic()
-            serve = functools.partial(_serve, weakref.ref(self), self._line)
-            self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
-            self._thread.start()
+        with self._opening:
+            if self._thread is None:
+                self._began = time.monotonic()
+                serve = functools.partial(_serve, weakref.ref(self), self._line)
+                self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
+                self._thread.start()
         return self
 
     def client(
@@ -145,9 +147,10 @@ class InferenceServer:
     def address(self) -> tuple[str | bytes, bytes]:
         """Where clients from other processes are received, and what they must know."""
         self.start()
-        if self._desk is None:
-            self._desk = Desk(self._line)
-        return self._desk.address, self._desk.key
+        with self._opening:
+            if self._desk is None:
+                self._desk = Desk(self._line)
+            return self._desk.address, self._desk.key
 
     @property
     def is_alive(self) -> bool:
