@@ -109,7 +109,7 @@ class Line:
     def finish(self) -> None:
         """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
         while not self.flush():
-            wait_for((), writable=[self.fileno()])
+            until_ready([], [self.fileno()])
 
     def hear(self) -> list[bytes]:
         """The messages that have come, whole ones only."""
@@ -141,12 +141,17 @@ class Line:
         self._socket.close()
 
 
-def wait_for(readable: Sequence[int], timeout: float | None = None, *, writable: Sequence[int] = ()) -> bool:
-    """Whether one of these descriptors is ready within so many seconds. Not by `select`: that knows the first 1024."""
-    poll = select.poll()
-    for fd in {*readable, *writable}:
-        poll.register(fd, select.POLLIN * (fd in readable) | select.POLLOUT * (fd in writable))
-    return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))
+def until_ready(reading: Iterable[int], writing: Iterable[int] = (), within: float | None = None) -> bool:
+    """Wait for one of these descriptors, for so many seconds at most; whether there was one.
+
+    Not `select.select`: that refuses numbers from 1024 on, which a program with many envs or files has.
+    """
+    poll, asked = select.poll(), dict.fromkeys(reading, select.POLLIN)
+    for fd in writing:
+        asked[fd] = asked.get(fd, 0) | select.POLLOUT
+    for fd, events in asked.items():
+        poll.register(fd, events)
+    return bool(poll.poll(None if within is None else math.ceil(max(0.0, within) * 1000)))
 
 
 def anonymous_file(name: str) -> int:

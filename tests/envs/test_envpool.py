@@ -155,7 +155,7 @@ def test_ready_lanes_refuse_what_would_mix_them():
     def noisy(td):
         return td.set("action", td["observation"].sum(-1, keepdim=True))
 
-    with pytest.raises(UsageError, match="Declare it as carry"):
+    with pytest.raises(UsageError, match=r"takes a whole TensorDict.*Declare it as carry; or.*give the module of"):
         Collector(ReadyPool([(2,), (6,)], 1), noisy, frames_per_batch=8).next()
     with pytest.raises(UsageError, match="interruptor"):
         Collector(ReadyPool([(2,), (6,)], 1), EchoPolicy(), frames_per_batch=8, interruptor=lambda: False)

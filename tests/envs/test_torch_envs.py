@@ -113,6 +113,8 @@ def test_a_collector_takes_them():
 
 
 def test_bad_arguments_are_named():
+    with pytest.raises(WrongArgument, match="device must name a device, got 'nope'"):
+        TorchCartPole(2, device="nope")
     with pytest.raises(WrongArgument, match="num_envs must be a whole number ≥ 1, got 0"):
         TorchCartPole(0)
     with pytest.raises(WrongArgument, match=r"dtype must be a floating-point torch dtype, got torch\.int64"):

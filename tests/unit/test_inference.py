@@ -389,6 +389,39 @@ def test_a_policy_that_raises_fails_its_batch_only():
         far.close()
 
 
+def test_a_request_that_does_not_fit_fails_alone():
+    with InferenceServer(nn.Linear(2, 1), timeout=0.1) as server:
+        good, wrong, narrow = (server.client() for _ in range(3))
+        found = together(
+            lambda: good(row(1, 2)),
+            lambda: wrong(row(1, 2, 3)),
+            lambda: narrow(TensorDict({"observation": torch.zeros(2, dtype=torch.float64)})),
+        )
+        assert found[0]["action"].shape == (1,)
+        assert all(isinstance(error, WorkerRaised) for error in found[1:])
+        assert "cannot be multiplied" in str(found[1])
+
+
+def test_clients_may_be_asked_for_by_many_threads_at_once():
+    with no_leaks():
+        for _ in range(5):
+            with InferenceServer(Scale()) as server:
+                met = threading.Barrier(8)
+                clients = together(*[lambda met=met, s=server: (met.wait(), s.client("process"))] * 8)
+                names = [thread.name for thread in threading.enumerate()]
+                assert (names.count("reap-inference"), names.count("reap-desk")) == (1, 1)
+            del server, clients
+
+
+def test_no_rows_are_no_rows():
+    with InferenceServer(Scale(), buckets=True) as server:
+        for kind in ("thread", "process"):
+            client = server.client(kind)
+            td = client(TensorDict({"observation": torch.zeros(0, 3)}, [0]))
+            assert (td["action"].shape, td["policy_version"].shape) == ((0, 3), (0,))
+            client.close()
+
+
 def test_a_server_nobody_holds_ends():
     with no_leaks():
         server = InferenceServer(Scale())
@@ -436,6 +469,18 @@ def test_bad_arguments_are_named():
         InferenceServer(Scale(), max_batch_size=4, min_batch_size=9)
     with pytest.raises(UsageError, match="timeout must be a number of seconds ≥ 0, got -1"):
         InferenceServer(Scale(), timeout=-1)
+    with pytest.raises(UsageError, match="min_batch_size must be a whole number ≥ 1, got 0"):
+        InferenceServer(Scale(), min_batch_size=0)
+    with pytest.raises(UsageError, match="buckets must be True or hold whole numbers ≥ 1, got 5"):
+        InferenceServer(Scale(), buckets=5)
+    with pytest.raises(UsageError, match=r"largest of buckets must hold max_batch_size=64, got \[\]"):
+        InferenceServer(Scale(), buckets=[])
+    with pytest.raises(WrongArgument, match="in_keys must be a list of keys, got 'observation'"):
+        InferenceServer(Scale(), in_keys="observation")
+    with pytest.raises(WrongArgument, match="device must name a device, got 'nope'"):
+        InferenceServer(Scale(), device="nope")
+    with InferenceServer(Scale()) as server, pytest.raises(WrongArgument, match="with a TensorDict, got Tensor"):
+        server.client()(torch.zeros(4))
     with InferenceServer(Scale()) as server, pytest.raises(UsageError, match="'thread' or 'process', got 'ray'"):
         server.client("ray")
     with InferenceServer(Scale()) as server, pytest.raises(WrongArgument, match=r"server\.client\('process'\)"):

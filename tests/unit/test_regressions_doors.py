@@ -12,7 +12,7 @@ import gymnasium as gym
 import pytest
 import torch
 
-from reap.children import Child, dumps, end, wait_for
+from reap.children import Child, dumps, end, until_ready
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, WeightUpdaterBase
 from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
 from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument
@@ -216,22 +216,6 @@ def test_a_hang_is_told_when_the_time_is_up(ready):
         assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
 
 
-def test_more_descriptors_than_select_knows():
-    """A program with thousands of files open: the thousand-and-twenty-fifth descriptor is one like any other."""
-    told = run("""
-        import os, resource, torch
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        kept = [os.dup(0) for _ in range(1100)]
-        from reap.envs import ParallelEnv
-        from reap.modules import ProcessInferenceServer
-        with ParallelEnv(2, "CartPole-v1", timeout=60) as env:
-            print(env.rollout(3, break_when_any_done=False).shape)
-        with ProcessInferenceServer(lambda: torch.nn.Linear(4, 2)) as server:
-            print(server.stats()["requests"])
-    """)
-    assert told.split("\n")[:2] == ["torch.Size([2, 3])", "0"]
-
-
 def test_a_model_that_refuses_its_weights_is_not_called_absent():
     class Normed(CountingEnv):
         def __init__(self):
@@ -257,7 +241,7 @@ def test_a_stack_that_was_told_before_is_no_answer():
 
     child = Child(dumps(waits, "waits"))
     try:
-        assert wait_for([child.line.fileno()], 60)
+        assert until_ready([child.line.fileno()], within=60)
         for _ in range(2):
             assert child.ask_stack().count("in waits") == 1
         child.signal(signal.SIGSTOP)

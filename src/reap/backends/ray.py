@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from reap.backends.far_worker import FarJob, News, Order
 from reap.backends.mail import MailStation
 from reap.backends.process import DEADLINE, FIRST, OWN_SLOTS
 from reap.backends.remote import Remote
-from reap.children import BOOT, dumps
+from reap.children import BOOT, dumps, until_ready
 from reap.core.shared import SharedSlots
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
 
@@ -362,7 +361,7 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
     """Until these have ended, at most so many seconds."""
     deadline = time.monotonic() + patience
     for fd in processes:
-        select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        until_ready([fd], within=deadline - time.monotonic())
         os.close(fd)
 
 

@@ -13,6 +13,7 @@ import torch
 from tensordict.nn import InteractionType
 
 from reap.core.exploration import exploration_type
+from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.weight_update import Road, WeightSyncScheme
 
@@ -232,16 +233,7 @@ class Options:
             raise UsageError(f"{name} must be at least {least}, got {value}")
 
     def _device(self, name: str) -> torch.device | None:
-        value = getattr(self, name)
-        if value is None:
-            return None
-        try:
-            device = torch.device(value)
-        except (RuntimeError, TypeError) as cause:
-            raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise WrongArgument(f"{name} is {value!r}, but torch sees no GPU here")
-        return device
+        return named_device(name, getattr(self, name))
 
     @property
     def devices(self) -> tuple[torch.device | None, torch.device | None]:

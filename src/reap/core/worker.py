@@ -200,8 +200,9 @@ class Worker(AnyWorker):
         """The same loop, on a log in which lanes stand as they were ready; `slot` gets the frames lane by lane."""
         if self.policy.remembers:
             raise UsageError(
-                "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "
-                "would be another lane's. Declare it as carry, or give a module that keeps nothing"
+                "this policy takes a whole TensorDict, and finds there what it wrote at the last step; where lanes "
+                "come as they are ready it would be another lane's. Declare it as carry; or, if it keeps nothing, give "
+                "the module of tensors itself, or TensorDictModule(module, in_keys, out_keys)"
             )
         try:
             while missing := sorter.lacks(slot.layout.steps):

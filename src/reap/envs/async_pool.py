@@ -10,9 +10,10 @@ results lie in memory both sides see.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 from reap.children import StartMethod
 from reap.core.assemble import tree_of
 from reap.core.slot import FLAGS
+from reap.core.where import named_device
 from reap.envs.base import EnvBase
 from reap.envs.crew import Crew
 from reap.envs.lane_host import BEGIN, SOME, UNSEEDED
@@ -29,7 +31,7 @@ from reap.envs.process_crew import MOST_HANDS, HandsCrew, ProcessCrew
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
-from reap.errors import NotReady, SpecMismatch, UsageError, WrongArgument, WrongState, nearest
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState, nearest
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
@@ -79,15 +81,21 @@ class AsyncEnvPool(EnvBase):
         if backend not in _BACKENDS:
             hint = nearest(str(backend), _BACKENDS)
             raise UsageError(f"backend must be 'threading' or 'multiprocessing', got {backend!r}{hint}")
-        if isinstance(envs_per_worker, bool) or not isinstance(envs_per_worker, int) or envs_per_worker < 1:
-            raise UsageError(f"envs_per_worker must be a whole number ≥ 1, got {envs_per_worker!r}")
+        _whole("envs_per_worker", envs_per_worker)
+        if timeout is not None and not _is_time(timeout):
+            raise UsageError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
+        _whole("min_ready", min_ready)
+        _whole("max_ready", max_ready, none=True)
+        _whole("num_sub_threads", num_sub_threads)
+        _whole("max_frames_per_traj", max_frames_per_traj, least=None, none=True)
+        place = named_device("device", device)
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
         most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
         each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend == "threading":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
-        limit = max_frames_per_traj
+        limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         crew: Crew
         if backend == "threading":
             crew = ThreadCrew(shares, timeout=timeout, limit=limit)
@@ -100,10 +108,11 @@ class AsyncEnvPool(EnvBase):
         least = -(-min_ready * groups // self.num_envs)
         most = groups if max_ready is None else max(1, max_ready * groups // self.num_envs)
         half = -(-groups // 2)  # the policy decides about one half while the other is stepping
-        super().__init__(ReadyLanes(crew, min(least, groups), min(max(half, least), most, groups)), device=device)
+        super().__init__(ReadyLanes(crew, min(least, groups), min(max(half, least), most, groups)), device=place)
         self._group_of = [group for group, (first, last) in enumerate(crew.bounds) for _ in range(first, last)]
         self._action: dict[Key, Leaf] | None = None
-        self._begun = False
+        self._begun = np.zeros(self.num_envs, bool)
+        self._failure: str | None = None
         self._restart_book()
 
     def _restart_book(self) -> None:
@@ -126,9 +135,10 @@ class AsyncEnvPool(EnvBase):
         self._alive()
         self._idle("reset")
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
-        self._crew.begin(seeds)
+        with self._failing():
+            self._crew.begin(seeds)
         self._restart_book()
-        self._begun = True
+        self._begun[:] = True
         return self._first_of(list(range(self.num_envs)))
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -143,8 +153,9 @@ class AsyncEnvPool(EnvBase):
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: Any = None) -> None:
         """Let some envs step with the actions in `tensordict` `[k]`: those of `env_index`, or of its entry, or all."""
-        self._started()
+        self._alive()
         lanes = self._lanes_for(tensordict, env_index)
+        self._may_step(lanes)  # first: the actions and flags of those under way lie in the row that is written below
         td = tensordict if tensordict.ndim else tensordict.unsqueeze(0)
         actions = self._actions(td, lanes)
         row = self._crew.row()
@@ -187,8 +198,9 @@ class AsyncEnvPool(EnvBase):
         self._alive()
         lanes = self._lanes_for(tensordict, env_index)
         given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
+        self._at_rest(lanes)
         self._order(BEGIN, lanes, given)
-        self._begun = True
+        self._begun[lanes] = True
 
     def async_reset_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
@@ -203,14 +215,22 @@ class AsyncEnvPool(EnvBase):
         pending = self.lanes_env.pending_seeds
         return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
 
-    def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
+    def _at_rest(self, lanes: Sequence[int]) -> None:
         busy = [lane for lane in lanes if lane in self._busy]
         if busy:
             raise WrongState(f"env {busy[0]} is under way already; receive what it answers before sending to it again")
-        whole = what == BEGIN or self._crew.spec.single_steps
-        for first, last in () if whole else self._crew.bounds:
+
+    def _may_step(self, lanes: Sequence[int]) -> None:
+        self._at_rest(lanes)
+        for lane in lanes:
+            if not self._begun[lane]:
+                who = f"env {lane} has begun no episode" if self._begun.any() else "no env has begun an episode"
+                raise WrongState(f"{who}; call reset() or async_reset_send() first")
+        for first, last in () if self._crew.spec.single_steps else self._crew.bounds:
             if 0 < len({lane for lane in lanes if first <= lane < last}) < last - first:
                 raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
+
+    def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
         if what == BEGIN:
             self._crew.seed(lanes, seeds)
             if self.lanes_env.pending_seeds is not None:  # each is used once
@@ -238,14 +258,19 @@ class AsyncEnvPool(EnvBase):
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
         self._asked[group] = what, lanes
-        self._crew.ring([group], what, lanes)
+        with self._failing():
+            self._crew.ring([group], what, lanes)
 
     def _receive(
         self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
     ) -> list[int]:
         self._alive()
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0):
+        if timeout is not None and timeout != 0 and not _is_time(timeout):
             raise UsageError(f"timeout must be a number of seconds ≥ 0 or None, got {timeout!r}")
+        _whole("min_get", min_get, least=None)
+        _whole("max_get", max_get, none=True)
+        if max_get is not None and max_get < min_get:
+            raise UsageError(f"max_get is {max_get}, below min_get, which is {min_get}")
         deadline = None if timeout is None else time.monotonic() + timeout
         name = "async_step" if what == SOME else "async_reset"
         pending = {lane for lane, why in self._busy.items() if why == what}
@@ -258,7 +283,8 @@ class AsyncEnvPool(EnvBase):
         ready = self._ready[what]
         while (came := sum(lane in wanted for lane in ready)) < least:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            answered = self._crew.answered(left)
+            with self._failing():
+                answered = self._crew.answered(left)
             if not answered:
                 raise NotReady(
                     f"{name}_recv waited {timeout} s for {least} answers, {came} came; they stay for the next call"
@@ -283,6 +309,8 @@ class AsyncEnvPool(EnvBase):
         return TensorDict(tree_of(leaves), batch_size=[len(lanes)], device=self.device)
 
     def _lanes_for(self, td: TensorDictBase | None, env_index: Any) -> list[int]:
+        if td is not None and not isinstance(td, TensorDictBase):
+            raise WrongArgument(f"tensordict must be a TensorDict, got {type(td).__name__}")
         if env_index is None and td is not None:
             env_index = td.get("env_index", None)
         lanes = list(range(self.num_envs)) if env_index is None else _numbers(env_index, self.num_envs)
@@ -299,8 +327,9 @@ class AsyncEnvPool(EnvBase):
             values[key] = value.detach().cpu()
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
-            if self._asked:
+            if self._asked or SOME in self._busy.values():  # answers that were not received lie in the row, too
                 raise WrongState("actions look different from those that are under way; receive what was sent first")
+            self._action = None  # until everybody has understood
             self._crew.expect(looks)
             self._action = looks
         return {key: value.numpy() for key, value in values.items()}
@@ -308,15 +337,33 @@ class AsyncEnvPool(EnvBase):
     def _alive(self) -> None:
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
+        if self._failure is not None:
+            raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
 
-    def _started(self) -> None:
-        self._alive()
-        if not self._begun:
-            raise WrongState("no env has begun an episode; call reset() or async_reset_send() first")
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An env that failed is told of once; others' answers may be lost with it, so that nobody waits again."""
+        try:
+            yield
+        except ReapError as error:
+            self._failure = str(error).partition("\n")[0]
+            raise
 
     def _idle(self, what: str) -> None:
         if self._busy:
             raise WrongState(f"{what}() is for all envs, but env {min(self._busy)} is under way; receive it first")
+
+
+def _whole(name: str, value: Any, *, least: int | None = 1, none: bool = False) -> None:
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" ≥ {least}"
+        raise UsageError(f"{name} must be a whole number{bound}, got {value!r}")
+
+
+def _is_time(seconds: Any) -> bool:
+    return not isinstance(seconds, bool) and isinstance(seconds, (int, float)) and seconds > 0
 
 
 def _numbers(env_index: Any, count: int) -> list[int]:

@@ -25,7 +25,7 @@ from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
-from reap.errors import UsageError
+from reap.errors import SpecMismatch, UsageError
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
@@ -110,8 +110,12 @@ class Host(abc.ABC):
             what, place, step = BELL.unpack(data)
             if what == CALL:
                 name, arguments, number = self._connection.recv()
-                getattr(self, f"do_{name}")(*arguments)
-                send(self._connection, number)
+                try:
+                    getattr(self, f"do_{name}")(*arguments)
+                except SpecMismatch as refused:  # as it was: another may be asked for
+                    send(self._connection, Raised.of(refused))
+                else:
+                    send(self._connection, number)
             else:
                 self._obey(what, place, step)
 

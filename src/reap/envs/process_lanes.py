@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, wait_for
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -178,7 +178,7 @@ class ProcessLanes(Env):
         return error.at(worker=self._name(remote))
 
     def _wait(self, remote: Remote, fd: int) -> None:
-        if self._timeout is not None and not wait_for([fd, remote.child.sentinel], self._timeout):
+        if self._timeout is not None and not until_ready([fd, remote.child.sentinel], within=self._timeout):
             raise self.silence_of(remote)
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
@@ -215,7 +215,7 @@ class ProcessLanes(Env):
                 raise self.gone(remote)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             waiting = [] if line.flush() else [line.fileno()]
-            if not wait_for([line.fileno(), sentinel], left, writable=waiting):
+            if not until_ready([line.fileno(), sentinel], waiting, left):
                 raise self.silence_of(remote)
         message = remote.inbox.popleft()
         if isinstance(message, Raised):
@@ -278,6 +278,7 @@ class ProcessLanes(Env):
         if self._action == dict(action):
             return
         bare = {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
+        self._action = None  # until everybody has understood
         for remote in self.remotes:
             self._call(remote, "expect", bare)
         self._action, self._by_hand = dict(action), None
@@ -363,7 +364,7 @@ class ProcessLanes(Env):
             return
         children, self.remotes = self.remotes, []
         for remote in children:
-            if remote.silent or (remote.owes and not wait_for([remote.reply], 0)):
+            if remote.silent or (remote.owes and not until_ready([remote.reply], within=0)):
                 remote.child.signal(signal.SIGTERM)  # in the middle of a step nobody wants any more: it hears no bell
             os.close(remote.bell)
             os.close(remote.reply)

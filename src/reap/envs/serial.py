@@ -50,7 +50,7 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
     if isinstance(create_env_kwargs, Mapping) or create_env_kwargs is None:
         kwargs: list[Mapping[str, Any]] = [create_env_kwargs or {}] * count
     else:
-        kwargs = list(create_env_kwargs)
+        kwargs = list(create_env_kwargs) if isinstance(create_env_kwargs, (list, tuple)) else [create_env_kwargs]
         if not all(isinstance(one, Mapping) for one in kwargs):
             raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
         if len(kwargs) != count:

@@ -58,16 +58,16 @@ class Hand:
         wake_in_time()
         try:
             env = self.env = built(self._makers, self._limit)
-        except Exception as error:
-            self.answers.put((self.number, error, 0))
+        except BaseException as error:
+            self.answers.put((self.number, _told(error), 0))
             return
         try:
             self.answers.put((self.number, None, 0))
             while (order := self.orders.get()) is not None:
                 try:
                     self._obey(env, order[0], order[1])
-                except Exception as error:
-                    self.answers.put((self.number, error, 0))
+                except BaseException as error:
+                    self.answers.put((self.number, _told(error), 0))
                 else:
                     self.answers.put((self.number, None, order[2]))
         finally:
@@ -91,6 +91,15 @@ class Hand:
         """Where the thread is right now."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+def _told(error: BaseException) -> Exception:
+    """sys.exit() and the like end no thread: somebody waits for its answer."""
+    if isinstance(error, Exception):
+        return error
+    told = WorkerRaised(f"the env raised {error!r}")
+    told.__cause__ = error
+    return told
 
 
 class ThreadCrew(Crew):
@@ -129,7 +138,7 @@ class ThreadCrew(Crew):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        self._action = dict(action)
+        self._action = None  # until everybody has understood
         columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
         whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
         keys = RowKeys(self.spec)
@@ -139,6 +148,7 @@ class ThreadCrew(Crew):
             own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
             (hand.row,) = own.cut(keys, hand.into)
         (self._row,) = whole.cut(keys, self.first)
+        self._action = dict(action)
         self.expecting = True
 
     def row(self) -> Row:

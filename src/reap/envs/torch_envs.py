@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument
 
 
@@ -47,7 +48,7 @@ class TorchClassic(abc.ABC):
             raise WrongArgument(f"dtype must be a floating-point torch dtype, got {dtype!r}")
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise UsageError(f"limit must be a whole number of steps ≥ 1, got {limit!r}")
-        self.num_envs, self.device = num_envs, torch.device(device or "cpu")
+        self.num_envs, self.device = num_envs, named_device("device", device) or torch.device("cpu")
         self.limit = type(self).limit if limit is None else limit
         self.generator = torch.Generator(self.device)
         self.generator.seed()

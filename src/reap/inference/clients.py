@@ -1,7 +1,8 @@
 """Clients: policies whose work is done by an InferenceServer, in this process or another.
 
 A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
-collector, and one for processes may be sent to its workers: it connects when it is first used, wherever it is then.
+collector whose lanes are in step, and one for processes may be sent to its workers: it connects when it is first used,
+wherever it is then.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class PolicyClient:
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
         """A copy of `tensordict` with what the policy wrote."""
+        if not isinstance(tensordict, TensorDictBase):
+            raise WrongArgument(f"a client is asked with a TensorDict, got {type(tensordict).__name__}")
         keys = self._ask.in_keys
         keys = [as_key(key) for key in tensordict.keys(True, True)] if keys is None else keys
         absent = [key for key in keys if tensordict.get(key, None) is None]
@@ -135,6 +138,9 @@ class ProcessLine:
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
+            except BaseException:  # broken off (Ctrl-C): its answer would be taken for that to the next question
+                self._hang_up()
+                raise
         if error is not None:
             raise error.unpack()
         return unpacked(columns), version

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pickle
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,14 +24,17 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, wait_for
-from reap.errors import ServerGone, WorkerSilent, WrongArgument, WrongState
+from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
+from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
+from reap.interrupts import Interrupts
 from reap.spec import Key
 from reap.weights import local
 
 _DEADLINE = 5.0
+_HERE, _MADE = 0, 1  # what it says unasked; questions are numbered from there
+_OPTIONS = inspect.signature(InferenceServer).parameters.keys() - {"policy", "policy_factory"}
 
 
 class ProcessInferenceServer:
@@ -59,13 +64,27 @@ class ProcessInferenceServer:
     ) -> None:
         if not callable(policy_factory):
             raise WrongArgument(f"policy_factory must be a callable, got {type(policy_factory).__name__}")
+        for name in options:
+            if name not in _OPTIONS:
+                raise WrongArgument(f"{type(self).__name__} has no option {name!r}{nearest(name, _OPTIONS)}")
+        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
+            raise UsageError(f"num_threads must be a whole number ≥ 1, got {num_threads!r}")
+        if startup_timeout is not None and (
+            isinstance(startup_timeout, bool) or not isinstance(startup_timeout, (int, float)) or startup_timeout <= 0
+        ):
+            raise UsageError(f"startup_timeout must be a number of seconds > 0 or None, got {startup_timeout!r}")
         self._why_closed: str | None = None
         self._lock = threading.Lock()
+        self._heard: deque[bytes] = deque()
+        self._asked = _MADE
         target = dumps(functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy")
         self._child = Child(target, start=start_method, name="reap-inference")
         try:
-            until = None if startup_timeout is None else time.monotonic() + BOOT + startup_timeout
-            self._address, self._key, self.in_keys = self._answer(until, startup_timeout)
+            self._answer(
+                _HERE, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
+            )
+            late = f"the policy_factory has not returned after {startup_timeout} s (startup_timeout)"
+            self._address, self._key, self.in_keys = self._answer(_MADE, startup_timeout, late)
         except BaseException:
             self._close("it could not be started")
             raise
@@ -111,16 +130,23 @@ class ProcessInferenceServer:
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
             self._open()
-            self._child.line.say(dumps((name, arguments), name))
-            return self._answer(None, None)
+            data = dumps((self._asked + 1, name, arguments), name)
+            with Interrupts().held():  # a number and its question belong together
+                self._asked += 1
+                self._child.line.say(data)
+            return self._answer(self._asked)
 
-    def _answer(self, until: float | None, timeout: float | None) -> Any:
-        """The next word of the process; its end is one, too."""
+    def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:
+        """What the process says to the question of this number; its end is an answer, too."""
         line, sentinel = self._child.line, self._child.sentinel
+        until = None if within is None else time.monotonic() + within
         while True:
             gone = self._child.gone()  # asked first: what it said before is all there then
-            for data in line.hear():
-                answer = pickle.loads(data)
+            self._heard.extend(line.hear())
+            while self._heard:
+                about, answer = pickle.loads(self._heard.popleft())
+                if about != number:  # a question that was broken off (Ctrl-C)
+                    continue
                 if isinstance(answer, Raised):
                     raise answer.unpack()
                 return answer
@@ -128,8 +154,8 @@ class ProcessInferenceServer:
                 raise self._death()
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
-                raise WorkerSilent(f"the policy_factory has not returned after {timeout} s (startup_timeout)")
-            wait_for([line.fileno(), sentinel], left, writable=() if line.flush() else [line.fileno()])
+                raise WorkerSilent(late)
+            until_ready([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], left)
 
     def shutdown(self) -> None:
         """End the process; clients that wait get an error. May be called twice."""
@@ -155,18 +181,19 @@ class ProcessInferenceServer:
 def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, threads: int) -> None:
     """The life of the process: until nobody is there who could call."""
     torch.set_num_threads(threads)
+    send(connection, (_HERE, None))  # the factory's time begins
     try:
         server = InferenceServer(policy_factory=make, **options)
     except Exception as error:
-        send(connection, Raised.of(error, "policy_factory"))
+        send(connection, (_MADE, Raised.of(error, "policy_factory")))
         return
     with server:
-        send(connection, (*server.address, server.in_keys))
+        send(connection, (_MADE, (*server.address, server.in_keys)))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                name, arguments = pickle.loads(connection.recv_bytes())
+                number, name, arguments = pickle.loads(connection.recv_bytes())
                 try:
                     answer = getattr(server, name)(*arguments)
                 except Exception as error:
                     answer = Raised.of(error, f"InferenceServer.{name}")
-                send(connection, answer)
+                send(connection, (number, answer))

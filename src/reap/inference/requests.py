@@ -27,6 +27,8 @@ class Request:
     def __init__(self, client: int, inputs: Columns, size: int | None) -> None:
         self.client, self.inputs, self.size = client, inputs, size
         self.rows = 1 if size is None else size
+        skip = 0 if size is None else 1
+        self.look = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # of one row
         self.since = time.monotonic()
         self._answer: tuple[Columns, int] | ReapError | None = None
         self._bell = threading.Event()
@@ -94,8 +96,8 @@ class Line:
             rows = 0
             while self._closed is None and self._waiting:
                 rows += self._waiting[0].rows
-                if batch and rows > self._most:
-                    break
+                if batch and (rows > self._most or self._waiting[0].look != batch[0].look):
+                    break  # what looks different is another batch, and fails alone if it is wrong
                 batch.append(self._waiting.popleft())
             return batch
 

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ from reap.core.as_policy import takes_tensordict
 from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
+from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
@@ -52,7 +53,7 @@ class InferenceServer:
     Args:
         policy: a TensorDictModule, or a module or function of the tensors of `in_keys`.
         policy_factory: makes the policy, in place of `policy`.
-        max_batch_size: the most rows computed at once.
+        max_batch_size: the most rows computed at once; a request that holds more is computed alone.
         min_batch_size: compute as soon as so many wait; None: as many as `max_batch_size`.
         timeout: seconds the oldest request waits for others to come.
         buckets: sizes batches are padded to, so that a compiled or recorded policy sees few shapes; True: powers of 2.
@@ -76,15 +77,16 @@ class InferenceServer:
     ) -> None:
         if (policy is None) == (policy_factory is None):
             raise WrongArgument("InferenceServer needs either policy or policy_factory")
-        for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", min_batch_size or 1)):
+        least = 1 if min_batch_size is None else min_batch_size
+        for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", least)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
-        if (min_batch_size or 1) > max_batch_size:
+        if least > max_batch_size:
             raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
             raise UsageError(f"timeout must be a number of seconds ≥ 0, got {timeout!r}")
         self._buckets = _buckets(buckets, max_batch_size)
-        self._device = torch.device(device) if device is not None else None
+        self._device = named_device("device", device)
         made = policy if policy_factory is None else policy_factory()
         if not callable(made):
             raise WrongArgument(f"policy must be a module or a callable, got {type(made).__name__}")
@@ -92,12 +94,15 @@ class InferenceServer:
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
+        if in_keys is not None and not isinstance(in_keys, (list, tuple)):
+            raise WrongArgument(f"in_keys must be a list of keys, got {in_keys!r}")
         declared = in_keys if in_keys is not None else getattr(made, "in_keys", None)
         if declared is None and not self._whole:
             declared = ["observation"]
         self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
         self._line = Line(max_batch_size, min_batch_size or max_batch_size, timeout)
         self._weights = threading.Lock()
+        self._opening = threading.Lock()  # clients may be asked for by many threads at once
         self._version = 0
         self._sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_WINDOW)
@@ -115,11 +120,12 @@ class InferenceServer:
         """Begin to answer. `client` and `with` do it by themselves."""
         if self._why_closed is not None:
             raise WrongState(f"this InferenceServer is closed: {self._why_closed}; make a new one")
-        if self._thread is None:
-            self._began = time.monotonic()
-            serve = functools.partial(_serve, weakref.ref(self), self._line)
-            self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
-            self._thread.start()
+        with self._opening:
+            if self._thread is None:
+                self._began = time.monotonic()
+                serve = functools.partial(_serve, weakref.ref(self), self._line)
+                self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
+                self._thread.start()
         return self
 
     def client(
@@ -141,9 +147,10 @@ class InferenceServer:
     def address(self) -> tuple[str | bytes, bytes]:
         """Where clients from other processes are received, and what they must know."""
         self.start()
-        if self._desk is None:
-            self._desk = Desk(self._line)
-        return self._desk.address, self._desk.key
+        with self._opening:
+            if self._desk is None:
+                self._desk = Desk(self._line)
+            return self._desk.address, self._desk.key
 
     @property
     def is_alive(self) -> bool:
@@ -203,12 +210,13 @@ class InferenceServer:
     def stats(self) -> dict[str, Any]:
         """Counts so far, and times of the last thousand requests: what batches are like, who waits for whom."""
         waits, forwards = np.array(self._waits or [0.0]) * 1000, np.array(self._forwards or [0.0]) * 1000
+        sizes = dict(self._sizes)  # in one go: the thread counts on
         alive = max(time.monotonic() - self._began, 1e-9)
         return {
             "requests": self._requests,
             "batches": self._batches,
-            "mean_batch_size": sum(n * c for n, c in self._sizes.items()) / max(self._batches, 1),
-            "batch_sizes": dict(sorted(self._sizes.items())),
+            "mean_batch_size": sum(n * c for n, c in sizes.items()) / max(sum(sizes.values()), 1),
+            "batch_sizes": dict(sorted(sizes.items())),
             "queue_ms_p50": float(np.median(waits)),
             "queue_ms_p95": float(np.percentile(waits, 95)),
             "forward_ms_p50": float(np.median(forwards)),
@@ -248,7 +256,7 @@ class InferenceServer:
 
     def _forward(self, inputs: Columns) -> dict[Key, Tensor]:
         rows = len(next(iter(inputs.values())))
-        size = next((bucket for bucket in self._buckets if bucket >= rows), rows)
+        size = next((bucket for bucket in self._buckets if bucket >= rows > 0), rows)
         if size > rows:
             inputs = {k: torch.cat([v, v[-1:].expand(size - rows, *v.shape[1:])]) for k, v in inputs.items()}
         if self._device is not None:
@@ -295,22 +303,18 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
         return []
     if given is True:
         return powers(most)
-    sizes = sorted(given)
+    sizes = list(given) if isinstance(given, Iterable) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        raise UsageError(f"buckets must hold whole numbers ≥ 1, got {given!r}")
-    if sizes[-1:] < [most]:
+        raise UsageError(f"buckets must be True or hold whole numbers ≥ 1, got {given!r}")
+    if max(sizes, default=0) < most:
         raise UsageError(f"the largest of buckets must hold max_batch_size={most}, got {given!r}")
-    return sizes
+    return sorted(sizes)
 
 
 def _joined(batch: list[Request]) -> Columns:
-    first = batch[0].inputs
-    for request in batch:
-        if request.inputs.keys() != first.keys():
-            raise SpecMismatch(f"requests differ: {show_keys(first)} and {show_keys(request.inputs)} in one batch")
     return {
         key: torch.cat([r.inputs[key] if r.size is not None else r.inputs[key].unsqueeze(0) for r in batch])
-        for key in first
+        for key in batch[0].inputs
     }
 
 

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,10 @@ def no_leaks(*, sockets: bool = True) -> Iterator[None]:
     yield
     gc.collect()
     after = _everything()
+    until = time.monotonic() + 1.0  # a process may be seen a moment after its end was told: it is reaped then
+    while after["processes"] - before["processes"] and time.monotonic() < until:
+        time.sleep(0.01)
+        after = _everything()
     left = {what: sorted(after[what] - before[what]) for what in after if after[what] - before[what]}
     if not sockets and "descriptors" in left:
         left["descriptors"] = [name for name in left["descriptors"] if "socket:" not in name]

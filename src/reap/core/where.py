@@ -1,0 +1,22 @@
+"""Where things live: a device by its name, refused at the door if it is none, or not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reap.errors import WrongArgument
+
+
+def named_device(name: str, value: Any) -> torch.device | None:
+    """The device the argument `name` says; None if it says nothing."""
+    if value is None:
+        return None
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as cause:
+        raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise WrongArgument(f"{name} is {value!r}, but torch sees no GPU here")
+    return device
