@@ -67,8 +67,11 @@ class VectorLanes(Env):
             side=frozenset(self._info),
         )
         self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
-        self._resetting = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes whose next step is their reset
-        self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
+        self._resetting: Any = (
+            None  # NEXT_STEP: a mask of the lanes whose next step is their reset; None: there are none
+        )
+        self._nobody = np.zeros(self._count, np.bool_)
+        self._ended = self._nobody.copy()  # NEXT_STEP: lanes that ended and wait for the loop's reset
         self._just_ended: list[int] = []  # those of the last step, as the loop was told
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -76,7 +79,7 @@ class VectorLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":
-            self._resetting, self._ended = self._ended, self._resetting  # all false: `step` has cleared it
+            self._resetting, self._ended = self._ended, self._nobody.copy()
             self._just_ended = []
             return
         chosen = list(lanes)
@@ -115,7 +118,9 @@ class VectorLanes(Env):
         self._write_info(info, into, at)
         for lane in chosen if self._kept else ():
             self._kept.pop(lane, None)
-        self._ended[chosen] = self._resetting[chosen] = False
+        self._ended[chosen] = False
+        if self._resetting is not None:
+            self._resetting[chosen] = False
 
     def _not_by_themselves(self, lanes: list[int]) -> list[int]:
         if self.spec.rows == "skipping":
@@ -128,6 +133,7 @@ class VectorLanes(Env):
         """Lanes that the env has reset already, or will with its next step."""
         if self.spec.rows == "skipping":
             self._ended[lanes] = False
+            self._resetting = self._nobody.copy() if self._resetting is None else self._resetting
             self._resetting[lanes] = True
             return
         for lane in lanes:
@@ -148,14 +154,14 @@ class VectorLanes(Env):
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
-        if self.spec.rows == "skipping" and self._resetting.any():
-            row.mask[self._resetting] = False  # type: ignore[index]
-            self._resetting[...] = False
+        if self._resetting is not None:
+            np.logical_not(self._resetting, out=row.mask)
+            self._resetting = None
         done = np.logical_or(terminated, truncated)
-        if not done.any():
+        ended: list[int] = done.nonzero()[0].tolist()
+        if not ended:
             return []
         row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
-        ended: list[int] = done.nonzero()[0].tolist()
         self._ended, self._just_ended = done, ended
         if self.mode is AutoresetMode.SAME_STEP:
             for lane in ended:
