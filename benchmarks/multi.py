@@ -6,7 +6,7 @@
 Contenders take turns inside one run; what is printed are medians of paired ratios. Before the turn of one whose workers
 run ahead, what lies ready is taken away; after it, everybody waits until all workers rest.
 
-python -m benchmarks.multi [--rounds 15] [--only cartpole] [--no-torchrl] [--no-peers] [--quick]
+python -m benchmarks.multi [--rounds 31] [--only cartpole] [--no-torchrl] [--no-peers] [--quick]
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def show(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--no-torchrl", action="store_true")
     parser.add_argument("--no-peers", action="store_true", help="neither TorchRL nor the others")

@@ -8,7 +8,12 @@ import threading
 
 import pytest
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictModuleBase,
+)
 from torch import distributions, nn
 
 from reap.collectors import AsyncBatchedCollector
@@ -171,3 +176,36 @@ def test_frames_of_one_dimension_only():
             yield_completed_trajectories=True,
             trajs_per_batch=2,
         )
+
+
+class Counting(TensorDictModuleBase):
+    """Takes a whole TensorDict, and finds there what it wrote at the last step."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def forward(self, td):
+        td["count"] = td.get("count", torch.zeros(*td.batch_size, 1)) + 1
+        td["action"] = 1000 * td["count"] + td["observation"][..., 2:]
+        return td
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"env_backend": "threading"},
+        {"env_backend": "multiprocessing", "envs_per_worker": 2},
+        {"env_backend": "multiprocessing", "max_batch_size": 2},
+    ],
+)
+def test_a_policy_of_whole_tensordicts_sees_each_env_alone(options):
+    makers = [lambda n=n: GymEnv(CountingEnv((3, 1, 5), n)) for n in range(4)]
+    with no_leaks():
+        with AsyncBatchedCollector(makers, Counting(), frames_per_batch=60, total_frames=240, **options) as c:
+            frames = torch.cat([batch.cpu() for batch in c])
+        del c
+        for env in range(4):
+            own = frames[frames["env_index"] == env]
+            step = own["observation"][:, 2:]
+            assert len(own) > 10
+            assert torch.equal(own["count"], step + 1)
+            assert torch.equal(own["action"], 1000 * (step + 1) + step)

@@ -151,12 +151,27 @@ def test_ready_lanes_keep_each_its_own_memory():
             assert torch.equal(a[key], b[key]), key
 
 
-def test_ready_lanes_refuse_what_would_mix_them():
-    def noisy(td):
-        return td.set("action", td["observation"].sum(-1, keepdim=True))
+def noisy(td):
+    """Finds what it wrote at the last step of the same episode, or zeros."""
+    td["noise"] = 0.5 * td.get("noise", torch.zeros(*td.batch_size, 1)) + td["observation"][..., :1]
+    return td.set("action", td["observation"].sum(-1, keepdim=True) + td["noise"])
 
-    with pytest.raises(UsageError, match=r"takes a whole TensorDict.*Declare it as carry; or.*give the module of"):
-        Collector(ReadyPool([(2,), (6,)], 1), noisy, frames_per_batch=8).next()
+
+def test_ready_lanes_find_what_was_written_for_them():
+    """A policy of whole TensorDicts sees each lane as if it were alone."""
+    lengths = [(3, 1, 4), (2,), (6,), (5,)]
+    ready = Collector(ReadyPool(lengths, 2), noisy, frames_per_batch=20)
+    lockstep = Collector(CountingPool(lengths), noisy, frames_per_batch=20)
+    for _ in range(20):
+        a, b = ready.next(), lockstep.next()
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+    ready.reset()
+    noise = ready.next()["noise"][:, 0]
+    assert torch.equal(noise, ready.next()["observation"][:, 0, :1])  # of lanes that have just begun
+
+
+def test_ready_lanes_refuse_what_would_mix_them():
     with pytest.raises(UsageError, match="interruptor"):
         Collector(ReadyPool([(2,), (6,)], 1), EchoPolicy(), frames_per_batch=8, interruptor=lambda: False)
     with pytest.raises(UsageError, match="resets single lanes"):

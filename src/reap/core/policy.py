@@ -127,7 +127,11 @@ class TensorPolicy(Policy):
         return tuple([x.clone() for x in inputs])
 
     def act(self, row: Row) -> None:
-        for value, read, column in zip(self.forward(row.inputs), self._readers, row.outputs):
+        self.write(self.forward(row.inputs), row)
+
+    def write(self, values: Sequence[Any], row: Row) -> None:
+        """What was decided, into the columns."""
+        for value, read, column in zip(values, self._readers, row.outputs):
             array = read(value)
             if array.shape != column.shape or array.dtype != column.dtype:
                 raise self._changed(array, column, row)
@@ -326,30 +330,36 @@ class TensorDictPolicy(TensorPolicy):
         self._keys: list[Key] = []
         self._kept: dict[Key, Any] = {}
 
-    def _tensordict(self, inputs: tuple[Any, ...]) -> TensorDictBase:
+    def _tensordict(self, inputs: tuple[Any, ...], size: tuple[int, ...]) -> TensorDictBase:
         if self._loose:
-            lanes = self._size[0] if self._size else None
+            lanes = size[0] if size else None
             return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.device)
-        td = TensorDict({}, batch_size=self._size, device=self.device)
+        td = TensorDict({}, batch_size=size, device=self.device)
         for key, value in zip(self.inputs, inputs):
             td.set(key, value)
         for key, own in self._inner:
-            td.get(key).batch_size = [*self._size, *own]
+            td.get(key).batch_size = [*size, *own]
         return td
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        td = self._tensordict(self.private(inputs))
-        for key, value in self._kept.items():
+        values, self._kept = self.answer(inputs, self._kept, self._size)
+        return values
+
+    def answer(
+        self, inputs: tuple[Tensor, ...], kept: Mapping[Key, Any], size: tuple[int, ...]
+    ) -> tuple[Sequence[Any], dict[Key, Any]]:
+        """The values of `outputs` for rows of this size, whose lanes have `kept` so much; and what they keep now."""
+        td = self._tensordict(self.private(inputs), size)
+        for key, value in kept.items():
             td.set(key, value)
         out = self._call(td)
         out = td if out is None else out
         given = {*self.inputs, *(("next", *key) for key in self.inputs)}
-        self._kept = {key: value for key, value in self._entries(out) if key not in given}
         values = [out.get(key, None) for key in self._keys]
         for key, value in zip(self._keys, values):
             if value is None:
                 raise SpecMismatch(f"the policy did not write {show(key)} this time; before it did")
-        return values
+        return values, {key: value for key, value in self._entries(out) if key not in given}
 
     def _entries(self, td: TensorDictBase) -> Iterator[tuple[Key, Any]]:
         if not self._loose:
@@ -368,7 +378,7 @@ class TensorDictPolicy(TensorPolicy):
         self.inputs, self._keys = tuple(inputs), list(outputs)
 
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
-        td = self._tensordict(self.private(inputs))
+        td = self._tensordict(self.private(inputs), self._size)
         before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
         out = self._call(td)

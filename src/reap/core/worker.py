@@ -16,11 +16,12 @@ from tensordict.nn import InteractionType
 from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
 from reap.core.buckets import Bucketed
+from reap.core.by_lane import ByLane
 from reap.core.env import Env
 from reap.core.graphed import pin, pinned, recorded
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, TensorPolicy, visible_columns
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.ready import Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
@@ -178,6 +179,8 @@ class Worker(AnyWorker):
         )
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
+        if spec.ready_of is not None and isinstance(policy, TensorDictPolicy):
+            return ByLane(policy, spec.ready_of)
         if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):
             policy = Bucketed(policy, spec.lanes, self.env.filled)
         return policy
@@ -200,9 +203,8 @@ class Worker(AnyWorker):
         """The same loop, on a log in which lanes stand as they were ready; `slot` gets the frames lane by lane."""
         if self.policy.remembers:
             raise UsageError(
-                "this policy takes a whole TensorDict, and finds there what it wrote at the last step; where lanes "
-                "come as they are ready it would be another lane's. Declare it as carry; or, if it keeps nothing, give "
-                "the module of tensors itself, or TensorDictModule(module, in_keys, out_keys)"
+                "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "
+                "would be another lane's. Declare it as carry, or give a module that keeps nothing"
             )
         try:
             while missing := sorter.lacks(slot.layout.steps):
