@@ -89,6 +89,14 @@ def test_killed_from_outside(kind):
         del c
 
 
+def test_closed_twice():
+    c = collect(DistributedCollector, [healthy()])
+    c.next()
+    for _ in range(2):
+        c._process.close()
+    c.shutdown()
+
+
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
 def test_shutdown_in_the_middle_of_a_step(kind):
     with no_leaks():

@@ -265,6 +265,7 @@ class FarBackend(ProcessBackend):
             self.part([remote for remote in workers if isinstance(remote, FarRemote)])
             self._selector.unregister(self.bell)
             self.bell.close()
+            del self.bell
 
     # ---- orders and news ------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class RPCBackend(FarBackend):
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if self._nodes.launcher == "mp":
-            self._children = self._start_children(packed)
+            self._start_children(packed)
         else:
             self._children = self._invite(packed)
         for index, child in enumerate(self._children):
@@ -114,25 +114,19 @@ class RPCBackend(FarBackend):
         for remote in self.workers:
             remote.listen()  # type: ignore[attr-defined]
 
-    def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
+    def _start_children(self, packed: Sequence[bytes]) -> None:
         self._meeting = tempfile.mkdtemp(prefix="reap-rpc-")
         file, count = f"{self._meeting}/agents", len(packed)
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
         self._near = self._file("weights")
-        children = [
-            Child(
-                dumps(functools.partial(run, job=job, index=i), "a worker"),
-                fds=[self._near.fd],
-                start=self._start_method,
-                name=f"reap-worker-{i}",
-            )
-            for i, job in enumerate(packed)
-        ]
-        for child in children:
+        for i, job in enumerate(packed):  # each is known at once: who is not, is not ended
+            target = dumps(functools.partial(run, job=job, index=i), "a worker")
+            child = Child(target, fds=[self._near.fd], start=self._start_method, name=f"reap-worker-{i}")
+            self._children.append(child)
+        for child in self._children:
             child.line.finish()
-        return children
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)

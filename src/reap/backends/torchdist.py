@@ -109,7 +109,7 @@ class GlooBackend(FarBackend):
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if local:
             self._address = Address(LOOPBACK, port, secrets.token_bytes(32), LOOPBACK)
-            self._children = self._start_children(packed)
+            self._start_children(packed)
         else:
             self._company = self._nodes.open(len(jobs), port, self.bell.ring)
             self._address = Address(LOOPBACK, port, self._company.reception.secret, self._nodes.listen)
@@ -120,21 +120,15 @@ class GlooBackend(FarBackend):
             self.workers.append(GlooRemote(index, child, self._address, self.bell, give_up))
             self._selector.register(child.sentinel, selectors.EVENT_READ)
 
-    def _start_children(self, packed: Sequence[bytes]) -> list[Any]:
+    def _start_children(self, packed: Sequence[bytes]) -> None:
         targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
         self._near = self._file("weights")
-        children = [
-            Child(
-                dumps(target, "a worker"),
-                fds=[self._near.fd],
-                start=self._start_method,
-                name=f"reap-worker-{index}",
-            )
-            for index, target in enumerate(targets)
-        ]
-        for child in children:
+        for index, target in enumerate(targets):  # each is known at once: who is not, is not ended
+            packed_one = dumps(target, "a worker")
+            child = Child(packed_one, fds=[self._near.fd], start=self._start_method, name=f"reap-worker-{index}")
+            self._children.append(child)
+        for child in self._children:
             child.line.finish()
-        return children
 
     def _lost(self, guest: Guest) -> None:
         """Called from a thread of the reception."""
