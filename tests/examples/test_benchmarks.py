@@ -143,6 +143,7 @@ def test_far_and_wide(tmp_path, capsys):
     assert capsys.readouterr().out.count("workers ") >= len(rows)
 
 
+@pytest.mark.slow
 def test_roads_are_measured(capsys):
     from benchmarks.roads import main, weights
 
