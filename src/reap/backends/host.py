@@ -132,11 +132,14 @@ class Host:
         if writer is not None and writer.before is not None:
             writer.before()
         self._refresh()
-        frames = self.worker.fill(slot, random=random)
+        frames = self._rollout(slot, random=random)
         if writer is not None:
             self.doing = "writing to the replay buffer"
             writer.write(slot)
         return frames
+
+    def _rollout(self, slot: Slot, *, random: bool) -> int:
+        return self.worker.fill(slot, random=random)
 
     def _full(self, number: int, slot: Slot, frames: int) -> Full:
         """What is said of it."""

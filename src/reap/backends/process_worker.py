@@ -135,8 +135,8 @@ class _Host(Host):
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
         self._connection.send_bytes(cloudpickle.dumps(full) if full.loose else pickle.dumps(full))
 
-    def _collect(self, slot: Slot, *, random: bool) -> int:
-        frames = super()._collect(slot, random=random)
+    def _rollout(self, slot: Slot, *, random: bool) -> int:
+        frames = super()._rollout(slot, random=random)
         self._at[0] = NOWHERE
         return frames
 
