@@ -30,7 +30,7 @@ from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
-from reap.children import BOOT
+from reap.children import BOOT, Child, dumps
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
@@ -189,6 +189,7 @@ class FarBackend(ProcessBackend):
         self._station = station  # what is there; None: a worker
         self._random_given = 0
         self._near: SharedFile | None = None  # for weights, where all workers are on this machine and have it too
+        self._children: list[Any] = []  # the processes of workers, here or on nodes
 
     @abstractmethod
     def launch(self, jobs: Sequence[FarJob]) -> None:
@@ -236,6 +237,15 @@ class FarBackend(ProcessBackend):
         elif packing is not None:
             self.meet(packing)
             self._shared = FarWeights(packing, abouts[0].needed, self)  # type: ignore[assignment]
+
+    def start_children(self, targets: Sequence[Callable[..., None]]) -> None:
+        """A process of this machine for each, with memory for weights; known, and so ended, from its first moment."""
+        self._near = self._file("weights")
+        for index, target in enumerate(targets):
+            packed, name = dumps(target, "a worker"), f"reap-worker-{index}"
+            self._children.append(Child(packed, fds=[self._near.fd], start=self._start_method, name=name))
+        for child in self._children:
+            child.line.finish()
 
     def _job(self, index: int, plan: Any, count: int) -> FarJob:
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)

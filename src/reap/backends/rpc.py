@@ -36,7 +36,7 @@ from reap.backends.rpc_worker import (
     send,
 )
 from reap.backends.stores import loopback_store
-from reap.children import Child, dumps, end
+from reap.children import dumps, end
 from reap.errors import UsageError, WorkerDied
 
 THREADS = 2  # an agent needs at least: one waits for news, and orders must pass
@@ -91,7 +91,7 @@ class RPCBackend(FarBackend):
 
     def __init__(self, plans: Sequence[Any], *, agent: Mapping[str, Any], nodes: Nodes, **options: Any) -> None:
         super().__init__(plans, **options)
-        self._agent, self._nodes, self._children = {"rpc_timeout": 0, **agent}, nodes, list[Any]()
+        self._agent, self._nodes = {"rpc_timeout": 0, **agent}, nodes
         self._company: Company | None = None
         self._guarded: GuardedStore | None = None
         self._store: Any = None
@@ -102,7 +102,7 @@ class RPCBackend(FarBackend):
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if self._nodes.launcher == "mp":
-            self._start_children(packed)
+            self._meet_here(packed)
         else:
             self._children = self._invite(packed)
         for index, child in enumerate(self._children):
@@ -114,19 +114,13 @@ class RPCBackend(FarBackend):
         for remote in self.workers:
             remote.listen()  # type: ignore[attr-defined]
 
-    def _start_children(self, packed: Sequence[bytes]) -> None:
+    def _meet_here(self, packed: Sequence[bytes]) -> None:
         self._meeting = tempfile.mkdtemp(prefix="reap-rpc-")
         file, count = f"{self._meeting}/agents", len(packed)
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
-        self._near = self._file("weights")
-        for i, job in enumerate(packed):  # each is known at once: who is not, is not ended
-            target = dumps(functools.partial(run, job=job, index=i), "a worker")
-            child = Child(target, fds=[self._near.fd], start=self._start_method, name=f"reap-worker-{i}")
-            self._children.append(child)
-        for child in self._children:
-            child.line.finish()
+        self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)

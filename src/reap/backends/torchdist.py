@@ -32,7 +32,7 @@ from reap.backends.reception import Guest
 from reap.backends.seal import Seal
 from reap.backends.stores import loopback_store
 from reap.backends.torchdist_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
-from reap.children import Child, dumps, end
+from reap.children import dumps, end
 from reap.errors import WorkerDied, WorkerSilent
 from reap.weights.shared import Packing
 
@@ -96,7 +96,6 @@ class GlooBackend(FarBackend):
         super().__init__(plans, **options)
         self._nodes = nodes
         self._company: Company | None = None
-        self._children: list[Any] = []
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
         self._group: Any = None
@@ -109,7 +108,8 @@ class GlooBackend(FarBackend):
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if local:
             self._address = Address(LOOPBACK, port, secrets.token_bytes(32), LOOPBACK)
-            self._start_children(packed)
+            run = functools.partial(run_gloo, address=self._address)
+            self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
         else:
             self._company = self._nodes.open(len(jobs), port, self.bell.ring)
             self._address = Address(LOOPBACK, port, self._company.reception.secret, self._nodes.listen)
@@ -119,16 +119,6 @@ class GlooBackend(FarBackend):
             give_up = functools.partial(self._give_up, index)
             self.workers.append(GlooRemote(index, child, self._address, self.bell, give_up))
             self._selector.register(child.sentinel, selectors.EVENT_READ)
-
-    def _start_children(self, packed: Sequence[bytes]) -> None:
-        targets = [functools.partial(run_gloo, job=job, index=i, address=self._address) for i, job in enumerate(packed)]
-        self._near = self._file("weights")
-        for index, target in enumerate(targets):  # each is known at once: who is not, is not ended
-            packed_one = dumps(target, "a worker")
-            child = Child(packed_one, fds=[self._near.fd], start=self._start_method, name=f"reap-worker-{index}")
-            self._children.append(child)
-        for child in self._children:
-            child.line.finish()
 
     def _lost(self, guest: Guest) -> None:
         """Called from a thread of the reception."""
