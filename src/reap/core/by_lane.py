@@ -33,7 +33,7 @@ class ByLane(Policy):
     def act(self, row: Row) -> None:
         *inputs, ready = row.inputs
         count = int((ready >= 0).sum())
-        lanes = ready[:count].clone()
+        lanes = ready[:count]
         if self._last is not None:
             done, frame = self._last  # no frame: what came was the answer to a reset
             self._forget(lanes[torch.from_numpy(done[:count] | ~frame[:count])])

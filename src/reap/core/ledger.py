@@ -76,7 +76,7 @@ class Ledger:
             else reward.reshape(steps, len(self.ids), -1).mean(-1)
         )
         blank = None if mask is None or frames == mask.size else ~mask
-        frame = mask[:steps] if mask is not None and made is None else None
+        frame = None if blank is None or made is not None else ~blank[:steps]
         self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)

@@ -67,11 +67,8 @@ class VectorLanes(Env):
             side=frozenset(self._info),
         )
         self._kept: dict[int, tuple[Any, ...]] = {}  # SAME_STEP: lane → leaves of its fresh observation
-        self._resetting: Any = (
-            None  # NEXT_STEP: a mask of the lanes whose next step is their reset; None: there are none
-        )
-        self._nobody = np.zeros(self._count, np.bool_)
-        self._ended = self._nobody.copy()  # NEXT_STEP: lanes that ended and wait for the loop's reset
+        self._resetting: Any = None  # NEXT_STEP: mask of the lanes whose next step is their reset; None: of none
+        self._ended = np.zeros(self._count, np.bool_)  # NEXT_STEP: lanes that ended and wait for the loop's reset
         self._just_ended: list[int] = []  # those of the last step, as the loop was told
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -79,7 +76,7 @@ class VectorLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":
-            self._resetting, self._ended = self._ended, self._nobody.copy()
+            self._resetting, self._ended = self._ended, np.zeros(self._count, np.bool_)
             self._just_ended = []
             return
         chosen = list(lanes)
@@ -133,7 +130,8 @@ class VectorLanes(Env):
         """Lanes that the env has reset already, or will with its next step."""
         if self.spec.rows == "skipping":
             self._ended[lanes] = False
-            self._resetting = self._nobody.copy() if self._resetting is None else self._resetting
+            if self._resetting is None:
+                self._resetting = np.zeros(self._count, np.bool_)
             self._resetting[lanes] = True
             return
         for lane in lanes:
