@@ -279,7 +279,7 @@ def test_killed_while_it_writes(kind, background):
     rows = memory[:]
     check_rows(rows, 1.0)
     size = 10 if kind == "sync" else 20  # of a worker's rollout
-    if memory.write_count <= 400:
+    if memory.write_count + 2 * size <= 400:  # no lap yet: its hole, and perhaps its peer's, take room too
         assert (rows["observation"][:, 0] >= 2).sum() == 4 * size  # the fifth is lost
     for _ in range(10):
         memory.extend(rows.exclude("index")[:60])
