@@ -1,6 +1,7 @@
 """TorchRL's own envs in three hands: `env.rollout`, TorchRL's collector, reap's.
 
-    python -m benchmarks.dropin
+    python -m benchmarks.dropin             a ProbabilisticActor, which reap runs flat
+    python -m benchmarks.dropin --custom    a module of the user's own that takes the whole TensorDict
 
 For each env the three take turns, so that a busy machine is busy for all. Printed are medians of frames per second,
 what reap adds to the env's own time (`env.rollout` with the same policy and no collector), and how much faster than
@@ -17,11 +18,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import (
     InteractionType,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictModuleBase,
 )
 from torch import nn
 
@@ -82,6 +85,20 @@ def policy(width: int, actions: int) -> ProbabilisticTensorDictSequential:
     )
 
 
+class Custom(TensorDictModuleBase):
+    """Code of the user's own on the whole TensorDict: nothing is known of it."""
+
+    in_keys, out_keys = ("observation",), ("action",)
+
+    def __init__(self, width: int, actions: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(width, 64), nn.Tanh(), nn.Linear(64, actions))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["action"] = self.net(tensordict["observation"]).argmax(-1)
+        return tensordict
+
+
 class Hands:
     """The same env and policy, driven in three ways; each call makes about `frames` frames."""
 
@@ -118,10 +135,9 @@ class Hands:
         self._env.close(raise_if_closed=False)
 
 
-def measure(make: Callable[[], Any], width: int, actions: int, *, frames: int, rounds: int) -> dict[str, float]:
+def measure(make: Callable[[], Any], acting: nn.Module, *, frames: int, rounds: int) -> dict[str, float]:
     """Median frames per second by hand, and the medians of the ratios within each round."""
-    torch.manual_seed(0)
-    hands = Hands(make, policy(width, actions), frames)
+    hands = Hands(make, acting, frames)
     ways = ("rollout", "TorchRL", "reap")
     for how in ways:
         hands.seconds(how)  # the first one warms up
@@ -140,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--frames", type=int, default=800, help="frames per batch")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--custom", action="store_true", help="with a module that takes the whole TensorDict")
     parser.add_argument("--only", default="", help="envs whose name contains this")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -147,9 +164,11 @@ def main() -> None:
     for name, (make, width, actions) in envs().items():
         if given.only not in name:
             continue
-        found = measure(make, width, actions, frames=given.frames, rounds=given.rounds)
+        torch.manual_seed(0)
+        acting = Custom(width, actions) if given.custom else policy(width, actions)
+        found = measure(make, acting, frames=given.frames, rounds=given.rounds)
         speeds = "".join(f"{found[how]:10,.0f}" for how in ("rollout", "TorchRL", "reap"))
-        print(f"{name:28}{speeds}{found['adds']:8.0%}{found['faster']:8.1f}×", flush=True)
+        print(f"{name:28}{speeds}{found['adds']:8.1%}{found['faster']:8.2f}×", flush=True)
 
 
 if __name__ == "__main__":

@@ -102,11 +102,12 @@ def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
 
 def test_torchrls_envs_in_three_hands():
     pytest.importorskip("torchrl")
-    from benchmarks.dropin import envs, measure
+    from benchmarks.dropin import Custom, envs, measure, policy
 
     make, width, actions = envs()["TransformedEnv: counters"]
-    found = measure(make, width, actions, frames=40, rounds=2)
-    assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
+    for acting in (policy(width, actions), Custom(width, actions)):
+        found = measure(make, acting, frames=40, rounds=2)
+        assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
 
 
 def test_the_simulation_knows_the_plain_cases():

@@ -153,7 +153,7 @@ def as_policy(
 
     def as_it_is() -> Policy:
         if compile is not None:
-            whole._call = torch.compile(policy, **compile)
+            whole.call = torch.compile(policy, **compile)
         return probed(whole)  # type: ignore[no-any-return]
 
     if trust and not isinstance(policy, TensorDictModuleBase):

@@ -61,6 +61,10 @@ class Env(abc.ABC):
         """The policy as this env wants it, if it cannot be as all are: what it sees are no columns."""
         return None
 
+    def lend(self, policy: Any) -> Any:
+        """A policy of whole TensorDicts, on the env's own where it has one that is the same."""
+        return policy
+
     def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
         """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
 

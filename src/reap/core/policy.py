@@ -323,7 +323,7 @@ class TensorDictPolicy(TensorPolicy):
         inner: Mapping[Key, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__(inputs, device)
-        self._call, self._size, self._loose = call, size, loose
+        self.call, self._size, self._loose = call, size, loose
         # branches with batch dimensions of their own, those inside others last
         inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
         self._inner = sorted(inner.items(), key=lambda item: len(item[0]))
@@ -352,14 +352,18 @@ class TensorDictPolicy(TensorPolicy):
         td = self._tensordict(self.private(inputs), size)
         for key, value in kept.items():
             td.set(key, value)
-        out = self._call(td)
+        out = self.call(td)
         out = td if out is None else out
         given = {*self.inputs, *(("next", *key) for key in self.inputs)}
+        return self.taken(out), {key: value for key, value in self._entries(out) if key not in given}
+
+    def taken(self, out: TensorDictBase) -> Sequence[Any]:
+        """The values of `outputs` from what the policy made."""
         values = [out.get(key, None) for key in self._keys]
         for key, value in zip(self._keys, values):
             if value is None:
                 raise SpecMismatch(f"the policy did not write {show(key)} this time; before it did")
-        return values, {key: value for key, value in self._entries(out) if key not in given}
+        return values
 
     def _entries(self, td: TensorDictBase) -> Iterator[tuple[Key, Any]]:
         if not self._loose:
@@ -381,12 +385,12 @@ class TensorDictPolicy(TensorPolicy):
         td = self._tensordict(self.private(inputs), self._size)
         before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
-        out = self._call(td)
+        out = self.call(td)
         out = td if out is None else out
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
         after = dict(self._entries(out))
-        declared = {as_key(k) for k in getattr(self._call, "out_keys", ())}
+        declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
         written = {
             k: v
             for k, v in after.items()

@@ -179,8 +179,8 @@ class Worker(AnyWorker):
         )
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
-        if spec.ready_of is not None and isinstance(policy, TensorDictPolicy):
-            return ByLane(policy, spec.ready_of)
+        if isinstance(policy, TensorDictPolicy):
+            return self.env.lend(policy) if spec.ready_of is None else ByLane(policy, spec.ready_of)
         if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):
             policy = Bucketed(policy, spec.lanes, self.env.filled)
         return policy

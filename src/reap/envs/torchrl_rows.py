@@ -19,8 +19,10 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from reap.core.env import Env, Rows
+from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl_root import RootPolicy
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import EnvSpec, Key, Leaf, Look, as_key, private, show
 
@@ -205,8 +207,14 @@ class TorchRLRows(TorchRLEnv):
         self._rewards = [(key, torch.Size((*size, *leaf.shape))) for key, leaf in columns.reward.items()]
         self._outputs: Sequence[Key] = tuple(columns.action)
         self._began = False
+        self.decided = False  # by a RootPolicy: what is to be stepped is in the root already
+
+    def lend(self, policy: TensorDictPolicy) -> Policy:
+        here = all(isinstance(value, Tensor) and value.device.type == "cpu" for value in self.root.values(True, True))
+        return RootPolicy(policy, self) if here and policy.device is None else policy
 
     def follow(self, outputs: Sequence[Key]) -> None:
+        self.decided = False
         self._outputs = [key if len(key) > 1 else key[0] for key in outputs]  # type: ignore[misc]
 
     def draw(self, row: Row) -> None:
@@ -221,8 +229,11 @@ class TorchRLRows(TorchRLEnv):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         root = self.root
         try:
-            for key, array in zip(self._outputs, row.outputs):
-                root.set(key, torch.from_numpy(array.copy()))
+            if self.decided:
+                self.decided = False
+            else:
+                for key, array in zip(self._outputs, row.outputs):
+                    root.set(key, torch.from_numpy(array.copy()))
             stepped, self.root = self.env.step_and_maybe_reset(root)
             reached = stepped.get("next")
         except ReapError:
