@@ -85,7 +85,7 @@ def policy(width: int, actions: int) -> ProbabilisticTensorDictSequential:
     )
 
 
-class Custom(TensorDictModuleBase):
+class Custom(TensorDictModuleBase):  # type: ignore[misc]
     """Code of the user's own on the whole TensorDict: nothing is known of it."""
 
     in_keys, out_keys = ("observation",), ("action",)
