@@ -112,6 +112,55 @@ def test_the_same_as_torchrl_where_episodes_do_not_end():
     assert_identical(made["reap"], made["torchrl"])
 
 
+@pytest.mark.parametrize("env", ["by hand", "batched by hand"])
+def test_an_observation_written_again_is_written_even_if_it_was_equal_at_first(env):
+    """Counters begin at 0, and twice 0 is 0."""
+
+    class Doubles(Counts):
+        def forward(self, td):
+            td["observation"] = td["observation"] * 2
+            return td.set("action", torch.ones_like(self._like))
+
+    made = {}
+    for name, library in LIBRARIES.items():
+        made_env = ENVS[env]()
+        policy = Doubles(made_env.rand_action(made_env.reset())["action"])
+        collector = library.collectors.Collector(made_env, policy, frames_per_batch=6 * made_env.batch_size.numel())
+        made[name] = next(iter(collector)).clone()
+        collector.shutdown()
+    assert made["torchrl"]["observation"].max() > made["torchrl"]["next", "observation"].max()
+    assert_identical(made["reap"], made["torchrl"])
+
+
+def test_flags_that_were_only_copied_are_not_outputs():
+    class Copies(Counts):
+        def forward(self, td):
+            return td.update(super().forward(td.clone()))
+
+    env = ENVS["one"]()
+    collector = Collector(env, Copies(env.rand_action(env.reset())["action"]), frames_per_batch=20)
+    assert {"done", "step_count"}.isdisjoint(key[0] for key in collector._backend.worker.policy.outputs)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("env", ["CountingEnvWithString", "EnvWithMetadata", "EnvWithDynamicSpec"])
+def test_frames_of_a_policy_that_returns_its_outputs_alone_are_whole(env):
+    class Alone(Counts):
+        def forward(self, td):
+            return td.empty().set("action", torch.ones_like(self._like))
+
+    made = {}
+    for name, library in LIBRARIES.items():
+        made_env = getattr(mocks, env)()
+        made_env.set_seed(0)
+        torch.manual_seed(0)
+        policy = Alone(made_env.rand_action(made_env.reset())["action"])
+        collector = library.collectors.Collector(made_env, policy, frames_per_batch=6)
+        made[name] = next(iter(collector))
+        collector.shutdown()
+    assert set(made["reap"].keys(True)) == set(made["torchrl"].keys(True))
+
+
 def test_broken_off_it_begins_anew():
     """Nothing the policy left in the root of before is found."""
     env, calls = ENVS["one"](), [0]

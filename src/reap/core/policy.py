@@ -391,10 +391,12 @@ class TensorDictPolicy(TensorPolicy):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
         after = dict(self._entries(out))
         declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
+        # In a copy, flags and all, every object is another: there only other values tell what was written.
+        copied = out is not td or any(after.get((f,)) is not before.get((f,)) for f in FLAGS)
         written = {
             k: v
             for k, v in after.items()
-            if k in declared or k not in before or (v is not before[k] and not _same(v, copies[k]))
+            if k in declared or k not in before or (v is not before[k] and not (copied and _same(v, copies[k])))
         }
         self._keys = [k for k in written if not private(k)]
         self.learn_outputs(self._keys, [after[k] for k in self._keys], size)

@@ -88,8 +88,10 @@ class TorchRLFrames(TorchRLEnv):
         def swap(call: Callable[[Any], Any]) -> None:
             given = self.root if device is None else self.root.to(device)
             out = call(given)
-            out = given if out is None else out
-            self.root = out if device is None else self.root.update(out.to(self.env.device or "cpu"))
+            if device is not None:
+                out = (given if out is None else out).to(self.env.device or "cpu")
+            if out is not None and out is not self.root:  # another one, maybe of its outputs alone: the env needs all
+                self.root = self.root.update(out)
 
         return FramePolicy(call, swap)
 
