@@ -16,7 +16,17 @@ from reap.errors import SpecMismatch, WorkerRaised
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchrl.envs import CatFrames, Compose, GymEnv, InitTracker, RewardSum, SerialEnv, StepCounter, TransformedEnv
+    from torchrl.envs import (
+        CatFrames,
+        Compose,
+        GymEnv,
+        InitTracker,
+        ParallelEnv,
+        RewardSum,
+        SerialEnv,
+        StepCounter,
+        TransformedEnv,
+    )
     from torchrl.testing import mocking_classes as mocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -98,6 +108,17 @@ def test_nothing_of_an_ended_episode_is_found(env):
         asked = batch["asked"] - batch["observation"].sum(-1, keepdim=True) / 128
         assert first.any()
         assert torch.equal(asked.round(), batch["step_count"].float())
+
+
+def test_what_a_policy_left_is_found_where_the_env_drops_it():
+    """ParallelEnv makes a root of its own keys alone at every step; noise and counters would have no memory."""
+    env = ParallelEnv(2, ENVS["one"], mp_start_method="fork")
+    env.set_seed(1)
+    collector = Collector(env, Counts(env.rand_action(env.reset())["action"]), frames_per_batch=24)
+    batch = collector.next()
+    collector.shutdown()
+    assert batch["step_count"].max() > 5
+    assert torch.equal(batch["action"], batch["step_count"].squeeze(-1) % 2)
 
 
 def test_the_same_as_torchrl_where_episodes_do_not_end():

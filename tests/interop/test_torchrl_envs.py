@@ -19,6 +19,7 @@ from reap.testing import CountingEnv, no_leaks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from torchrl.data import Unbounded
     from torchrl.envs import (
         EnvCreator,
         GymEnv,
@@ -28,6 +29,7 @@ with warnings.catch_warnings():
         RewardSum,
         SerialEnv,
         StepCounter,
+        TensorDictPrimer,
         TransformedEnv,
         VecNorm,
     )
@@ -284,3 +286,15 @@ def test_paths_lead_into_torchrls_env():
         assert type(collector.get_distant_attr("env.transform")).__name__ in ("Compose", "InitTracker")
         with pytest.raises(AttributeError):
             collector.getattr_env("nothing_of_that_name")
+
+
+def test_primers_find_the_shapes_they_find_with_torchrl():
+    """Asked for its spec first, a primer that names all its dimensions takes them as they are; after a reset it doubles
+    those of the lanes."""
+    env = TransformedEnv(
+        SerialEnv(2, lambda: GymEnv("Pendulum-v1")),
+        TensorDictPrimer({"memory": Unbounded((2, 4))}, default_value=0.0, expand_specs=False),
+    )
+    collector = Collector(env, None, frames_per_batch=6)
+    assert collector.next()["memory"].shape == (2, 3, 4)
+    collector.shutdown()

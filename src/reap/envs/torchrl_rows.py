@@ -211,7 +211,9 @@ class TorchRLRows(TorchRLEnv):
 
     def lend(self, policy: TensorDictPolicy) -> Policy:
         here = all(isinstance(value, Tensor) and value.device.type == "cpu" for value in self.root.values(True, True))
-        return RootPolicy(policy, self) if here and policy.device is None else policy
+        # An env that carries its root on its own way (ParallelEnv) drops what the policy left in it.
+        kept = type(self.env).step_and_maybe_reset.__qualname__ == "EnvBase.step_and_maybe_reset"
+        return RootPolicy(policy, self) if here and kept and policy.device is None else policy
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self.decided = False
