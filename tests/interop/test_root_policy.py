@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from pairs import LIBRARIES, assert_identical
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from reap.collectors import Collector
@@ -151,6 +152,27 @@ def test_an_observation_written_again_is_written_even_if_it_was_equal_at_first(e
         collector.shutdown()
     assert made["torchrl"]["observation"].max() > made["torchrl"]["next", "observation"].max()
     assert_identical(made["reap"], made["torchrl"])
+
+
+@pytest.mark.parametrize("lent", [True, False])
+@pytest.mark.parametrize("env", ["one", "lanes"])
+def test_branches_a_policy_writes_keep_their_batch_dimensions(env, lent, monkeypatch):
+    class Branches(Counts):
+        def forward(self, td):
+            team = TensorDict({"value": torch.ones(*td.batch_size, 3, 2)}, [*td.batch_size, 3])
+            return super().forward(td).set("team", team.set(("of", "it"), torch.ones(*td.batch_size, 3)))
+
+    if not lent:
+        monkeypatch.setattr(TorchRLRows, "lend", lambda self, policy: policy)
+    made = {}
+    for name, library in LIBRARIES.items():
+        made_env = ENVS[env]()
+        policy = Branches(made_env.rand_action(made_env.reset())["action"])
+        collector = library.collectors.Collector(made_env, policy, frames_per_batch=12)
+        made[name] = next(iter(collector)).clone()
+        collector.shutdown()
+    assert made["torchrl"]["team"].ndim == made["torchrl"].ndim + 1
+    assert_identical(made["reap"]["team"], made["torchrl"]["team"])
 
 
 def test_flags_that_were_only_copied_are_not_outputs():

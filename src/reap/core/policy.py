@@ -50,6 +50,7 @@ class Policy:
     inputs: Sequence[Key] = ()
     outputs: Mapping[Key, Leaf]
     remembers = False  # whether `forget` has anything to do
+    inner: Mapping[Key, tuple[int, ...]] = {}  # batch dimensions that branches of its outputs have of their own
 
     @property
     def written(self) -> Sequence[Key]:
@@ -399,6 +400,10 @@ class TensorDictPolicy(TensorPolicy):
             if k in declared or k not in before or (v is not before[k] and not (copied and _same(v, copies[k])))
         }
         self._keys = [k for k in written if not private(k)]
+        for at in {k[:n] for k in self._keys for n in range(1, len(k))}:
+            own = tuple(out.get(at).batch_size)
+            if len(own) > len(size) and own[: len(size)] == size:
+                self.inner = {**self.inner, at: own[len(size) :]}
         self.learn_outputs(self._keys, [after[k] for k in self._keys], size)
 
 

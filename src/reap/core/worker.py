@@ -6,7 +6,7 @@ A worker is built from a `Plan` wherever it lives (this process, another one, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,8 @@ class Worker(AnyWorker):
         if plan.stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
         lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
-        self.layout = Layout(columns, steps, lanes, batched=batched, look=spec.look)
+        look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner})
+        self.layout = Layout(columns, steps, lanes, batched=batched, look=look)
         if same_slot and self.layout.loose:
             raise UsageError(
                 f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "

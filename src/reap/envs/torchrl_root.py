@@ -29,7 +29,7 @@ class RootPolicy(Policy):
 
     def __init__(self, policy: TensorDictPolicy, env: TorchRLRows) -> None:
         self._policy, self._env = policy, env
-        self.outputs = policy.outputs
+        self.outputs, self.inner = policy.outputs, policy.inner
         self._own = {as_key(key) for key in env.root.keys(True, True)}
         self._seen = env.root  # what the policy saw and wrote last
 
