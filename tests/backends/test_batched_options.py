@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
@@ -186,6 +187,7 @@ class Counting(TensorDictModuleBase):
     def forward(self, td):
         td["count"] = td.get("count", torch.zeros(*td.batch_size, 1)) + 1
         td["action"] = 1000 * td["count"] + td["observation"][..., 2:]
+        td["team"] = TensorDict({"value": td["count"].expand(*td.batch_size, 3)}, [*td.batch_size, 3])
         return td
 
 
@@ -208,4 +210,6 @@ def test_a_policy_of_whole_tensordicts_sees_each_env_alone(options):
             step = own["observation"][:, 2:]
             assert len(own) > 10
             assert torch.equal(own["count"], step + 1)
+            assert own["team"].batch_size == (len(own), 3)  # a branch with dimensions of its own
+            assert torch.equal(own["team", "value"], own["count"].expand(-1, 3))
             assert torch.equal(own["action"], 1000 * (step + 1) + step)

@@ -26,7 +26,7 @@ class ByLane(Policy):
 
     def __init__(self, policy: TensorDictPolicy, lanes: int) -> None:
         self.policy, self._lanes = policy, lanes
-        self.inputs, self.outputs = (*policy.inputs, READY), policy.outputs
+        self.inputs, self.outputs, self.inner = (*policy.inputs, READY), policy.outputs, policy.inner
         self._kept: dict[Key, Tensor] = {}
         self._last: tuple[Array, Array] | None = None  # of the last row: where episodes ended, and where frames are
 

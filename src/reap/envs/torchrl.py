@@ -45,9 +45,7 @@ def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int 
 
 def _stepped(env: Any) -> Env:
     """TorchRL steps; rows where everything has its place in a row, frames where not."""
-    _ = (
-        env.output_spec
-    )  # before the reset, as TorchRL's collectors do: primers find their shapes in whichever comes first
+    _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
     root = env.reset()
     columns = columns_of(env, root)
     return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
