@@ -204,7 +204,7 @@ def torchrl(case: Case, **options: Any) -> Contender:
 
 
 def tuned(case: Case) -> Contender:
-    """TorchRL's, as fast as we could make it."""
+    """TorchRL's, told what this is: envs that wait, and at most so many of them in a batch."""
     return torchrl(case, max_batch_size=ENVS, env_backend="threading")
 
 

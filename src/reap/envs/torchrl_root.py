@@ -31,6 +31,7 @@ class RootPolicy(Policy):
         self._policy, self._env = policy, env
         self.outputs, self.inner = policy.outputs, policy.inner
         self._own = {as_key(key) for key in env.root.keys(True, True)}
+        self._not_ours = self._own - policy.outputs.keys()
         self._seen = env.root  # what the policy saw and wrote last
 
     def act(self, row: Row) -> None:
@@ -40,7 +41,7 @@ class RootPolicy(Policy):
             values = self._policy.taken(root)
         else:  # another one: the env goes on with its own
             values = self._policy.taken(out)
-            root.update(out.exclude(*(self._own - self.outputs.keys())))
+            root.update(out.exclude(*self._not_ours))
         self._policy.write(values, row)
         self._env.decided = True
 
