@@ -179,6 +179,58 @@ def test_frames_of_one_dimension_only():
         )
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "instead"),
+    [
+        ("worker_affinity", [[0]], "sched_setaffinity in an env's factory"),
+        ("driver_affinity", [0], "sched_setaffinity before"),
+        ("server_config", object(), "max_batch_size and min_batch_size"),
+        ("device_config", object(), "policy_device"),
+        ("policy_version", 3, "begin at 0"),
+        ("policy_version_key", "mine", "track_policy_version=False"),
+    ],
+)
+def test_what_is_not_here_says_what_to_do(option, given, instead):
+    with pytest.raises(UsageError, match=f"AsyncBatchedCollector does not support {option}: .*{instead}"):
+        AsyncBatchedCollector([lambda: GymEnv(CountingEnv())], EchoPolicy(), frames_per_batch=12, **{option: given})
+
+
+def test_a_script_may_say_what_torchrl_does_by_default():
+    nothing = dict.fromkeys(("worker_affinity", "driver_affinity", "server_config", "device_config"))
+    sizes = {"max_batch_size": None, "min_batch_size": None}
+    versions = {"policy_version": 0, "policy_version_key": "policy_version"}
+    makers = [lambda: GymEnv(CountingEnv())] * 2
+    with AsyncBatchedCollector(makers, EchoPolicy(), frames_per_batch=12, **nothing, **sizes, **versions) as c:
+        assert c.next()["policy_version"].tolist() == [0] * 12
+
+
+class Pinned(CountingEnv):
+    """Made on one core, and has to be stepped there."""
+
+    def __init__(self, core):
+        super().__init__()
+        os.sched_setaffinity(0, {core})
+        self._core = core
+
+    def step(self, action):
+        assert os.sched_getaffinity(0) == {self._core}
+        return super().step(action)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
+@pytest.mark.parametrize(
+    "where",
+    [{"env_backend": "threading"}, {"env_backend": "multiprocessing"}],
+    ids=["threads", "processes"],
+)
+def test_a_factory_runs_where_its_env_lives(where):
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    with AsyncBatchedCollector([lambda: GymEnv(Pinned(core))] * 2, EchoPolicy(), frames_per_batch=12, **where) as c:
+        c.next()
+    assert os.sched_getaffinity(0) == before
+
+
 class Counting(TensorDictModuleBase):
     """Takes a whole TensorDict, and finds there what it wrote at the last step."""
 

@@ -43,6 +43,15 @@ _WITHOUT_EFFECT = (
     "weight_sync_model_id",
     "verbose",
 )
+# Not here, unless they say what is so anyway: those values, and what to do instead.
+_NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "worker_affinity": ((None,), "call os.sched_setaffinity in an env's factory, which runs where the env lives"),
+    "driver_affinity": ((None,), "call os.sched_setaffinity before; the policy acts in the thread that collects"),
+    "server_config": ((None,), "the collecting loop is the server: give max_batch_size and min_batch_size"),
+    "device_config": ((None,), "give device, policy_device or storing_device"),
+    "policy_version": ((None, 0), "versions begin at 0, and grow with every update_policy_weights_()"),
+    "policy_version_key": (("policy_version",), "the version is 'policy_version'; track_policy_version=False: none"),
+}
 
 
 class AsyncBatchedCollector(Collector):
@@ -60,8 +69,8 @@ class AsyncBatchedCollector(Collector):
     Args:
         create_env_fn: a list with one factory (or Gymnasium id) for each env.
         policy: as for `Collector`; it acts in this process.
-        max_batch_size: the most envs the policy decides about at a time.
-        min_batch_size: the fewest.
+        max_batch_size: the most envs the policy decides about at a time; None: 64.
+        min_batch_size: the fewest; None: 1.
         env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
         envs_per_worker: how many envs share a thread or process, and are stepped one after another.
         worker_threads: with processes: each env in a thread of its own there, not one after another.
@@ -78,8 +87,8 @@ class AsyncBatchedCollector(Collector):
         create_env_fn: Any,
         policy: Any = None,
         *,
-        max_batch_size: int = 64,
-        min_batch_size: int = 1,
+        max_batch_size: int | None = None,
+        min_batch_size: int | None = None,
         backend: str | None = None,
         env_backend: str | None = None,
         envs_per_worker: int = 1,
@@ -91,10 +100,15 @@ class AsyncBatchedCollector(Collector):
         name = type(self).__name__
         for unused in _WITHOUT_EFFECT:
             options.pop(unused, None)
+        for other, (passes, instead) in _NOT_HERE.items():
+            if other in options and options.pop(other) not in passes:
+                raise UsageError(f"{name} does not support {other}: {instead}")
         if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
         if policy is not None and options.get("policy_factory") is not None:
             raise WrongArgument("give policy or policy_factory, not both")
+        min_batch_size = 1 if min_batch_size is None else min_batch_size
+        max_batch_size = 64 if max_batch_size is None else max_batch_size
         for what, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UsageError(f"{what} must be a whole number ≥ 1, got {size!r}")
