@@ -2,16 +2,17 @@
 
     slow env: every step sleeps, exponentially, 2 ms on average; 32 envs could make 16,000 frames/s
         reap / ideal, hand-written / ideal, and reap / TorchRL's AsyncBatchedCollector: once as it comes ("torchrl"),
-        once set up for this (threads, batches of at most 32; "tuned")
+        once set up for this (threads, batches of at most 32; "tuned"); "placed" is reap with `driver_affinity` and
+        `worker_affinity`, the policy on the first core and the envs on the others
         once with a policy of TensorDictModules, once with a module that samples from torch's own Categorical
     one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates, and
         reap / what the other 31 make without it
     CartPole: 32 envs in 2 processes; reap / TorchRL's AsyncBatchedCollector
 
 reap and the hand-written loop take turns inside one run; what is printed are medians. TorchRL's envs go on by
-themselves when nobody asks, so it runs alone, after them. The hand-written loop has a thread per env and two
-kinds of queue, decides about whoever is ready, samples by `torch.multinomial` (or calls the module as it is), and
-stores the columns reap stores in preallocated arrays.
+themselves when nobody asks, so it runs alone, after them, and its ratio is that of the medians. The hand-written loop
+has a thread per env and two kinds of queue, decides about whoever is ready, samples by `torch.multinomial` (or calls
+the module as it is), and stores the columns reap stores in preallocated arrays.
 
 python -m benchmarks.batched [--rounds 7] [--no-torchrl] [--quick]
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import queue
 import statistics
 import threading
@@ -175,7 +177,7 @@ def by_hand(case: Case) -> Contender:
     return Contender(loop, loop.close, case.frames)
 
 
-def reap(case: Case) -> Contender:
+def reap(case: Case, **options: Any) -> Contender:
     collector = AsyncBatchedCollector(
         [lambda n=n: GymEnv(case.make(n), categorical_action_encoding=True) for n in range(ENVS)],
         policy(case),
@@ -183,8 +185,15 @@ def reap(case: Case) -> Contender:
         env_backend=case.backend,
         envs_per_worker=case.per_worker,
         worker_threads=case.threads,
+        **options,
     )
     return Contender(iter(collector).__next__, collector.shutdown, case.frames)
+
+
+def placed(case: Case) -> Contender:
+    """reap, told which core is for the policy and which for the envs."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return reap(case, driver_affinity=[first], worker_affinity=[others or [first]])
 
 
 def torchrl(case: Case, **options: Any) -> Contender:
@@ -236,8 +245,10 @@ def measure(case: Case, makers: dict[str, Callable[[Case], Contender]], rounds: 
 def summary(case: Case, rates: dict[str, list[float]]) -> dict[str, Any]:
     result: dict[str, Any] = {"case": case.name, "fps": {name: statistics.median(r) for name, r in rates.items()}}
     for name in rates:
-        if name != "reap":
+        if name in ("placed", "hand"):  # they took turns
             result[f"reap_to_{name}"] = statistics.median(a / b for a, b in zip(rates["reap"], rates[name]))
+        elif name != "reap":
+            result[f"reap_to_{name}"] = result["fps"]["reap"] / result["fps"][name]
     if case.ideal is not None:
         result["to_ideal"] = {name: rate / case.ideal for name, rate in result["fps"].items()}
     return result
@@ -257,7 +268,10 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if options.only not in case.name:
             continue
         rounds = 2 if options.quick else options.rounds
-        rates = measure(case, {"reap": reap, "hand": by_hand} if case.threads else {"reap": reap}, rounds)
+        ours: dict[str, Callable[[Case], Contender]] = {"reap": reap}
+        if case.threads:
+            ours |= {"placed": placed, "hand": by_hand}
+        rates = measure(case, ours, rounds)
         if not options.no_torchrl and "slower" not in case.name:
             for name, make in (("torchrl", torchrl), ("tuned", tuned)):
                 rates |= measure(case, {name: make}, rounds)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "children", "interrupts", "threads", "weight_update"},
+    {"errors", "spec", "seeding", "trajectories", "children", "cores", "interrupts", "threads", "weight_update"},
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -175,6 +176,33 @@ def test_resets_overlap():
         while not (zero := by_env([c.next()], 3)[0]).numel():
             pass
         assert zero["observation"][0].tolist() in ([0, 0, 1], [0, 1, 0])  # where it was before, or after
+
+
+class Slow(CountingEnv):
+    """Waits before each step."""
+
+    def __init__(self, wait, lane):
+        super().__init__((50,), lane)
+        self._wait = wait
+
+    def step(self, action):
+        time.sleep(self._wait)
+        return super().step(action)
+
+
+def test_waiting_for_slow_envs_takes_no_processor_time():
+    with AsyncBatchedCollector(
+        [lambda n=n: GymEnv(Slow(0.02, n)) for n in range(4)],
+        EchoPolicy(),
+        frames_per_batch=40,
+        env_backend="multiprocessing",
+        envs_per_worker=4,
+        worker_threads=True,
+    ) as c:
+        c.next()
+        began, used = time.perf_counter(), time.process_time()
+        c.next()
+        assert time.process_time() - used < (time.perf_counter() - began) / 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

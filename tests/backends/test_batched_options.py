@@ -182,8 +182,6 @@ def test_frames_of_one_dimension_only():
 @pytest.mark.parametrize(
     ("option", "given", "instead"),
     [
-        ("worker_affinity", [[0]], "sched_setaffinity in an env's factory"),
-        ("driver_affinity", [0], "sched_setaffinity before"),
         ("server_config", object(), "max_batch_size and min_batch_size"),
         ("device_config", object(), "policy_device"),
         ("policy_version", 3, "begin at 0"),

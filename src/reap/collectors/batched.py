@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
+from reap.cores import Cores, Masks, mask, staying_on
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.trajectories import split_trajectories
@@ -45,13 +47,25 @@ _WITHOUT_EFFECT = (
 )
 # Not here, unless they say what is so anyway: those values, and what to do instead.
 _NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "worker_affinity": ((None,), "call os.sched_setaffinity in an env's factory, which runs where the env lives"),
-    "driver_affinity": ((None,), "call os.sched_setaffinity before; the policy acts in the thread that collects"),
     "server_config": ((None,), "the collecting loop is the server: give max_batch_size and min_batch_size"),
     "device_config": ((None,), "give device, policy_device or storing_device"),
     "policy_version": ((None, 0), "versions begin at 0, and grow with every update_policy_weights_()"),
     "policy_version_key": (("policy_version",), "the version is 'policy_version'; track_policy_version=False: none"),
 }
+
+
+class _OnCores(InlineBackend):
+    """Whoever collects does it on these cores; None: wherever it is."""
+
+    def __init__(self, cores: Cores | None, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._cores = cores
+
+    def take(self, *, random: bool = False) -> Rollout:
+        if self._cores is None:
+            return super().take(random=random)
+        with staying_on(self._cores):
+            return super().take(random=random)
 
 
 class AsyncBatchedCollector(Collector):
@@ -75,6 +89,8 @@ class AsyncBatchedCollector(Collector):
         envs_per_worker: how many envs share a thread or process, and are stepped one after another.
         worker_threads: with processes: each env in a thread of its own there, not one after another.
         yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
+        worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
+        driver_affinity: on Linux: the cores of the thread that collects, while it collects.
         **options: see `reap.collectors.options.Options`.
     """
 
@@ -94,6 +110,8 @@ class AsyncBatchedCollector(Collector):
         envs_per_worker: int = 1,
         worker_threads: bool = False,
         yield_completed_trajectories: bool = False,
+        worker_affinity: Masks | None = None,
+        driver_affinity: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         self._why_closed = "it was never built"
@@ -103,6 +121,7 @@ class AsyncBatchedCollector(Collector):
         for other, (passes, instead) in _NOT_HERE.items():
             if other in options and options.pop(other) not in passes:
                 raise UsageError(f"{name} does not support {other}: {instead}")
+        cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
         if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
         if policy is not None and options.get("policy_factory") is not None:
@@ -141,6 +160,7 @@ class AsyncBatchedCollector(Collector):
             max_frames_per_traj=settings.max_frames_per_traj,
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
+            worker_affinity=worker_affinity,
         )
         plan = plan_for(
             settings,
@@ -149,7 +169,8 @@ class AsyncBatchedCollector(Collector):
             lambda lanes: settings.frames_per_batch,
             device,
         )
-        self._inline = InlineBackend(dataclasses.replace(plan, stream=True), source=policy, road=settings.road)
+        plan = dataclasses.replace(plan, stream=True)
+        self._inline = _OnCores(cores, plan, source=policy, road=settings.road)
         self._backend = self._inline
         self._inline.start()
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch

@@ -24,6 +24,7 @@ from reap.children import StartMethod
 from reap.core.assemble import tree_of
 from reap.core.slot import FLAGS
 from reap.core.where import named_device
+from reap.cores import Masks, masks
 from reap.envs.base import EnvBase
 from reap.envs.crew import Crew
 from reap.envs.lane_host import BEGIN, SOME, UNSEEDED
@@ -58,6 +59,7 @@ class AsyncEnvPool(EnvBase):
         max_frames_per_traj: truncate episodes at this length and add `step_count`.
         start_method: how processes start, "forkserver" or "spawn".
         num_sub_threads: torch threads of each process.
+        worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class AsyncEnvPool(EnvBase):
         max_frames_per_traj: int | None = None,
         start_method: StartMethod = "forkserver",
         num_sub_threads: int = 1,
+        worker_affinity: Masks | None = None,
         device: Any = None,
     ) -> None:
         if not isinstance(create_env_fns, (list, tuple)) or not create_env_fns:
@@ -95,13 +98,18 @@ class AsyncEnvPool(EnvBase):
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend == "threading":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
+        if worker_affinity is not None and backend == "threading":
+            raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
+        cores = masks("worker_affinity", worker_affinity, len(shares))
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         crew: Crew
         if backend == "threading":
             crew = ThreadCrew(shares, timeout=timeout, limit=limit)
         else:
             kind = HandsCrew if worker_threads else ProcessCrew
-            crew = kind(shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads)
+            crew = kind(
+                shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads, cores=cores
+            )
         self._crew = crew
         self.num_envs = crew.spec.lanes
         groups = len(crew.bounds)

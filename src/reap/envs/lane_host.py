@@ -22,6 +22,7 @@ from reap.children import Raised, send, settle
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.cores import Cores, settle_on
 from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
@@ -67,9 +68,15 @@ def begin_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any
 
 
 def serve_lanes(
-    connection: Connection, fds: Sequence[int], makers: Any, threads: int, limit: int | None = None
+    connection: Connection,
+    fds: Sequence[int],
+    makers: Any,
+    threads: int,
+    limit: int | None = None,
+    cores: Cores | None = None,
 ) -> None:
     """The life of a child: build the lanes, then step them whenever the bell rings."""
+    settle_on(cores)
     live(connection, fds, threads, lambda reply: LaneHost(built(makers, limit), connection, reply))
 
 

@@ -29,6 +29,7 @@ from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.cores import Cores
 from reap.envs.crew import joint_spec
 from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, PING, PONG, SOME, STEP, UNSEEDED, choices, serve_lanes
 from reap.errors import ReapError, WorkerSilent
@@ -64,9 +65,11 @@ class ProcessLanes(Env):
         limit: int | None = None,
         host: Callable[..., None] = serve_lanes,
         wires: Callable[[int, int], Sequence[int]] | None = None,
+        cores: Sequence[Cores | None] | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
+        self._cores = [None] * len(makers) if cores is None else cores  # where each child runs; None: anywhere
         self._slots, self._firsts, self._control = (
             SharedFile("reap-rows"),
             SharedFile("reap-first"),
@@ -93,7 +96,8 @@ class ProcessLanes(Env):
         theirs, bell = os.pipe()
         reply, answer = os.pipe()
         target = dumps(
-            functools.partial(self._host, makers=makers, threads=threads, limit=self._limit), "create_env_fn"
+            functools.partial(self._host, makers=makers, threads=threads, limit=self._limit, cores=self._cores[n]),
+            "create_env_fn",
         )
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
