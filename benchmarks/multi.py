@@ -7,6 +7,10 @@ Contenders take turns inside one run; what is printed are medians of paired rati
 run ahead, what lies ready is taken away; after it, everybody waits until all workers rest.
 
 python -m benchmarks.multi [--rounds 31] [--only cartpole] [--no-torchrl] [--no-peers] [--quick]
+                           [--sample-factory /path/to/python] [--pufferlib /path/to/python]
+
+The last two name interpreters that have those libraries, which ask for an older gymnasium and numpy than reap is tested
+with. They do not rest between their turns, so they run alone, after reap.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ import gymnasium as gym
 import torch
 
 from benchmarks import by_hand, peers
-from benchmarks.peers import CANNOT, VECTOR_ENVS, Contender
+from benchmarks.interpreters import opened
+from benchmarks.peers import VECTOR_ENVS, Contender
 from benchmarks.single import RESULTS
 from benchmarks.workloads import Case, LargePolicy
 from reap.children import kept_seedbed
@@ -180,11 +185,22 @@ def others(pair: Pair, case: Case, *, torchrl: bool, vector_envs: bool) -> Itera
                 yield name, build(case, WORKERS)
             except ImportError as missing:
                 yield name, f"not installed ({missing})"
-        for name, why in CANNOT.items():
-            yield name, f"not installed ({why})"
 
 
-def measure(pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs: bool) -> list[dict[str, Any]]:
+# Peers with interpreters of their own: their scripts, and what they are measured beside.
+ELSEWHERE = {"Sample Factory": ("sample_factory_sampler", "async"), "PufferLib": ("pufferlib_vector", "central")}
+
+
+def apart(name: str, python: str, reap: Contender, rounds: int, frames: int) -> dict[str, list[float]]:
+    """Seconds per frame: first reap's turns, then the peer's."""
+    seconds = race({"reap": reap}, rounds, max(1, frames // reap.frames))
+    with opened(python, ELSEWHERE[name][0]) as ask:
+        return seconds | {name: [float(ask(str(frames))) / frames for _ in range(rounds)]}
+
+
+def measure(
+    pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs: bool, pythons: dict[str, str]
+) -> list[dict[str, Any]]:
     case = replace(pair.case, steps=max(4, pair.case.steps // 16)) if quick else pair.case
     batches = min(pair.batches, 2) if quick else pair.batches
     results: list[dict[str, Any]] = []
@@ -202,6 +218,10 @@ def measure(pair: Pair, *, rounds: int, quick: bool, torchrl: bool, vector_envs:
             finally:
                 peer.close()
             results.append(compared(pair.name, name, None, seconds))
+        for name, python in pythons.items() if pair.case.name == CARTPOLE.name else ():
+            if ELSEWHERE[name][1] == pair.kind:
+                seconds = apart(name, python, fast["reap"], min(rounds, 5), 16 if quick else 16_384)
+                results.append(compared(pair.name, name, None, seconds))
         if torchrl and pair.torchrl is not None:
             results.append(with_tensordicts(pair, case, rounds=min(rounds, 3), batches=batches))
     finally:
@@ -390,7 +410,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--no-torchrl", action="store_true")
     parser.add_argument("--no-peers", action="store_true", help="neither TorchRL nor the others")
     parser.add_argument("--quick", action="store_true", help="short batches, few rounds: does it run?")
+    parser.add_argument("--sample-factory", help="an interpreter that has it")
+    parser.add_argument("--pufferlib", help="an interpreter that has it")
     args = parser.parse_args(arguments)
+    given = {"Sample Factory": args.sample_factory, "PufferLib": args.pufferlib}
+    pythons = {name: python for name, python in given.items() if python is not None}
     rounds = 2 if args.quick else max(args.rounds, 5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -418,7 +442,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
                     print(f"{pair.name}: not installed ({missing})")
                     continue
                 torchrl = not (args.no_torchrl or args.no_peers)
-                tell(measure(pair, rounds=rounds, quick=args.quick, torchrl=torchrl, vector_envs=not args.no_peers))
+                whom: dict[str, Any] = {"torchrl": torchrl, "vector_envs": not args.no_peers, "pythons": pythons}
+                tell(measure(pair, rounds=rounds, quick=args.quick, **whom))
             if wanted("weights"):
                 tell(weights(rounds=rounds, quick=args.quick))
             if wanted("idle"):

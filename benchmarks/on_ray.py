@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -28,6 +26,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
+from benchmarks.interpreters import opened
 from benchmarks.workloads import Greedy
 from reap.collectors import MultiAsyncCollector
 from reap.collectors.distributed import RayCollector
@@ -114,30 +113,8 @@ def torchrl_collector() -> Any:
 @contextlib.contextmanager
 def rllib(python: str) -> Iterator[Callable[[float], float]]:
     """Its env runners, in another interpreter: frames per second, over so many seconds."""
-    script = Path(__file__).with_name("rllib_runners.py")
-    child = subprocess.Popen(
-        [python, "-W", "ignore", str(script)],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        cwd=script.parent,
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    if child.stdout.readline() != "ready\n":
-        raise SystemExit(f"{python} cannot run RLlib's env runners; try it with {script}")
-
-    def measure(seconds: float) -> float:
-        child.stdin.write(f"{seconds}\n")  # type: ignore[union-attr]
-        child.stdin.flush()  # type: ignore[union-attr]
-        return float(child.stdout.readline())  # type: ignore[union-attr]
-
-    try:
-        yield measure
-    finally:
-        child.stdin.close()
-        child.wait(30)
+    with opened(python, "rllib_runners") as ask:
+        yield lambda seconds: float(ask(str(seconds)))
 
 
 def frames(seconds: float, rounds: int, peers: bool, python: str | None) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """The benchmarks run: shortest batches, two rounds, no judgement about speed."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -74,6 +75,14 @@ def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
     assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
     assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
     assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interpreter_without_the_peer_is_named():
+    from benchmarks.interpreters import opened
+
+    there = opened(sys.executable, "pufferlib_vector")
+    with pytest.raises(SystemExit, match=r"cannot run .*pufferlib_vector\.py; try it by hand"), there:
+        pass
 
 
 def test_buffers_are_measured(capsys):
