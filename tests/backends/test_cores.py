@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from reap.collectors import AsyncBatchedCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, GymEnv
+from reap.envs.process_crew import HandsCrew, ProcessCrew
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
 
@@ -53,6 +56,7 @@ def test_workers_and_driver_stay_on_their_cores(threads, as_function):
         [lambda n=n: GymEnv(Where((50,), n)) for n in range(4)],
         policy,
         frames_per_batch=40,
+        min_batch_size=4,
         env_backend="multiprocessing",
         envs_per_worker=2,
         worker_threads=threads,
@@ -76,6 +80,42 @@ def test_a_pool_by_hand():
     assert td["next", "reward"].flatten().tolist() == [told([core])] * 2
 
 
+class Everywhere(CountingEnv):
+    """Its reward says on which cores any thread of its process may run."""
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        threads = map(int, os.listdir("/proc/self/task"))
+        return observation, told({core for thread in threads for core in os.sched_getaffinity(thread)}), *rest
+
+
+class Imported:
+    """A factory whose modules start a thread when they are imported, as libraries of linear algebra do."""
+
+    def __setstate__(self, state):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    def __getstate__(self):
+        return "to be set again"
+
+    def __call__(self):
+        return GymEnv(Everywhere())
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["processes", "threads in processes"])
+def test_all_threads_of_a_worker_are_on_its_cores(threads):
+    core = max(os.sched_getaffinity(0))
+    with AsyncEnvPool(
+        [Imported()],
+        backend="multiprocessing",
+        worker_threads=threads,
+        num_sub_threads=3,
+        worker_affinity=[[core]],
+    ) as pool:
+        td = pool.step(pool.rand_action(pool.reset()))
+    assert td["next", "reward"].item() == told([core])
+
+
 def test_a_driver_that_raises_leaves_its_cores():
     before = os.sched_getaffinity(0)
 
@@ -90,6 +130,23 @@ def test_a_driver_that_raises_leaves_its_cores():
     with collector as c, pytest.raises(RuntimeError, match="at step 4"):
         c.next()
     assert os.sched_getaffinity(0) == before
+
+
+def test_ctrl_c_while_cores_change_leaves_them(monkeypatch):
+    before, place = os.sched_getaffinity(0), os.sched_setaffinity
+
+    def interrupted(*arguments):
+        place(*arguments)
+        signal.raise_signal(signal.SIGINT)
+
+    make = [lambda: GymEnv(CountingEnv((50,)))] * 2
+    with AsyncBatchedCollector(make, EchoPolicy(), frames_per_batch=12, driver_affinity=[min(before)]) as c:
+        monkeypatch.setattr(os, "sched_setaffinity", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            c.next()
+        monkeypatch.undo()
+        assert os.sched_getaffinity(0) == before
+        assert len(c.next()) == 12
 
 
 def test_a_background_driver_stays_on_its_cores():
@@ -108,6 +165,39 @@ def test_a_background_driver_stays_on_its_cores():
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.parametrize("crew", [ProcessCrew, HandsCrew])
+def test_a_worker_that_is_not_let_on_its_cores_says_so(crew):
+    make = [[(lambda: GymEnv(CountingEnv()), {})]]
+    with pytest.raises(UsageError, match=r"worker .*cannot run on the cores \[9999\]: .*Invalid argument"):
+        crew(make, cores=[frozenset({9999})])
+
+
+@pytest.mark.parametrize("kind", [np.array, iter, deque], ids=["array", "iterator", "deque"])
+def test_masks_come_in_any_kind_of_list(kind):
+    core = min(os.sched_getaffinity(0))
+    make = [lambda: GymEnv(Where())] * 2
+    with AsyncEnvPool(make, backend="multiprocessing", worker_affinity=kind([[core], [core]])) as pool:
+        td = pool.step(pool.rand_action(pool.reset()))
+    assert td["next", "reward"].flatten().tolist() == [told([core])] * 2
+
+
+def test_workers_are_as_many_as_it_takes_to_have_as_many_envs_each():
+    message = r"the cores of each worker, 5 here with 1 of 5 envs each, got 3: \[\[0\], \[0\], \[0\]\]"
+    with pytest.raises(UsageError, match=message):
+        AsyncEnvPool(
+            [lambda: GymEnv(CountingEnv())] * 5,
+            backend="multiprocessing",
+            envs_per_worker=2,
+            worker_affinity=[[0]] * 3,
+        )
+
+
+@pytest.mark.parametrize("given", [0, [0.5], ["0"]])
+def test_cores_of_the_wrong_kind(given):
+    with pytest.raises(TypeError, match="driver_affinity must be a list of numbers of cores, got "):
+        AsyncBatchedCollector([lambda: GymEnv(CountingEnv())], frames_per_batch=12, driver_affinity=given)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,13 +207,17 @@ def test_a_background_driver_stays_on_its_cores():
         ({"driver_affinity": [True]}, r"driver_affinity must be a list of numbers of cores, got \[True\]"),
         ({"driver_affinity": [0.0]}, r"driver_affinity must be a list of numbers of cores, got \[0.0\]"),
         ({"driver_affinity": [-1]}, r"driver_affinity is \[-1\], but this process may run on the cores \[\d"),
+        ({"driver_affinity": iter([9999])}, r"driver_affinity is \[9999\], but this process may run on the cores \[\d"),
         ({"driver_affinity": [9999]}, r"driver_affinity is \[9999\], but this process may run on the cores \[\d"),
         ({"worker_affinity": [[0], [0]]}, "worker_affinity places processes on cores; it needs backend='multiproc"),
         (
             {"worker_affinity": 0, "backend": "multiprocessing"},
             "worker_affinity must be a list .* or a function, got 0",
         ),
-        ({"worker_affinity": [[0]], "backend": "multiprocessing"}, r"cores of each worker, 2 here, got 1: \[\[0\]\]"),
+        (
+            {"worker_affinity": [[0]], "backend": "multiprocessing"},
+            r"cores of each worker, 2 here .*, got 1: \[\[0\]\]",
+        ),
         ({"worker_affinity": [[0], 0], "backend": "multiprocessing"}, r"worker_affinity\[1\] must be a list of numb"),
         (
             {"worker_affinity": lambda n: [], "backend": "multiprocessing"},

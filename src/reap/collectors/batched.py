@@ -64,8 +64,7 @@ class _OnCores(InlineBackend):
     def take(self, *, random: bool = False) -> Rollout:
         if self._cores is None:
             return super().take(random=random)
-        with staying_on(self._cores):
-            return super().take(random=random)
+        return staying_on(self._cores, functools.partial(super().take, random=random))
 
 
 class AsyncBatchedCollector(Collector):

@@ -21,7 +21,7 @@ import numpy as np
 
 from reap.children import Raised, send
 from reap.core.slot import Layout, Row
-from reap.cores import Cores, settle_on
+from reap.cores import Cores
 from reap.envs.lane_host import BEGIN, BELL, END, FDS, SOME, STEP, Host, live
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import ReapError
@@ -40,9 +40,8 @@ def serve_hands(
     cores: Cores | None = None,
 ) -> None:
     """The life of a child: a thread for each of its envs."""
-    settle_on(cores)
     doors = [Door(*ends) for ends in zip(fds[FDS::2], fds[FDS + 1 :: 2])]
-    live(connection, fds, threads, functools.partial(HandHost, connection, makers, limit, doors))
+    live(connection, fds, threads, cores, functools.partial(HandHost, connection, makers, limit, doors))
 
 
 class Door:

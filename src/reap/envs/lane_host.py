@@ -76,16 +76,18 @@ def serve_lanes(
     cores: Cores | None = None,
 ) -> None:
     """The life of a child: build the lanes, then step them whenever the bell rings."""
-    settle_on(cores)
-    live(connection, fds, threads, lambda reply: LaneHost(built(makers, limit), connection, reply))
+    live(connection, fds, threads, cores, lambda reply: LaneHost(built(makers, limit), connection, reply))
 
 
-def live(connection: Connection, fds: Sequence[int], threads: int, make: Callable[[int], Host]) -> None:
+def live(
+    connection: Connection, fds: Sequence[int], threads: int, cores: Cores | None, make: Callable[[int], Host]
+) -> None:
     """The life of a host: built, told what it is like, served until nobody rings, and its errors told."""
-    torch.set_num_threads(threads)
     bell, reply, *files = fds[:FDS]
     host = None
     try:
+        settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
+        torch.set_num_threads(threads)
         host = make(reply)
         host.files = [SharedFile(fd=fd) for fd in files]
         settle()
