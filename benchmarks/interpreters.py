@@ -31,14 +31,18 @@ def opened(python: str, name: str) -> Iterator[Callable[[str], str]]:
     def ask(question: str) -> str:
         asked.write(f"{question}\n")
         asked.flush()
-        return told.readline()
+        answer = told.readline()
+        if not answer:
+            raise SystemExit(f"{script} has ended in {python}; try it by hand")
+        return answer
 
     try:
         if "ready\n" not in told:  # what libraries say on their way is passed over
             raise SystemExit(f"{python} cannot run {script}; try it by hand")
         yield ask
     finally:
-        asked.close()
+        with contextlib.suppress(BrokenPipeError):
+            asked.close()
         try:
             child.wait(30)
         except subprocess.TimeoutExpired:

@@ -221,7 +221,7 @@ def measure(
         for name, python in pythons.items() if pair.case.name == CARTPOLE.name else ():
             if ELSEWHERE[name][1] == pair.kind:
                 seconds = apart(name, python, fast["reap"], min(rounds, 5), 16 if quick else 16_384)
-                results.append(compared(pair.name, name, None, seconds))
+                results.append(compared(pair.name, name, None, {n: [statistics.median(s)] for n, s in seconds.items()}))
         if torchrl and pair.torchrl is not None:
             results.append(with_tensordicts(pair, case, rounds=min(rounds, 3), batches=batches))
     finally:

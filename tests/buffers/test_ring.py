@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reap.buffers.memory import Memory
-from reap.buffers.ring import BEGINS, HEAD, HOLE
+from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
 from tests.buffers.lines import hear, tell
 
 pytestmark = pytest.mark.timeout(30)
@@ -147,3 +147,36 @@ def test_the_gate_stays_shut_until_the_outermost_leaves():
     assert hear(child) == "open"
     tell(child, None)
     end([child], patience=5, deadline=10)
+
+
+def test_a_lap_between_two_looks_leaves_no_empty_window():
+    """A reader looks at the frontier, sleeps, and finds the head a lap further: rows are there nevertheless."""
+    ring = Memory(10).ring
+
+    def write(count):
+        for _ in range(count):
+            ring.commit(ring.reserve(1)[1])
+
+    class Slow:
+        def __init__(self, words, laps):
+            self.words, self.laps = words, laps
+
+        def __getitem__(self, word):
+            value = self.words[word]
+            if word == FRONTIER and self.laps:
+                self.laps -= 1
+                write(11)
+            return value
+
+    write(3)
+    ring._look = Slow(ring._look, 3)
+    assert ring.window() == (26, 36)
+
+
+def test_rows_that_fill_the_whole_ring_leave_nothing_to_read_while_they_are_written():
+    ring = Memory(10).ring
+    ring.commit(ring.reserve(3)[1])
+    _, entry = ring.reserve(12)
+    assert ring.window() == (5, 5)
+    ring.commit(entry)
+    assert ring.window() == (5, 15)

@@ -1,5 +1,6 @@
 """The benchmarks run: shortest batches, two rounds, no judgement about speed."""
 
+import importlib.util
 import json
 import sys
 
@@ -80,6 +81,7 @@ def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
 def test_an_interpreter_without_the_peer_is_named():
     from benchmarks.interpreters import opened
 
+    assert importlib.util.find_spec("pufferlib") is None, "it goes with no gymnasium the tests know"
     there = opened(sys.executable, "pufferlib_vector")
     with pytest.raises(SystemExit, match=r"cannot run .*pufferlib_vector\.py; try it by hand"), there:
         pass

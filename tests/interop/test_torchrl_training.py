@@ -131,6 +131,7 @@ def test_dqn():
     assert last > 2 * first, (first, last)
 
 
+@pytest.mark.slow
 def test_sac():
     """Pendulum: the mean reward of a step rises from that of random actions."""
     torch.manual_seed(0)

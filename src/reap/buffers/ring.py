@@ -114,6 +114,8 @@ class Ring:
         """Positions [low, high) that may be read, holes among them."""
         look = self._look
         high, head = look[FRONTIER], look[HEAD]  # in this order: never rows not yet committed
+        while high < head - self.capacity and look[FRONTIER] != high:  # a lap went by between the two looks
+            high, head = look[FRONTIER], look[HEAD]
         if high < head:
             if self._stuck == (high, head):  # nothing moved since the last look: perhaps nobody is there to move it
                 with self.gate.locked():
