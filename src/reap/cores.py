@@ -34,10 +34,8 @@ def mask(name: str, given: Any) -> Cores:
     return cores
 
 
-def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores] | list[None]:
-    """The cores of each worker, which share so many envs; None: wherever there is room."""
-    if given is None:
-        return [None] * workers
+def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
+    """The cores of each worker, which share so many envs."""
     if callable(given):
         return [mask(f"{name}({n})", given(n)) for n in range(workers)]
     try:

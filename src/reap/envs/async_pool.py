@@ -98,9 +98,11 @@ class AsyncEnvPool(EnvBase):
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend == "threading":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
-        if worker_affinity is not None and backend == "threading":
-            raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
-        cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
+        cores = None
+        if worker_affinity is not None:
+            if backend == "threading":
+                raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
+            cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         crew: Crew
         if backend == "threading":

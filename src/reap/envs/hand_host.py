@@ -9,7 +9,6 @@ the env waits for. The main thread only listens for messages, when memory or act
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import struct
 import threading
@@ -21,8 +20,7 @@ import numpy as np
 
 from reap.children import Raised, send
 from reap.core.slot import Layout, Row
-from reap.cores import Cores
-from reap.envs.lane_host import BEGIN, BELL, END, FDS, SOME, STEP, Host, live
+from reap.envs.lane_host import BEGIN, BELL, END, FDS, SOME, STEP, Host
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
@@ -31,31 +29,16 @@ ANSWER = struct.Struct("ii")  # the number of a group, counted within its proces
 RAISED = -1
 
 
-def serve_hands(
-    connection: Connection,
-    fds: Sequence[int],
-    makers: Any,
-    threads: int,
-    limit: int | None = None,
-    cores: Cores | None = None,
-) -> None:
-    """The life of a child: a thread for each of its envs."""
-    doors = [Door(*ends) for ends in zip(fds[FDS::2], fds[FDS + 1 :: 2])]
-    live(connection, fds, threads, cores, functools.partial(HandHost, connection, makers, limit, doors))
-
-
 class Door:
     """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
 
-    host: HandHost
-
-    def __init__(self, theirs: int, ours: int) -> None:
-        self._from, self._to, self.number = theirs, ours, 0
+    def __init__(self, host: HandHost, number: int, theirs: int, ours: int) -> None:
+        self._host, self._number, self._from, self._to = host, number, theirs, ours
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None:
         """The next order; None: to end."""
         what, place, token = BELL.unpack(os.read(self._from, BELL.size))
-        return None if what == END else self.host.order(self.number, what, place, token)
+        return None if what == END else self._host.order(self._number, what, place, token)
 
     def put(self, order: None) -> None:
         """Send the thread home."""
@@ -65,13 +48,13 @@ class Door:
 class HandHost(Host):
     """Lanes of a child, in threads."""
 
-    def __init__(self, connection: Connection, makers: Any, limit: int | None, doors: Sequence[Door], reply: int):
-        for number, door in enumerate(doors):
-            door.host, door.number = self, number
+    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+        ends = zip(fds[FDS::2], fds[FDS + 1 :: 2])
+        doors = [Door(self, number, *both) for number, both in enumerate(ends)]
         crew = self._crew = ThreadCrew([[one] for one in makers], limit=limit, orders=doors.__getitem__)
-        super().__init__(crew.spec, connection, reply)
+        super().__init__(crew.spec, connection, fds)
         self._rows: dict[int, list[Row]] = {}
-        self._pipe = _Answers(connection, reply, [first for first, _ in crew.bounds])
+        self._pipe = _Answers(connection, self._reply, [first for first, _ in crew.bounds])
 
     def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
         """What a thread is to do, asked by itself."""

@@ -67,28 +67,20 @@ def begin_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any
         env.reset([lane for lane in lanes if seeds[lane] == UNSEEDED], into)
 
 
-def serve_lanes(
+def serve(
     connection: Connection,
     fds: Sequence[int],
-    makers: Any,
+    make: Callable[[Connection, Sequence[int]], Host],
     threads: int,
-    limit: int | None = None,
-    cores: Cores | None = None,
+    cores: Cores | None,
 ) -> None:
-    """The life of a child: build the lanes, then step them whenever the bell rings."""
-    live(connection, fds, threads, cores, lambda reply: LaneHost(built(makers, limit), connection, reply))
-
-
-def live(
-    connection: Connection, fds: Sequence[int], threads: int, cores: Cores | None, make: Callable[[int], Host]
-) -> None:
-    """The life of a host: built, told what it is like, served until nobody rings, and its errors told."""
+    """The life of a child: its host is built, says what it is like, serves until nobody rings; its errors are told."""
     bell, reply, *files = fds[:FDS]
     host = None
     try:
         settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
         torch.set_num_threads(threads)
-        host = make(reply)
+        host = make(connection, fds)
         host.files = [SharedFile(fd=fd) for fd in files]
         settle()
         send(connection, host.spec)
@@ -109,8 +101,8 @@ class Host(abc.ABC):
 
     files: list[SharedFile]
 
-    def __init__(self, spec: EnvSpec, connection: Connection, reply: int) -> None:
-        self.spec, self._connection, self._reply = spec, connection, reply
+    def __init__(self, spec: EnvSpec, connection: Connection, fds: Sequence[int]) -> None:
+        self.spec, self._connection, self._reply = spec, connection, fds[1]
         self._keys = RowKeys(spec)
 
     def serve(self, bell: int) -> None:
@@ -165,9 +157,9 @@ class Host(abc.ABC):
 class LaneHost(Host):
     """All lanes as one env, in the child's own thread."""
 
-    def __init__(self, env: Env, connection: Connection, reply: int) -> None:
-        super().__init__(env.spec, connection, reply)
-        self._env = env
+    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+        self._env = built(makers, limit)
+        super().__init__(self._env.spec, connection, fds)
         self._rows: dict[int, list[Row]] = {}
 
     def _obey(self, what: int, place: int, step: int) -> None:

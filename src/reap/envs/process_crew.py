@@ -13,7 +13,7 @@ from typing import Any
 from reap.children import MOST_FDS
 from reap.core.slot import Row
 from reap.envs.crew import Crew, Makers
-from reap.envs.hand_host import ANSWER, RAISED, serve_hands
+from reap.envs.hand_host import ANSWER, RAISED, HandHost
 from reap.envs.lane_host import BELL, FDS, PING
 from reap.envs.process_lanes import ProcessLanes, Remote
 from reap.errors import ReapError, UsageError
@@ -74,7 +74,7 @@ class HandsCrew(ProcessCrew):
         self._first_of: list[int] = []  # of each process: its first group
         self._brisk = False  # whether the last answer came within a moment
         try:
-            super().__init__(makers, host=serve_hands, wires=self._make_doors, **options)
+            super().__init__(makers, host=HandHost, wires=self._make_doors, **options)
             self._hang_up(self._theirs)
             bounds: list[tuple[int, int]] = []
             for remote, own in zip(self._remotes, makers):

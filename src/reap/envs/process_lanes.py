@@ -31,7 +31,21 @@ from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.cores import Cores
 from reap.envs.crew import joint_spec
-from reap.envs.lane_host import BEGIN, BELL, CALL, DONE, PING, PONG, SOME, STEP, UNSEEDED, choices, serve_lanes
+from reap.envs.lane_host import (
+    BEGIN,
+    BELL,
+    CALL,
+    DONE,
+    PING,
+    PONG,
+    SOME,
+    STEP,
+    UNSEEDED,
+    Host,
+    LaneHost,
+    choices,
+    serve,
+)
 from reap.errors import ReapError, WorkerSilent
 from reap.interrupts import Interrupts
 from reap.spec import EnvSpec, Key, Leaf
@@ -63,13 +77,13 @@ class ProcessLanes(Env):
         start_method: StartMethod = "forkserver",
         threads: int = 1,
         limit: int | None = None,
-        host: Callable[..., None] = serve_lanes,
+        host: Callable[..., Host] = LaneHost,
         wires: Callable[[int, int], Sequence[int]] | None = None,
-        cores: Sequence[Cores | None] | None = None,
+        cores: Sequence[Cores] | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
-        self._cores = [None] * len(makers) if cores is None else cores  # where each child runs; None: anywhere
+        self._cores = cores  # where each child runs; None: anywhere
         self._slots, self._firsts, self._control = (
             SharedFile("reap-rows"),
             SharedFile("reap-first"),
@@ -95,10 +109,9 @@ class ProcessLanes(Env):
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
         theirs, bell = os.pipe()
         reply, answer = os.pipe()
-        target = dumps(
-            functools.partial(self._host, makers=makers, threads=threads, limit=self._limit, cores=self._cores[n]),
-            "create_env_fn",
-        )
+        make = functools.partial(self._host, makers=makers, limit=self._limit)
+        cores = None if self._cores is None else self._cores[n]
+        target = dumps(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
             fds += self._wires(n, len(makers)) if self._wires is not None else ()
