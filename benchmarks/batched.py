@@ -3,7 +3,7 @@
     slow env: every step sleeps, exponentially, 2 ms on average; 32 envs could make 16,000 frames/s
         reap / ideal, hand-written / ideal, and reap / TorchRL's AsyncBatchedCollector: once as it comes ("torchrl"),
         once set up for this (threads, batches of at most 32; "tuned"); "placed" is reap with `driver_affinity` and
-        `worker_affinity`, the policy on the first core and the envs on the others
+        `worker_affinity`, the policy on the first core and the envs on the others (Linux)
         once with a policy of TensorDictModules, once with a module that samples from torch's own Categorical
     one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates, and
         reap / what the other 31 make without it
@@ -270,7 +270,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         rounds = 2 if options.quick else options.rounds
         ours: dict[str, Callable[[Case], Contender]] = {"reap": reap}
         if case.threads:
-            ours |= {"placed": placed, "hand": by_hand}
+            ours |= {"placed": placed} if hasattr(os, "sched_setaffinity") else {}
+            ours |= {"hand": by_hand}
         rates = measure(case, ours, rounds)
         if not options.no_torchrl and "slower" not in case.name:
             for name, make in (("torchrl", torchrl), ("tuned", tuned)):
