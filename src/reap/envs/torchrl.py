@@ -22,7 +22,7 @@ from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import StepLimit
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
 
 
@@ -43,10 +43,18 @@ def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int 
     return _stepped(env if limit is None else _limited(env, limit))
 
 
-def _stepped(env: Any) -> Env:
-    """TorchRL steps; rows where everything has its place in a row, frames where not."""
+def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
+    """Single envs, each made already, as lanes of one that TorchRL steps one after another."""
+    from torchrl.envs import SerialEnv
+
+    env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
+    return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
+
+
+def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
+    """TorchRL steps; rows where everything has its place in a row, frames where not. `root`: where it is, if begun."""
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
-    root = env.reset()
+    root = env.reset() if root is None else root
     columns = columns_of(env, root)
     return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
 
