@@ -24,6 +24,7 @@ class InlineBackend:
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False, road: Road | None = None) -> None:
         self._plan, self._source, self._same_slot, self._road = plan, source, same_slot, road
         self.worker: Worker | DeviceWorker
+        self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
@@ -38,7 +39,7 @@ class InlineBackend:
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
-        slot = worker.pool.acquire()
+        slot = self.filling = worker.pool.acquire()
         began = time.perf_counter()
         try:
             frames = worker.fill(slot, random=random)
