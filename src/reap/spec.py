@@ -214,6 +214,8 @@ def _random(leaf: Leaf, count: int) -> torch.Tensor:
         return torch.randint(2, (count, *space.shape))
     if isinstance(space, gym.spaces.Box):
         return _random_box(space, count)
+    if callable(getattr(space, "rand", None)):  # a spec of TorchRL's
+        return space.rand((count,))  # type: ignore[union-attr, no-any-return]
     raise UsageError(f"no random values for space {space}")
 
 

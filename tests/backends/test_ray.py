@@ -8,14 +8,16 @@ import signal
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tests.faults.worlds import BOUND, all_gone, faulty, healthy, pids, within
 
 from reap.collectors import Collector, MultiSyncCollector
-from reap.collectors.distributed import RayAsyncCollector, RayCollector
+from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
 from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from reap.envs import GymEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WrongArgument, WrongState
 from reap.seeding import chain
-from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
 from reap.weight_update import RayWeightSyncScheme
 
@@ -337,3 +339,43 @@ def test_wrong_arguments():
             collect([healthy()], **wrong)
     with pytest.raises(UsageError, match="transport"):
         RayReplayBuffer(storage=lambda: LazyTensorStorage(10), transport="distributed")
+
+
+def test_an_evaluation_in_an_actor():
+    class Weighted(torch.nn.Module):
+        """The action is the weight."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, observation):
+            return self.weight.expand(*observation.shape[:-1], 1)
+
+    def env_maker():
+        class Payer(CountingEnv):
+            def step(self, action):
+                observation, _, *rest = super().step(action)
+                return observation, float(action[0]), *rest
+
+        return GymEnv(Payer((4,)))
+
+    seen = []
+    worker = RayEvalWorker(None, env_maker, lambda env: Weighted(), num_gpus=0, num_cpus=0.25, name="plays")
+    try:
+        assert worker.poll() is None
+        policy = Weighted()
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        for weights in (policy, TensorDict.from_module(policy).data):
+            worker.submit(weights, max_steps=10)
+            seen.append(worker.poll(60))
+        other = RayEvalWorker.from_name("plays")
+        other.submit(policy, max_steps=8, break_when_any_done=False)
+        seen.append(other.poll(60))
+    finally:
+        worker.shutdown()
+        worker.shutdown()
+    assert seen == [{"reward": 8.0, "frames": None}] * 3
+    with pytest.raises(WrongState, match="shut down"):
+        worker.submit(None, max_steps=1)

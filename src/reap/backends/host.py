@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from reap.children import Raised, dumps
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
+from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
@@ -96,6 +97,7 @@ class Host:
         self.doing = "starting"
         self.since = 0  # the call it began anew with
         self._writer: Writer | None = None
+        self._tracer: RolloutTracer | None = None
         self._build(plan, workers)
         if writer is not None:
             self._writer = writer()
@@ -197,6 +199,12 @@ class Host:
             return found
         except Exception as error:
             return Raised.of(error, path)
+
+    def do_profile(self, settings: TraceSettings | None) -> None:
+        """Trace the rollouts to come; None: no more."""
+        if self._tracer is not None:
+            self._tracer.end()
+        self._tracer = None if settings is None else RolloutTracer(self.worker, settings)
 
     def do_hook(self, packed: bytes) -> None:
         if self._writer is not None:

@@ -510,6 +510,9 @@ class ProcessBackend:
                 raise error.__cause__ from error  # a wrong name, as it would be here
             raise
 
+    def profile(self, settings: Mapping[int, Any]) -> None:
+        self.call("profile", {worker: (one,) for worker, one in settings.items()})
+
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
         return self.call("weights", {worker: ()})[0]

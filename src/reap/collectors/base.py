@@ -483,7 +483,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         if self._why_closed is None:
             self._why_closed = why
             try:
-                self.disable_profile()
+                self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
                 if close_env:
                     self._backend.close()

@@ -30,7 +30,7 @@ class ProcessCrew(Crew):
         super().__init__()
         self.timeout = timeout
         self._lanes = ProcessLanes(makers, timeout=timeout, **options)
-        self.spec, self.first = self._lanes.spec, self._lanes.first
+        self.spec, self.traits, self.first = self._lanes.spec, self._lanes.traits, self._lanes.first
         self.bounds = [(remote.first, remote.last) for remote in self._lanes.remotes]
         self._remotes = list(self._lanes.remotes)
         self._selector = selectors.DefaultSelector()

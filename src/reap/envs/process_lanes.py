@@ -30,12 +30,13 @@ from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.cores import Cores
-from reap.envs.crew import joint_spec
+from reap.envs.crew import joint_spec, joint_traits
 from reap.envs.lane_host import (
     BEGIN,
     BELL,
     CALL,
     DONE,
+    DRAW,
     PING,
     PONG,
     SOME,
@@ -43,6 +44,7 @@ from reap.envs.lane_host import (
     UNSEEDED,
     Host,
     LaneHost,
+    Traits,
     choices,
     serve,
 )
@@ -60,6 +62,7 @@ class Remote:
         self.child, self.bell, self.reply = child, bell, reply
         self.inbox: deque[Any] = deque()
         self.spec: EnvSpec
+        self.traits: Traits
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come
         self.silent = False  # it took too long
@@ -98,7 +101,7 @@ class ProcessLanes(Env):
             for n, own in enumerate(makers):
                 self.remotes.append(self._start(n, own, start_method, threads))
             for remote in self.remotes:
-                remote.spec = self._answer(remote, grace=BOOT)
+                remote.spec, remote.traits = self._answer(remote, grace=BOOT)
             self._join()
             for remote in self.remotes:
                 self._call(remote, "begin", remote.first, self.spec.lanes)
@@ -127,6 +130,8 @@ class ProcessLanes(Env):
 
     def _join(self) -> None:
         self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
+        self.traits = joint_traits([remote.traits for remote in self.remotes])
+        self.tidies, self.draws = self.traits
         for remote, (first, last) in zip(self.remotes, bounds):
             remote.first, remote.last = first, last
         lanes = self.spec.lanes
@@ -142,8 +147,9 @@ class ProcessLanes(Env):
     def order(self, remote: Remote, what: int, lanes: Sequence[int] | None) -> None:
         """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
         self.choose(remote.first, remote.last, lanes)
+        place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
         remote.owes = True
-        self._ring(remote, what, self.place(what))
+        self._ring(remote, what, place)
 
     def ping(self, remote: Remote, token: int) -> None:
         """Let a child answer with this token when it has done all it was told."""
@@ -322,6 +328,25 @@ class ProcessLanes(Env):
                 asked.append((remote, self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))))
         for remote, number in asked:
             self._done(remote, number)
+
+    def draw(self, row: Row) -> None:
+        shared = row if row.place is not None else self.shared_row()
+        assert shared.place is not None
+        for remote in self.remotes:
+            if remote.owes:
+                self.finish(remote)
+            remote.owes = True
+            self._ring(remote, DRAW, *shared.place)
+        for remote in self.remotes:
+            self.finish(remote)
+        if shared is not row:
+            for mine, theirs in zip(row.action, shared.action):
+                mine[...] = theirs
+
+    def tidy(self, row: Row) -> None:
+        """What every lane sees next lies in `first` with the answer."""
+        for after, following in zip(row.after, self.first):
+            after[...] = following
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         shared = row

@@ -20,10 +20,11 @@ from tensordict import TensorDictBase
 
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
-from reap.envs.limit import StepLimit
+from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
+from reap.spec import Key
 
 
 def is_torchrl(source: Any) -> bool:
@@ -31,33 +32,43 @@ def is_torchrl(source: Any) -> bool:
     return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
 
 
-def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None) -> Env:
-    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps."""
+def torchrl_lanes(
+    env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
+) -> Env:
+    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps, counted under `count`."""
     if kwargs:
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
     inside = _gymnasium(env)
     if inside is not None:
-        return inside if limit is None else StepLimit(inside, limit)
-    return _stepped(env if limit is None else _limited(env, limit))
+        return inside if limit is None else StepLimit(inside, limit, count)
+    return _stepped(env if limit is None else _limited(env, limit, count))
 
 
-def _stepped(env: Any) -> Env:
-    """TorchRL steps; rows where everything has its place in a row, frames where not."""
+def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
+    """Single envs, each made already, as lanes of one that TorchRL steps one after another."""
+    from torchrl.envs import SerialEnv
+
+    env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
+    return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
+
+
+def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
+    """TorchRL steps; rows where everything has its place in a row, frames where not. `root`: where it is, if begun."""
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
-    root = env.reset()
+    root = env.reset() if root is None else root
     columns = columns_of(env, root)
     return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
 
 
-def _limited(env: Any, limit: int) -> Any:
+def _limited(env: Any, limit: int, count: Key) -> Any:
     """The env with episodes of at most so many steps, counted by TorchRL's own transform."""
     from torchrl.envs import StepCounter, TransformedEnv
 
-    if "step_count" in env.observation_spec.keys(True, True):
+    if count[0] in env.observation_spec.keys(True, True):
         raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
-    return TransformedEnv(env, StepCounter(max_steps=limit))
+    return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
 
 
 class WrappedGym(GymLanes):

@@ -10,7 +10,7 @@ The root TensorDict is TorchRL's own, carried from step to step: envs without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,9 +71,10 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
     ends = [as_key(key) for key in env.done_keys if as_key(key) not in usual]
     if ends and not all(after[key].dtype is torch.bool for key in ends):
         return None
+    specs = env.full_action_spec_unbatched
     return Columns(
         observation,
-        {key: before[key] for key in action},
+        {key: replace(before[key], space=specs[key]) for key in action},
         {key: after[key] for key in reward},
         flags,
         tuple(ends),

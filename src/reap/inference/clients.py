@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,10 @@ from torch import Tensor
 from reap.children import Raised
 from reap.errors import ServerGone, WrongArgument
 from reap.inference.requests import Columns, Line, Request
+from reap.listener import PATIENCE, Refused, dial
 from reap.spec import Key, as_key, show_keys
+
+SERVICE = "inference"  # what a client asks the server's socket for
 
 
 class Ask(Protocol):
@@ -121,11 +123,7 @@ class ProcessLine:
     def _connection(self) -> Connection:
         if self._open is not None and self._open[0] == os.getpid():
             return self._open[1]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-            one.connect(self._address)
-            connection = Connection(one.detach())
-        answer_challenge(connection, self._key)
-        deliver_challenge(connection, self._key)
+        connection = Connection(dial(self._address, self._key, SERVICE).socket.detach())
         self._open = os.getpid(), connection
         return connection
 
@@ -135,6 +133,11 @@ class ProcessLine:
                 connection = self._connection()
                 connection.send_bytes(pickle.dumps((packed(inputs), size)))
                 columns, version, error = pickle.loads(connection.recv_bytes())
+            except (Refused, TimeoutError) as cause:
+                raise ServerGone(
+                    f"the inference server did not receive this client within {PATIENCE:.0f} s: it is there, but too "
+                    f"many others connect to its socket, or its process has no descriptors left"
+                ) from cause
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
