@@ -11,6 +11,7 @@
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
     │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    ├── NoSpace (OSError)                a disk, or the memory, does not hold what is asked for; nothing was lost
     ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
     └── MissingDependency (ImportError)  an optional library is not installed
 
@@ -84,6 +85,10 @@ class WorkerSilent(WorkerError):
 
 class ServerGone(WorkerError):
     """The inference server is shut down, or its process has ended: nobody will answer."""
+
+
+class NoSpace(ReapError, OSError):
+    """A disk or the memory does not hold what is asked for. What was there before is whole."""
 
 
 class NotReady(ReapError, TimeoutError):

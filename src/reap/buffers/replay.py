@@ -344,13 +344,13 @@ class ReplayBuffer:
         >>> buffer = ReplayBuffer.open(fds, description)  # there, with the numbers the descriptors have there
         """
         about = {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
-        return self._memory.fds, {**about, "limiter": self.limiter}
+        return self._memory.fds, {**about, "place": self._memory.place, "limiter": self.limiter}
 
     @classmethod
     def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
         """A buffer that another process made. It owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
-        storage.memory = Memory(description["capacity"], fds)
+        storage.memory = Memory(description["capacity"], fds, place=description["place"])
         known = {"batch_size": description["batch"], "limiter": description["limiter"]}
         buffer = cls(storage=storage, **{**known, **options})
         buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])

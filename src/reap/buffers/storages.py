@@ -64,7 +64,8 @@ class LazyMemmapStorage(Storage):
 
     >>> buffer = ReplayBuffer(storage=LazyMemmapStorage(10_000_000, scratch_dir="/data/replay"), batch_size=256)
 
-    Without `scratch_dir` the file has no name and goes with the buffer.
+    Without `scratch_dir` the file has no name and goes with the buffer. Room on the disk for all `max_size` rows is
+    taken when the first of them arrives; where there is not so much, that is a `NoSpace` and nothing is written.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class LazyMemmapStorage(Storage):
     def _make(self) -> Memory:
         if self.scratch_dir is None:
             with tempfile.TemporaryDirectory(prefix="reap-") as directory:
-                return Memory(self.max_size, path=Path(directory) / "rows")  # the name goes, the file stays
+                place = f"{tempfile.gettempdir()} (no scratch_dir is given)"
+                path = Path(directory) / "rows"  # the name goes, the file stays
+                return Memory(self.max_size, path=path, place=place)
         self.scratch_dir.mkdir(parents=True, exist_ok=True)
         path = self.scratch_dir / "rows"
         if self._existsok:
             path.unlink(missing_ok=True)
-        return Memory(self.max_size, path=path)
+        return Memory(self.max_size, path=path, place=f"scratch_dir={str(self.scratch_dir)!r}")
