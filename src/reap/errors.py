@@ -3,6 +3,7 @@
     ReapError
     ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
     │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
+    │   ├── CorruptState                     a dump or a state that is damaged; nothing of it was loaded
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
     │   │   └── Starved                          a sample needs rows that are not there, and nobody brings them
     │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
@@ -53,6 +54,10 @@ class UsageError(ReapError, ValueError):
 
 class WrongArgument(UsageError, TypeError):
     """An argument of the wrong kind, a missing one, or one that does not exist."""
+
+
+class CorruptState(UsageError):
+    """A dumped buffer, or a `state_dict`, that is not as it was written. Nothing of it was loaded."""
 
 
 class WrongState(UsageError, RuntimeError):

@@ -547,20 +547,6 @@ def test_one_sampler_for_two_buffers_in_two_threads():
     assert not failed
 
 
-def test_a_dump_that_broke_off_is_none(tmp_path):
-    """Not the new rows with the old description: nothing."""
-    buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
-    buffer.extend(line(3))
-    buffer.dumps(tmp_path)
-    (tmp_path / "rows.pt").unlink()
-    (tmp_path / "rows.pt").mkdir()  # in the way
-    buffer.extend(line(3))
-    with pytest.raises(Exception, match="Is a directory"):
-        buffer.dumps(tmp_path)
-    with pytest.raises(UsageError, match="no dumped buffer"):
-        buffer.loads(tmp_path)
-
-
 def test_nothing_may_be_written():
     """A batch that a filter left empty costs nothing, before the columns are known and after."""
     buffer = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
@@ -30,10 +29,11 @@ from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
 from reap.buffers.multistep import MultiStep
 from reap.buffers.prefetch import Prefetch
-from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
+from reap.buffers.ring import BASE, COUNT, HEAD, HOLE
 from reap.buffers.rows import Rows, as_array, as_tensordict
 from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
+from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
 from reap.errors import Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, as_key, show
@@ -363,61 +363,26 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
-        with self._sampling, self._memory.ring.gate.locked():
-            ring, rows = self._memory.ring, self._memory.rows
-            low, high = ring.window()
-            used = np.arange(low, high) % ring.capacity
-            return {
-                "capacity": ring.capacity,
-                "words": {"head": high, "holes": int(ring.words[HOLES]), "base": int(ring.words[BASE])},
-                "count": self.write_count,
-                "sampled": int(ring.words[SAMPLED]),
-                "marks": torch.from_numpy(ring.marks_of(low, high).copy()),
-                "rows": {} if rows is None else rows.read(used),
-                "sampler": self._sampler.state_dict(),
-            }
+        with self._sampling:
+            return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was."""
-        memory, ring = self._memory, self._memory.ring
-        if state["capacity"] != ring.capacity:
-            raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {ring.capacity}")
-        columns, marks = state["rows"], state["marks"].numpy()
-        with self._sampling, ring.gate.locked():
-            if lacking := self._sampler.state_dict().keys() - state["sampler"].keys():
-                raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
-            shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
-            rows = memory.rows_for(shapes) if columns else None  # other columns are an error before anything is lost
-            self.empty()
-            shift = int(ring.words[BASE])  # positions only grow: the old ones come back some laps later
-            if rows is not None:
-                first = state["words"]["head"] + shift - len(marks)
-                ring.mark(first, marks)
-                rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})
-            self._sampler.load_state_dict(state["sampler"], shift)
-            words = {name: value + shift for name, value in state["words"].items()}
-            ring.words[HOLES], ring.words[BASE] = words["holes"], words["base"]
-            ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
-            ring.words[HEAD] = words["head"]
-            ring.words[FRONTIER] = words["head"]  # last: now they may be read
+        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was.
+
+        A state that is damaged, or of another kind of buffer, is an error and changes nothing.
+        """
+        with self._sampling:
+            restore(self._memory, self._sampler, state)
+            if self._pool is not None:
+                self._pool.forget()
 
     def dumps(self, path: str | Path) -> None:
-        """Write everything to a directory."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "buffer.json").unlink(missing_ok=True)  # what was there before ends here
-        state = self.state_dict()
-        torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
-        about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}
-        (path / "buffer.json").write_text(json.dumps(about))  # last: a directory without it is not complete
+        """Write everything to a directory. The dump that is there already stays whole until the new one is."""
+        dump(path, self.state_dict())
 
     def loads(self, path: str | Path) -> None:
-        """Read back what `dumps` wrote."""
-        path = Path(path)
-        if not (path / "buffer.json").exists():
-            raise UsageError(f"{path} holds no dumped buffer")
-        about = json.loads((path / "buffer.json").read_text())
-        self.load_state_dict({**about, **torch.load(path / "rows.pt", weights_only=True)})
+        """Read back what `dumps` wrote. A dump that is damaged is a `CorruptState` and changes nothing."""
+        self.load_state_dict(undump(path))
 
     dump = save = dumps
     load = loads

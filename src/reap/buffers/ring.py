@@ -150,10 +150,14 @@ class Ring:
         lost = int((self.marks_of(low, high) == HOLE).sum()) if self.holes(low) else 0
         return high - low - lost
 
+    def next_lap(self) -> int:
+        """The first position from now on that is row 0."""
+        return -(-int(self.words[HEAD]) // self.capacity) * self.capacity
+
     def empty(self) -> None:
         """Forget every row: the next one is row 0 again."""
         with self.gate.locked():
-            base = -(-int(self.words[HEAD]) // self.capacity) * self.capacity
+            base = self.next_lap()
             self.words[BASE] = base  # first: from here on nothing old can be read
             self.words[HEAD], self.words[COUNT], self.words[SAMPLED] = base, 0, 0
             self._advance()

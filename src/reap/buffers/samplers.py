@@ -9,6 +9,7 @@ SliceSampler                 runs of rows, none over the end of an episode, a wr
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from reap.buffers.memory import Memory
 from reap.buffers.ring import HOLE
 from reap.buffers.runs import Cuts
 from reap.buffers.tree import SumTree
-from reap.errors import Starved, UsageError, WrongArgument, WrongState
+from reap.errors import CorruptState, Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, as_key
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +50,10 @@ class Sampler:
         """What must be kept to go on from here."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        """Raise `CorruptState` if `load_state_dict` could not go on from there. `head`: all positions are below it."""
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         """Go on from there, with positions that have moved on by `shift`."""
 
     def __repr__(self) -> str:
@@ -59,6 +63,10 @@ class Sampler:
 def nothing() -> Starved:
     """The error for a buffer without rows."""
     return Starved("cannot sample: the buffer is empty; extend it first")
+
+
+def _corrupt(name: str, value: Any) -> CorruptState:
+    return CorruptState(f"the sampler's {name!r} is not what a sampler like this one has: {value!r:.80}")
 
 
 class RandomSampler(Sampler):
@@ -120,7 +128,16 @@ class SamplerWithoutReplacement(Sampler):
     def state_dict(self) -> dict[str, Any]:
         return {"left": torch.from_numpy(self._left.copy()), "ran_out": self.ran_out}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        left = state["left"]
+        if not isinstance(left, torch.Tensor) or left.dtype is not torch.int64 or left.ndim != 1:
+            raise _corrupt("left", left)
+        if bool(((left < 0) | (left >= head)).any()):
+            raise _corrupt("left", left)
+        if type(state["ran_out"]) is not bool:
+            raise _corrupt("ran_out", state["ran_out"])
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self._left, self.ran_out = state["left"].numpy() + shift, state["ran_out"]
 
 
@@ -218,7 +235,23 @@ class PrioritizedSampler(Sampler):
         state = {"tree": torch.from_numpy(rows), "low": self._low, "high": self._high}
         return {**state, "largest": self._largest, "known": self._known}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        tree, low, high = state["tree"], state["low"], state["high"]
+        if not isinstance(tree, torch.Tensor) or tree.dtype is not torch.float64 or tree.shape != (self.max_size,):
+            raise _corrupt("tree", tree)
+        if not bool((tree.isfinite() & (tree >= 0)).all()):
+            raise _corrupt("tree", tree)
+        for name, value in (("low", low), ("high", high)):
+            if type(value) is not int or not 0 <= value <= head:
+                raise _corrupt(name, value)
+        if not 0 <= high - low <= self.max_size:
+            raise _corrupt("low", low)
+        if type(state["largest"]) is not float or not 0 <= state["largest"] < float("inf"):
+            raise _corrupt("largest", state["largest"])
+        if type(state["known"]) is not bool:
+            raise _corrupt("known", state["known"])
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self.empty()
         self._tree.fill(0, self.max_size, state["tree"].numpy())
         self._low, self._high = state["low"] + shift, state["high"] + shift
