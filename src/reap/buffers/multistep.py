@@ -10,6 +10,7 @@ is there yet. It is never longer, and `steps_to_next_obs` says how long it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from reap.buffers.memory import Memory
 from reap.buffers.runs import Cuts, Marker
-from reap.buffers.samplers import nothing
+from reap.buffers.samplers import nothing, refuse_taken
 from reap.errors import UsageError, WrongArgument
-from reap.spec import Key, as_key
+from reap.spec import Key, as_key, own_entry
 
 Array = np.ndarray[Any, Any]
 _MASKS: tuple[Key, ...] = (("collector", "mask"), ("mask",))
@@ -75,6 +76,7 @@ class MultiStep:
             return batch
         window, steps = self._window(np.arange(shape.numel()), _ends(batch))
         after = batch["next"].reshape(-1)
+        self.check_names([as_key(key) for key in batch.keys(True, True)])
         keys = [("next", *as_key(key)) for key in after.keys(True, True)]
         rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}
         after = after[torch.from_numpy(np.ascontiguousarray(window[:, -1]))]
@@ -85,6 +87,12 @@ class MultiStep:
         for key, value in told.items():
             out[key] = value.reshape(*shape, *value.shape[1:])
         return out
+
+    def check_names(self, columns: Iterable[Key]) -> None:
+        """Raise if one of these columns has a name that a sample uses for what lies ahead."""
+        columns = list(columns)
+        rewards = [(*key[:-1], "original_reward") for key in columns if key[0] == "next" and key[-1] == "reward"]
+        refuse_taken(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
 
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
         """`[count, n_steps]` places from each on, the last one again and again after its end; how many there are."""
@@ -119,7 +127,7 @@ def _ends(batch: TensorDictBase) -> Array:
     """Where the run of each row of a batch ends, counted over all of it."""
     marks = Marker(Cuts()).marks(batch, None)[0].astype(bool)
     for key in _MASKS:
-        if (mask := batch.get(key, None)) is not None:  # what is no frame is no part of a window
+        if (mask := own_entry(batch, key)) is not None:  # what is no frame is no part of a window
             frame = mask.detach().cpu().numpy().reshape(-1)
             marks[1:] |= frame[1:] != frame[:-1]
     starts = np.flatnonzero(marks)

@@ -35,8 +35,8 @@ from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
 from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
-from reap.errors import Starved, UsageError, WrongArgument, WrongState
-from reap.spec import AnyKey, Key, as_key, show
+from reap.errors import SpecMismatch, Starved, UsageError, WrongArgument, WrongState
+from reap.spec import AnyKey, Key, Leaf, as_key, show
 
 _MASK: Key = ("collector", "mask")
 _PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
@@ -66,6 +66,7 @@ class ReplayBuffer:
     """
 
     _as_index = False
+    _named = False  # whether it is known that the columns go with what a sample says
 
     def __init__(
         self,
@@ -130,6 +131,10 @@ class ReplayBuffer:
             return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
         if not is_tensor_collection(data):
             raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
+        if data.get(_PLAIN, None) is not None:
+            raise SpecMismatch(
+                f"the column {_PLAIN[0]!r} has the name under which a buffer keeps bare tensors; rename it"
+            )
         for transform in reversed(self._transforms):
             if (inverse := getattr(transform, "inv", None)) is not None:
                 data = inverse(data)
@@ -154,6 +159,8 @@ class ReplayBuffer:
             values[key] = array if keep is None else array[keep]
         if not columns:
             raise UsageError("this batch has no tensors to write")
+        if not self.initialized:
+            self._check_names({key: Leaf(*kind) for key, kind in columns.items()})
         rows = self._memory.rows_for(columns)  # before anything is reserved: a wrong batch costs nothing
         marks, identity, ended = self._marker.marks(batch, keep)
         count = len(marks)
@@ -248,6 +255,9 @@ class ReplayBuffer:
 
     def _read(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[Key, Tensor]]:
         rows = positions % self._memory.capacity
+        if not self._named:  # once: another process may have written them, which does not know what a sample needs
+            self._check_names(self._rows().layout.columns)
+            self._named = True
         if self._ahead is not None:
             return rows, self._ahead.read(self._memory, positions, self._cuts)
         return rows, self._rows().read(rows)
@@ -281,6 +291,13 @@ class ReplayBuffer:
         if rows is None:
             raise nothing()
         return rows
+
+    def _check_names(self, columns: Mapping[Key, Leaf]) -> None:
+        """Raise if rows with these columns have a name that a sample uses for something else."""
+        if self._as_index:
+            self._sampler.check_columns(columns)
+        if self._ahead is not None:
+            self._ahead.check_names(columns)
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
@@ -440,8 +457,10 @@ class ReplayBuffer:
             raise UsageError(
                 "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
             )
+        self._named = False
         ahead = transforms[0] if transforms else None
-        self._transforms, self._ahead = transforms, ahead if isinstance(ahead, MultiStep) else None
+        self._transforms = transforms
+        self._ahead: MultiStep | None = ahead if isinstance(ahead, MultiStep) else None
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""

@@ -9,7 +9,7 @@ SliceSampler                 runs of rows, none over the end of an episode, a wr
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from reap.buffers.memory import Memory
 from reap.buffers.ring import HOLE
 from reap.buffers.runs import Cuts
 from reap.buffers.tree import SumTree
-from reap.errors import CorruptState, Starved, UsageError, WrongArgument, WrongState
-from reap.spec import AnyKey, Key, as_key
+from reap.errors import CorruptState, SpecMismatch, Starved, UsageError, WrongArgument, WrongState
+from reap.spec import AnyKey, Key, Leaf, as_key, show
 
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
@@ -34,10 +34,15 @@ class Sampler:
     alone = False  # whether writers must wait while it draws and reads: for samplers that cannot draw again
     ran_out = False
     cuts = Cuts()  # what it needs runs to be cut by
+    says: tuple[Key, ...] = ()  # names of what it tells about each row of a sample
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         """Positions, which this thread's next draw may write over, and what is to be known about them."""
         raise NotImplementedError
+
+    def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
+        """Raise if samples of rows with these columns have no room for what is told about them."""
+        refuse_taken(columns, [("index",), *self.says], "a sample says about itself")
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
         """Only some samplers have priorities."""
@@ -63,6 +68,14 @@ class Sampler:
 def nothing() -> Starved:
     """The error for a buffer without rows."""
     return Starved("cannot sample: the buffer is empty; extend it first")
+
+
+def refuse_taken(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
+    """Raise if a column has one of these names, or lies in it, or it would lie in a column."""
+    for name in names:
+        for key in columns:
+            if key[: len(name)] == name or name[: len(key)] == key:
+                raise SpecMismatch(f"the column {show(key)} has the name of what {who}, {show(name)}; rename it")
 
 
 def _corrupt(name: str, value: Any) -> CorruptState:
@@ -153,6 +166,8 @@ class PrioritizedSampler(Sampler):
         eps: added to every priority, so that none is zero.
         reduction: of a priority with several values per row: "max", "min", "mean" or "median".
     """
+
+    says = (("priority_weight",),)
 
     def __init__(
         self,
@@ -301,10 +316,17 @@ class SliceSampler(Sampler):
         if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
             raise UsageError(f"burn_in is a number of rows >= 0, got {burn_in!r}")
         self.burn_in = burn_in
+        self.says = (("burn_in",),) if burn_in else ()
         self._check_burn_in(slice_len)
         self.truncated_key: Key | None = None if truncated_key is None else as_key(truncated_key)
         ids = Cuts.ids if traj_key is None else (as_key(traj_key),)
         self.cuts = Cuts(ids, Cuts.ends if end_key is None else (as_key(end_key),))
+
+    def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
+        super().check_columns(columns)
+        key = self.truncated_key
+        if key is not None and key in columns and columns[key].dtype is not torch.bool:
+            raise SpecMismatch(f"truncated_key marks the end of a slice in a flag; {show(key)} is {columns[key]}")
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         slices, length = self._shape(count)
