@@ -24,7 +24,8 @@ class SamplesPerInsert:
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256, limiter=limiter)
 
     A collector in the background rests while the learner is behind; `sample` waits while it is ahead, and raises
-    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds.
+    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds. Once the collector has made all its
+    frames, or is shut down, there is nothing to be in proportion to: samples are drawn at once, and not counted.
 
     Args:
         ratio: rows sampled per row written, on average.

@@ -208,20 +208,24 @@ class ReplayBuffer:
 
     def _sample(self, count: int, closing: Callable[[], bool] | None = None) -> tuple[Any, dict[Any, Any], bool]:
         """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
-        limiter, since = self.limiter, None
+        since, released = None, False
         while True:
             try:
-                with self._sampling:
-                    if limiter is not None:
-                        limiter.check(self._memory.ring)
-                    rows, info, columns = self._draw(count)
-                    last = self._sampler.ran_out
-                break
+                return self._sample_now(count, limited=not released)
             except Starved as why:
-                if closing is not None and closing():
+                if released or (closing is not None and closing()):
                     raise
                 since = since or time.monotonic()
-                self.feed.wait(why, since, None if limiter is None else limiter.timeout)
+                released = self.feed.wait(why, since, None if self.limiter is None else self.limiter.timeout)
+
+    def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
+        """The same, or `Starved`. Not `limited`: there is no collector any more to be in proportion to."""
+        limiter = self.limiter if limited else None
+        with self._sampling:
+            if limiter is not None:
+                limiter.check(self._memory.ring)
+            rows, info, columns = self._draw(count)
+            last = self._sampler.ran_out
         count = len(rows)  # fewer at the end of a round, and where episodes are short
         if limiter is not None:
             limiter.count(self._memory.ring, count)

@@ -429,6 +429,10 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._look(again=True)
         return self.is_running()
 
+    def over(self) -> bool:
+        """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
+        return self._why_closed is not None or not (self._more() if self._runner is None else self._runner.running)
+
     def _look(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
         runner = self._runner
