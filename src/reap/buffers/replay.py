@@ -245,15 +245,18 @@ class ReplayBuffer:
         ring = memory.ring
         for _ in range(0 if sampler.alone else _PATIENCE):
             low = ring.low
-            positions, info = sampler.draw(memory, count, generator)
+            try:
+                positions, info = sampler.draw(memory, count, generator)
+            except Starved:
+                break  # or so it seems: a whole lap may have gone by between two looks
             rows, columns = self._read(positions)
             # The first question is the cheap one: nothing drawn is below `low`.
             if ring.intact(low) or ring.intact(int(positions.min())):
-                break
-        else:
-            with ring.gate.locked():  # nobody reserves what we read
-                positions, info = sampler.draw(memory, count, generator)
-                rows, columns = self._read(positions)
+                info["index"] = torch.from_numpy(rows)
+                return rows, info, columns
+        with ring.gate.locked():  # nobody reserves what we read
+            positions, info = sampler.draw(memory, count, generator)
+            rows, columns = self._read(positions)
         info["index"] = torch.from_numpy(rows)
         return rows, info, columns
 
@@ -376,6 +379,13 @@ class ReplayBuffer:
         buffer = cls(storage=storage, **{**known, **options})
         buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])
         return buffer
+
+    def watch(self, timeout: float | None, worker: int | None = None) -> None:
+        """Wait for `timeout` seconds at most for a writer or reader that does not finish: `WorkerSilent`, by name.
+
+        `worker`: by which number others call this process. A collector tells its buffer and its workers.
+        """
+        self._memory.ring.gate.patience, self._memory.ring.worker = timeout, worker
 
     def __reduce__(self) -> Any:
         raise UsageError("a buffer is not copied to another process: send buffer.handle(), ReplayBuffer.open it there")

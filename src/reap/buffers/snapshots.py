@@ -66,8 +66,8 @@ def snapshot(memory: Memory, sampler: Sampler) -> dict[str, Any]:
 def restore(memory: Memory, sampler: Sampler, state: Mapping[str, Any]) -> None:
     """Put back what `snapshot` gave, in place of what is there. An error leaves everything as it was."""
     ring = memory.ring
-    with ring.gate.locked():
-        _check(state, ring.capacity)
+    _check(state, ring.capacity)
+    with ring.alone():  # what is being written would be written over what is put back
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
             raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
         sampler.check_state(state["sampler"], state["words"]["head"])

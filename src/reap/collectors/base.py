@@ -65,6 +65,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._sink = self._make_sink()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
+            self.replay_buffer.watch(options.timeout)
         self._runner: Runner | None = None  # who collects in the background
         self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
