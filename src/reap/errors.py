@@ -4,6 +4,7 @@
     ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
     │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
     │   ├── CorruptState                     a dump or a state that is damaged; nothing of it was loaded
+    │   ├── WrongIndex (IndexError)          rows that a buffer does not have
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
     │   │   └── Starved                          a sample needs rows that are not there, and nobody brings them
     │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
@@ -54,6 +55,10 @@ class UsageError(ReapError, ValueError):
 
 class WrongArgument(UsageError, TypeError):
     """An argument of the wrong kind, a missing one, or one that does not exist."""
+
+
+class WrongIndex(UsageError, IndexError):
+    """Numbers of rows that are not there, or what is no number of rows at all."""
 
 
 class CorruptState(UsageError):

@@ -384,3 +384,13 @@ def test_a_dump_that_cannot_be_written_says_where(tmp_path):
                 verb(wrong)
     with pytest.raises(UsageError, match="path is the name of a directory"):
         buffer.dumps("a\0b")
+
+
+def test_a_buffer_that_was_emptied_has_a_state():
+    buffer, other = make(rows=short()), make(rows=short(5))
+    buffer.empty()
+    other.load_state_dict(buffer.state_dict())
+    assert (len(other), other.write_count) == (0, 0)
+    other.extend(short(3))
+    assert len(other[torch.zeros(0, dtype=torch.int64)]) == 0
+    assert other[:]["step"].tolist() == [100, 101, 102]

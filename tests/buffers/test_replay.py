@@ -413,7 +413,7 @@ def test_errors_say_what_to_do(tmp_path):
     assert buffer.write_count == 4  # none of this cost a row
     with pytest.raises(WrongState, match="batch_size"):
         ReplayBuffer(storage=LazyTensorStorage(8)).sample()
-    with pytest.raises(UsageError, match="positive number of rows"):
+    with pytest.raises(UsageError, match="max_size is a whole number >= 1, got 0"):
         LazyTensorStorage(0)
     with pytest.raises(UsageError, match="written in turn"):
         ReplayBuffer(storage=LazyTensorStorage(8), writer=object())

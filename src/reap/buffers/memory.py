@@ -43,7 +43,10 @@ class Memory:
         place: str | None = None,
     ) -> None:
         self.capacity, self.place = capacity, place
-        book, data, lock = fds or (SharedFile("reap-book").fd, _data(path), SharedFile("reap-lock").fd)
+        if fds is None:
+            data = _data(path)  # first: a name may be taken
+            fds = (SharedFile("reap-book").fd, data, SharedFile("reap-lock").fd)
+        book, data, lock = fds
         self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
         self._gate = gate(lock)
         self.fds = (book, data, lock)

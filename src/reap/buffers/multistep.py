@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from reap.buffers import arguments
 from reap.buffers.memory import Memory
 from reap.buffers.runs import Cuts, Marker
 from reap.buffers.samplers import nothing, refuse_taken
@@ -45,11 +46,8 @@ class MultiStep:
     """
 
     def __init__(self, gamma: float, n_steps: int) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma <= 1:
-            raise UsageError(f"gamma is a number from 0 to 1, got {gamma!r}")
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
-            raise UsageError(f"n_steps is a whole number >= 1, got {n_steps!r}")
-        self.gamma, self.n_steps = float(gamma), n_steps
+        self.gamma = arguments.number(gamma, "gamma", 0, most=1)
+        self.n_steps = arguments.whole(n_steps, "n_steps", 1, most=arguments.LARGEST)
 
     def read(self, memory: Memory, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
         """The rows at these positions, with what lies ahead of them; `cuts` are those they were written with."""
@@ -95,13 +93,13 @@ class MultiStep:
         refuse_taken(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
 
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
-        """`[count, n_steps]` places from each on, the last one again and again after its end; how many there are."""
+        """`[count, ≤ n_steps]` places from each on, the last one again and again after its end; how many there are."""
         steps = np.clip(ends - at, 1, self.n_steps)  # 1: one that was overwritten meanwhile; it is drawn again
-        return at[:, None] + np.minimum(np.arange(self.n_steps), steps[:, None] - 1), steps
+        return at[:, None] + np.minimum(np.arange(steps.max()), steps[:, None] - 1), steps
 
     def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
         """Rewards `[count, n_steps, …]` into one for each row, and what there is to say about it."""
-        ahead = np.arange(self.n_steps)
+        ahead = np.arange(steps.max())
         weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))
         for key, each in rewards.items():
             dtype = each.dtype if each.is_floating_point() else torch.get_default_dtype()

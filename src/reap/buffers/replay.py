@@ -24,24 +24,27 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from reap.buffers import arguments
+from reap.buffers.arguments import LARGEST
 from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
 from reap.buffers.multistep import MultiStep
 from reap.buffers.prefetch import Prefetch
 from reap.buffers.ring import BASE, COUNT, HEAD, HOLE
-from reap.buffers.rows import Rows, as_array, as_tensordict
+from reap.buffers.rows import Rows, as_array, as_tensordict, storable
 from reap.buffers.runs import Marker
-from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
+from reap.buffers.samplers import RandomSampler, Sampler, nothing
 from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
-from reap.errors import SpecMismatch, Starved, UsageError, WrongArgument, WrongState
-from reap.spec import AnyKey, Key, Leaf, as_key, show
+from reap.errors import NoSpace, ReapError, SpecMismatch, Starved, UsageError, WrongArgument, WrongIndex, WrongState
+from reap.spec import Key, Leaf, as_key, show
 
-_MASK: Key = ("collector", "mask")
+MASK: Key = ("collector", "mask")
 _PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
 _PATIENCE = 4  # reads that may be overtaken before writers are held off for one
-_DEFAULT_SIZE = 1000
+DEFAULT_SIZE = 1000
+_MOST_AHEAD = 1000  # samples that a thread prepares
 
 
 class ReplayBuffer:
@@ -86,27 +89,32 @@ class ReplayBuffer:
         delayed_init: bool | None = None,
         limiter: SamplesPerInsert | None = None,
     ) -> None:
-        self._storage: Storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
-        if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
-            raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
-        if batch_size is not None:
-            _check_count(batch_size, "batch_size", least=1)
-        if prefetch is not None:
-            _check_count(prefetch, "prefetch", least=0)
-        self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
+        self._storage: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
+        self._sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
+        if writer is not None and "RoundRobin" not in str(getattr(writer, "__name__", type(writer).__name__)):
+            raise UsageError(f"writer: rows are written in turn; {arguments.shown(writer)} would choose another order")
+        self._batch_size = None if batch_size is None else arguments.whole(batch_size, "batch_size", 1, LARGEST)
+        prefetch = 0 if prefetch is None else arguments.whole(prefetch, "prefetch", 0, most=_MOST_AHEAD)
+        self._pin, self._generator = (
+            arguments.flag(pin_memory, "pin_memory"),
+            arguments.generator(generator, "generator"),
+        )
+        for name, value in (("shared", shared), ("compilable", compilable), ("delayed_init", delayed_init)):
+            arguments.flag(value, name, optional=True)
+        if dim_extend is not None:
+            arguments.whole(dim_extend, "dim_extend", 0)
         self._set_transforms([] if transform is None else [transform])
-        self._collate = collate_fn
+        self._collate = arguments.function(collate_fn, "collate_fn")
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
             raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
         if limiter is not None and limiter.min_size > self._storage.max_size:
-            raise UsageError(f"min_size={limiter.min_size} rows never fit into {self._storage.max_size}")
+            raise UsageError(f"min_size={limiter.min_size} rows never fit into max_size={self._storage.max_size}")
         self.limiter, self.feed = limiter, Feed()
         self._memory: Memory = self._storage.open()
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._prefetch, self._last = prefetch or 0, False
+        self._prefetch, self._last = prefetch, False
         self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -121,13 +129,20 @@ class ReplayBuffer:
 
     def add(self, data: TensorDictBase | Tensor) -> int:
         """Write one frame; its row's number."""
+        if not isinstance(data, (Tensor, TensorDictBase)):
+            raise WrongArgument(f"add takes a TensorDict or a tensor, got {type(data).__name__}")
         batch = self._batch(data.unsqueeze(0))
         return int(self._write(batch)[0])
 
     def _batch(self, data: Any) -> TensorDictBase:
         if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
-            data = torch.stack(list(data))
+            try:
+                data = torch.stack(list(data))
+            except (RuntimeError, TypeError, KeyError) as error:
+                raise SpecMismatch(f"data is a list of frames that do not go together: {error}") from None
         if isinstance(data, Tensor):
+            if not data.ndim:
+                raise UsageError("extend needs a batch dimension; add takes a single frame")
             return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
         if not is_tensor_collection(data):
             raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
@@ -146,13 +161,15 @@ class ReplayBuffer:
         ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
         if not batch.batch_size.numel():
             return np.zeros(0, np.int64)
-        mask = batch.get(_MASK, None)
+        mask = batch.get(MASK, None)
         keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
         values, columns = {}, {}
         for name, value in batch.items(True, True):
             key = as_key(name)
             if not isinstance(value, Tensor):
                 raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
+            if value.layout is not torch.strided or value.is_quantized or not storable(value.dtype):
+                raise UsageError(f"{show(key)} is {value.dtype} ({value.layout}); a buffer's columns are dense tensors")
             columns[key] = tuple(value.shape[lead:]), value.dtype
             array = as_array(value)
             array = array.reshape(batch.batch_size.numel(), *array.shape[lead:])
@@ -193,7 +210,7 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
         if batch_size is not None:
-            _check_count(batch_size, "batch_size", least=1)
+            batch_size = arguments.whole(batch_size, "batch_size", 1, LARGEST)
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
@@ -224,7 +241,12 @@ class ReplayBuffer:
         with self._sampling:
             if limiter is not None:
                 limiter.check(self._memory.ring)
-            rows, info, columns = self._draw(count)
+            try:
+                rows, info, columns = self._draw(count)
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, ReapError) or "alloc" not in str(error).lower():
+                    raise
+                raise NoSpace(f"batch_size={count}: such a sample does not fit into memory ({error!r:.200})") from None
             last = self._sampler.ran_out
         count = len(rows)  # fewer at the end of a round, and where episodes are short
         if limiter is not None:
@@ -311,11 +333,14 @@ class ReplayBuffer:
         if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
-            index = index.cpu().numpy()
+            index = _array(index, "index")
         ring = self._memory.ring
         with ring.gate.locked():  # nobody reserves what we read
             low, high = ring.window()
-            chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            try:
+                chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            except Exception as error:  # whatever NumPy, or the thing itself, has against it
+                raise WrongIndex(f"index {arguments.shown(index)} names no rows of this buffer: {error}") from None
             if high < ring.words[HEAD] or ring.holes(low):
                 whole = np.zeros(ring.capacity, bool)
                 whole[np.arange(low, high)[ring.marks_of(low, high) != HOLE] % ring.capacity] = True
@@ -348,10 +373,9 @@ class ReplayBuffer:
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """New priorities for these rows; nothing happens where the sampler has none."""
-        if isinstance(index, tuple):
+        if isinstance(index, tuple) and index:
             index = index[0]
-        rows = np.atleast_1d(torch.as_tensor(index).detach().cpu().numpy())
-        values = np.atleast_1d(torch.as_tensor(priority).detach().cpu().double().numpy())
+        rows, values = np.atleast_1d(_array(index, "index")), np.atleast_1d(_array(priority, "priority", torch.float64))
         with self._sampling:
             self._sampler.update_priority(self._memory, rows, values)
 
@@ -385,7 +409,10 @@ class ReplayBuffer:
 
         `worker`: by which number others call this process. A collector tells its buffer and its workers.
         """
-        self._memory.ring.gate.patience, self._memory.ring.worker = timeout, worker
+        if timeout is not None:
+            timeout = arguments.number(timeout, "timeout", 0, above=True, endless=True)
+        self._memory.ring.gate.patience = timeout
+        self._memory.ring.worker = None if worker is None else arguments.whole(worker, "worker", 0)
 
     def __reduce__(self) -> Any:
         raise UsageError("a buffer is not copied to another process: send buffer.handle(), ReplayBuffer.open it there")
@@ -461,12 +488,19 @@ class ReplayBuffer:
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
         """One more transform, before the one at `index`."""
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+            raise WrongArgument(f"index is a whole number, got {arguments.shown(index)}")
         transforms = self._transforms.copy()
-        transforms.insert(index, transform)
+        transforms.insert(max(-len(transforms), min(int(index), len(transforms))), transform)
         self._set_transforms(transforms)
         return self
 
     def _set_transforms(self, transforms: list[Any]) -> None:
+        for transform in transforms:
+            if not callable(transform):
+                raise WrongArgument(
+                    f"transform is something that can be called with a sample, got {arguments.shown(transform)}"
+                )
         if any(isinstance(transform, MultiStep) for transform in transforms[1:]):
             raise UsageError(
                 "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
@@ -478,7 +512,7 @@ class ReplayBuffer:
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""
-        self._generator = generator
+        self._generator = arguments.generator(generator, "generator")
 
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
@@ -496,100 +530,26 @@ class ReplayBuffer:
         return f"{type(self).__name__}({parts}, rows={len(self)}, written={self.write_count})"
 
 
-class TensorDictReplayBuffer(ReplayBuffer):
-    """A buffer whose samples carry their `index`, weights and slice ends, and whose priorities come in a TensorDict.
-
-    >>> sample["td_error"] = loss_per_row
-    >>> buffer.update_tensordict_priority(sample)
-    """
-
-    _as_index = True
-
-    def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
-        super().__init__(**options)
-        self._priority_key = as_key(priority_key)
-
-    def extend(self, data: Any) -> Tensor:
-        index = super().extend(data)
-        if is_tensor_collection(data) and isinstance(self._sampler, PrioritizedSampler):
-            given, mask = data.get(self._priority_key, None), data.get(_MASK, None)
-            if given is not None:
-                priority = self._reduced(given, data.ndim)
-                self.update_priority(index, priority if mask is None else priority[mask.reshape(-1)])
-        return index
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """New priorities for the rows of a sample, which it holds under `priority_key`."""
-        priority = data.get(self._priority_key, None)
-        if priority is None:
-            raise UsageError(f"no {show(self._priority_key)} in this sample: where are its priorities?")
-        self.update_priority(data.get("index"), self._reduced(priority, data.ndim))
-
-    def update_priority(self, index: Any, priority: Any = None) -> None:
-        if priority is None and is_tensor_collection(index):
-            self.update_tensordict_priority(index)
-        else:
-            super().update_priority(index, priority)
-
-    def _reduced(self, priority: Tensor, lead: int) -> Tensor:
-        if priority.ndim == lead:
-            return priority.reshape(-1)
-        flat = priority.flatten(lead).reshape(-1, priority[(0,) * lead].numel())
-        how = self._sampler.reduction if isinstance(self._sampler, PrioritizedSampler) else "max"
-        if how == "median":
-            return flat.quantile(0.5, dim=1)
-        if how == "mean":
-            return flat.mean(dim=1)
-        return flat.amax(dim=1) if how == "max" else flat.amin(dim=1)
-
-
-class PrioritizedReplayBuffer(ReplayBuffer):
-    """A buffer that samples by priority.
-
-    >>> buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000), batch_size=256)
-    >>> buffer.update_priority(info["index"], priority)
-    """
-
-    def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Storage | None = None, **options: Any
-    ) -> None:
-        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        super().__init__(storage=storage, sampler=PrioritizedSampler(storage.max_size, alpha, beta, eps), **options)
-
-
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """Both: samples by priority, and carries index and weights in the sample.
-
-    >>> buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000))
-    """
-
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        priority_key: AnyKey = "td_error",
-        eps: float = 1e-8,
-        storage: Storage | None = None,
-        reduction: str = "max",
-        **options: Any,
-    ) -> None:
-        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
-        super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **options)
-
-
-def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
+def made(name: str, part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     """A part of a buffer: given, given as its maker, or the usual one."""
     if isinstance(part, kind):
         return part
     part = default if part is None else part
-    made = part() if callable(part) else part
+    try:
+        made = part() if callable(part) else part
+    except TypeError as error:  # it wants arguments
+        raise WrongArgument(f"{name} is a {kind.__name__}, or makes one without arguments: {error}") from error
     if not isinstance(made, kind):
-        raise WrongArgument(f"expected a {kind.__name__} of reap.data, got {type(made).__name__}")
+        raise WrongArgument(f"{name} is a {kind.__name__} of reap.data, or makes one; got {type(made).__name__}")
     return made
 
 
-def _check_count(value: Any, name: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name} is a whole number >= {least}, got {value!r}")
+def _array(value: Any, name: str, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
+    try:
+        tensor = torch.as_tensor(value).detach()
+        if tensor.is_complex():
+            raise TypeError
+        found: np.ndarray[Any, Any] = tensor.to("cpu", dtype).numpy()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise WrongArgument(f"{name} is a tensor, or numbers, one for each row; got {arguments.shown(value)}") from None
+    return found

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap.buffers.arguments import directory
 from reap.buffers.memory import Memory
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
 from reap.buffers.rows import as_array
@@ -142,26 +143,26 @@ def _told(value: Any) -> str:
 
 def dump(path: Any, state: Mapping[str, Any]) -> None:
     """Write a snapshot to a directory; what is there already stays whole until this is."""
-    path = _directory(path)
+    path = directory(path, "path")
     token = secrets.token_hex(8)
     name, aside = f"rows-{token}.pt", f"{_MANIFEST}.{token}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with _alone(path, fcntl.LOCK_EX) as directory:
+        with _alone(path, fcntl.LOCK_EX) as handle:
             old = _manifest(path) if (path / _MANIFEST).exists() else b""
             try:
                 size, digest = _save({part: state[part] for part in _PARTS}, path / name)
                 about = {"format": _FORMAT, "file": name, "bytes": size, "sha256": digest}
                 text = json.dumps({**about, **{number: state[number] for number in _NUMBERS}}).encode()
                 _write(path / aside, text + b"\n" + _sum(text) + b"\n")
-                _sync(directory)  # before the manifest: what it names must be there
+                _sync(handle)  # before the manifest: what it names must be there
                 os.replace(path / aside, path / _MANIFEST)
             except BaseException:
                 for half in (path / name, path / aside):
                     with contextlib.suppress(OSError):
                         half.unlink()
                 raise
-            _sync(directory)
+            _sync(handle)
             stale = [found for found in os.listdir(path) if _OURS.fullmatch(found) and found != name]
             for found in [*stale, *(["rows.pt"] if _is_old(old) else [])]:  # what earlier dumps left, whole or not
                 with contextlib.suppress(OSError):
@@ -178,7 +179,7 @@ def _before(path: Path) -> str:
 
 def undump(path: Any) -> dict[str, Any]:
     """Read a snapshot back. `CorruptState` for whatever is not as it was written."""
-    path = _directory(path)
+    path = directory(path, "path")
     try:
         with _alone(path, fcntl.LOCK_SH):
             try:
@@ -275,28 +276,18 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(directory: int) -> None:
+def _sync(handle: int) -> None:
     with contextlib.suppress(OSError):  # file systems that know no such thing
-        os.fsync(directory)
+        os.fsync(handle)
 
 
 @contextlib.contextmanager
 def _alone(path: Path, how: int) -> Iterator[int]:
     """The directory's descriptor, while no other process writes a dump there (or, to write, reads one)."""
-    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(directory, how)
-        yield directory
+            fcntl.flock(handle, how)
+        yield handle
     finally:
-        os.close(directory)
-
-
-def _directory(path: Any) -> Path:
-    try:
-        found = Path(path)
-    except TypeError:
-        raise WrongArgument(f"path is the name of a directory, got {path!r:.80}") from None
-    if "\0" in str(found):
-        raise UsageError(f"path is the name of a directory, got {path!r:.80}")
-    return found
+        os.close(handle)

@@ -90,6 +90,7 @@ def _reserve(fd: int, size: int) -> None:
 
 def in_bytes(size: float) -> str:
     """A number of bytes for people."""
+    size = min(size, 10**30)  # what nobody has needs no digits
     power = min(max(len(str(int(size))) - 1, 0) // 3, 4)
     return f"{size / 1000**power:,.{min(power, 1)}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
 
