@@ -89,7 +89,7 @@ def directory(value: Any, name: str) -> Path:
     try:
         found = Path(value)
     except TypeError:
-        raise _wrong(value, name, "the name of a directory") from None
+        raise WrongArgument(f"{name} is the name of a directory, got {shown(value)}") from None
     if "\0" in str(found):
         raise UsageError(f"{name} is the name of a directory, got {value!r:.80}")
     return found
