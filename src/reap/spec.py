@@ -187,6 +187,12 @@ class EnvSpec:
         return self.ready_of or self.lanes
 
 
+def own_entry(batch: Any, key: Key) -> Any:
+    """What a batch has under a name like "mask" to say about itself; None where that is an observation."""
+    value = batch.get(key, None)
+    return value if value is None or batch.get(("next", *key), None) is None else None
+
+
 def _width(leaf: Leaf) -> int:
     """How many numbers one value of the leaf's space takes, as it is encoded."""
     space = leaf.space

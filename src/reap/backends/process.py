@@ -71,7 +71,7 @@ class ProcessBackend:
         start_method: StartMethod = "forkserver",
         random_frames: int = 0,
         road: Road | None = None,
-        writer: Callable[[Sequence[int]], Writer] | None = None,
+        writer: Callable[[Sequence[int], int], Writer] | None = None,
         buffer: Sequence[int] = (),
     ) -> None:
         if road not in (None, *self.roads):
@@ -194,6 +194,7 @@ class ProcessBackend:
             remote.free.close()
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
+            remote.child.signal(signal.SIGCONT)  # or stopped: now it hears that
         end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE)
 
     # ---- listening ------------------------------------------------------------------------------------------------

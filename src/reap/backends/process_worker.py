@@ -39,7 +39,7 @@ class ProcessJob(Job):
     """What a worker's process is started with."""
 
     preempted: bool = False
-    writer: Callable[[Sequence[int]], Writer] | None = None  # from descriptors
+    writer: Callable[[Sequence[int], int], Writer] | None = None  # from descriptors, for a worker
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Host(Host):
         if job.preempted:
             words = self._control
             plan = replace(plan, stop=lambda: words.stop)
-        super().__init__(plan, job.index, job.workers, job.writer and partial(job.writer, buffer))
+        super().__init__(plan, job.index, job.workers, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}

@@ -65,6 +65,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._sink = self._make_sink()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
+            self.replay_buffer.watch(options.timeout)
         self._runner: Runner | None = None  # who collects in the background
         self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
@@ -428,6 +429,10 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
         self._look(again=True)
         return self.is_running()
+
+    def over(self) -> bool:
+        """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
+        return self._why_closed is not None or not (self._more() if self._runner is None else self._runner.running)
 
     def _look(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""

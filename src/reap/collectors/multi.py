@@ -159,7 +159,7 @@ class MultiCollector(BaseCollector):
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
-        maker = WriterMaker(Way.of(options), about, buffer.transforms)
+        maker = WriterMaker(Way.of(options), about, buffer.transforms, options.timeout)
         dumps(maker, "postproc, a hook or a transform of the replay buffer")
         return {"writer": maker, "buffer": fds}
 

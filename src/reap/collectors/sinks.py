@@ -180,10 +180,12 @@ class WriterMaker:
     way: Way
     description: Any
     transforms: Sequence[Any]
+    timeout: float | None
 
-    def __call__(self, fds: Sequence[int]) -> Writer:
-        """With the buffer's descriptors as they are there."""
+    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
+        """For this worker, with the buffer's descriptors as they are there."""
         buffer = ReplayBuffer.open(fds, self.description)
+        buffer.watch(self.timeout, worker)
         for transform in self.transforms:
             buffer.append_transform(transform)
         return Writer(self.way, buffer)

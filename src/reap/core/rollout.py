@@ -11,7 +11,7 @@ about 2–4 µs. Flags are cleared, trajectory ids and versions written once per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from reap.core.env import Env
 from reap.core.exploration import exploring
 from reap.core.ledger import Ledger
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
+from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
-from reap.spec import EnvSpec, Key, Leaf, show
+from reap.spec import READY, EnvSpec, Key, Leaf, show
 
 
 class RolloutLoop:
@@ -173,18 +173,23 @@ def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[
     return [leaf.column(lanes) for leaf in observation.values()]
 
 
-RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version"}
+RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version", FRAME[-1]}
+
+
+def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
+    """Raise if an observation has a name that a batch uses for something else, or one of `more`."""
+    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action or key in more]
+    if taken:
+        raise SpecMismatch(
+            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
+        )
 
 
 def columns_of(
     spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
-    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action]
-    if taken:
-        raise SpecMismatch(
-            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
-        )
+    check_names(spec, {READY} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
     taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action]
     if taken:

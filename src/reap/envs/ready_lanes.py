@@ -21,10 +21,12 @@ import torch
 
 from reap.core.env import Env, Rows
 from reap.core.memory import carry_of
+from reap.core.rollout import check_names
 from reap.core.slot import Layout, Row, Slot
+from reap.core.stream import ENV_INDEX
 from reap.envs.crew import Crew
 from reap.envs.lane_host import STEP
-from reap.errors import UsageError
+from reap.errors import SpecMismatch, UsageError
 from reap.spec import READY, Key, Leaf
 
 
@@ -42,6 +44,11 @@ class ReadyLanes(Env):
         self._each = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in crew.bounds]
         spec = crew.spec
+        try:
+            check_names(spec, {READY, ENV_INDEX})
+        except SpecMismatch:
+            crew.close()
+            raise
         self._show(spec.observation)
         self.spec = dataclasses.replace(
             spec,
