@@ -203,6 +203,9 @@ def test_a_module_of_a_package_and_the_processes_it_spawns(tmp_path):
         (["-h"], 0, "python -m reap.compat -m package.module"),
         ([], 2, "which script?"),
         (["-m"], 2, "which module?"),
+        (["-m", "nowhere.train"], 2, "no module named 'nowhere.train'"),
+        (["-m", "leaves", "--help"], 5, "help of the script"),
+        (["-m", "package"], 0, "package.__main__ package __main__"),
         (["--hlep"], 2, "no option '--hlep'"),
         (["nowhere.py"], 2, "can't open file 'nowhere.py'"),
         (["leaves.py", "--help"], 5, "help of the script"),
@@ -210,6 +213,11 @@ def test_a_module_of_a_package_and_the_processes_it_spawns(tmp_path):
 )
 def test_the_command_line(arguments, code, said, tmp_path):
     write(tmp_path / "leaves.py", "import sys; assert sys.argv[1:] == ['--help']; print('help of the script'); exit(5)")
+    write(tmp_path / "package" / "__init__.py", "")
+    write(
+        tmp_path / "package" / "__main__.py",
+        "import sys; print(__spec__.name, __package__, sys.modules[__name__].__name__)",
+    )
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == code
     assert said in done.stdout + done.stderr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import os
 import runpy
 import sys
-from importlib.machinery import SourceFileLoader
-from types import ModuleType
-from typing import NoReturn
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
 
 import reap.compat
 
@@ -34,30 +35,51 @@ def main(arguments: list[str]) -> None:
     _hand_on()
     sys.argv = arguments
     if module:
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        return
-    script = arguments[0]
-    if os.path.isdir(script) or script.endswith((".zip", ".pyz")):
-        runpy.run_path(script, run_name="__main__")
-        return
+        _run_module(arguments[0])
+    elif os.path.isdir(arguments[0]) or arguments[0].endswith((".zip", ".pyz")):
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        _run_script(arguments[0])
+
+
+def _run_script(script: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))  # as Python does: what lies beside it can be imported
-    _run(script)
-
-
-def _run(script: str) -> None:
-    """Run the file as `__main__`, and leave it there: threads and what runs at the exit look for it, too."""
     try:
         with open(script, "rb") as file:
             source = file.read()
     except OSError as error:
         _refuse(f"can't open file {script!r}: {error.strerror}\n")
+    code = compile(source, script, "exec", dont_inherit=True)
+    _run(code, __file__=script, __loader__=SourceFileLoader("__main__", script), __spec__=None, __package__=None)
+
+
+def _run_module(name: str) -> None:
+    spec = _found(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _found(f"{name}.__main__")
+    code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
+    if spec is None or code is None:
+        _refuse(f"no module named {name!r} that can be run\n")
+    sys.argv[0] = str(spec.origin)
+    _run(code, __file__=spec.origin, __loader__=spec.loader, __spec__=spec, __package__=spec.parent)
+
+
+def _found(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise  # a package on the way is there, and fails
+
+
+def _run(code: CodeType, **attributes: Any) -> None:
+    """Run this as `__main__`, and leave it there: threads and what runs at the exit look for it, too."""
     main = ModuleType("__main__")
-    main.__file__ = script
-    main.__loader__ = SourceFileLoader("__main__", script)
-    vars(main).update(__builtins__=builtins, __cached__=None, __annotations__={})
+    vars(main).update(__builtins__=builtins, __cached__=None, **attributes)
     sys.modules["__main__"] = main
-    exec(compile(source, script, "exec", dont_inherit=True), vars(main))
+    exec(code, vars(main))
 
 
 def _refuse(why: str) -> NoReturn:
