@@ -180,7 +180,6 @@ def test_torchrls_own_schemes_are_taken(kind, name, strategy, after):
     collector = kind([env], policy, frames_per_batch=4, weight_sync_schemes={"policy": scheme})
     collector.update_policy_weights_(Constant(3.0))
     assert collector.next()["action"].unique().tolist() == [after]
-    assert collector.options.weight_sync_schemes["policy"].strategy == strategy
     collector.shutdown()
 
 
