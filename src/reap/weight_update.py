@@ -9,6 +9,8 @@
 
 >>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
 ...                    weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
+
+TorchRL's own schemes of these names are taken, too.
 """
 
 from __future__ import annotations
@@ -60,6 +62,18 @@ class WeightSyncScheme:
             )
         scheme: WeightSyncScheme = globals()[_NAMES[backend]](**options)
         return scheme
+
+
+def as_scheme(given: Any) -> Any:
+    """Return reap's scheme for one of TorchRL's own, and anything else as it is.
+
+    A subclass is not taken for the class: what it overrides would never be called.
+    """
+    kind = type(given)
+    if not kind.__module__.startswith("torchrl.weight_update") or kind.__name__ not in _NAMES.values():
+        return given
+    options = {"per_worker_weights": True} if getattr(given, "per_worker_weights", False) else {}
+    return globals()[kind.__name__](given.strategy_str, getattr(given, "sync", True), **options)
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):

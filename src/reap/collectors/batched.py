@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
-from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
 from reap.core.slot import VERSION
@@ -162,7 +162,7 @@ class AsyncBatchedCollector(Collector):
         if self._version_key is None and options.setdefault("track_policy_version", False):
             raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
         cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
-        if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
+        if not listed(create_env_fn) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
         if policy is not None and options.get("policy_factory") is not None:
             raise WrongArgument("give policy or policy_factory, not both")

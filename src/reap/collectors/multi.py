@@ -25,7 +25,7 @@ from reap.buffers.replay import ReplayBuffer
 from reap.children import dumps
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector, Part
-from reap.collectors.options import Options, read_options, signature
+from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
@@ -96,7 +96,7 @@ class MultiCollector(BaseCollector):
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
         frames = _frames(asked, count, sync=bool(self._sync))
-        if isinstance(asked, (list, tuple)):
+        if listed(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.interruptor is not None or settings.return_same_td:
@@ -467,7 +467,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
@@ -491,7 +491,7 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
     ):
         raise WrongArgument(f"num_workers must be a whole number ≥ 1, got {num_workers!r}")
-    if isinstance(create_env_fn, (list, tuple)):
+    if listed(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")
         return len(create_env_fn), list(create_env_fn)
@@ -502,7 +502,7 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
     """One value per worker."""
-    if not isinstance(value, (list, tuple)):
+    if not listed(value):
         return [value] * count
     if len(value) != count:
         raise SpecMismatch(f"{name} holds {len(value)} values for {count} workers")
@@ -511,7 +511,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     """Frames each worker makes per batch."""
-    if isinstance(value, (list, tuple)):
+    if listed(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from tensordict.nn import InteractionType
 from reap.core.exploration import exploration_type
 from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument, nearest
-from reap.weight_update import Road, WeightSyncScheme
+from reap.weight_update import Road, WeightSyncScheme, as_scheme
 
 _LEGACY = {
     "devices": "device",
@@ -86,7 +86,7 @@ class Options:
         num_sub_threads: torch threads of each worker.
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
-        weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
+        weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
             In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
@@ -211,6 +211,9 @@ class Options:
             raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
         schemes = self.weight_sync_schemes
         if schemes is not None:
+            if isinstance(schemes, Mapping):
+                schemes = {model: as_scheme(scheme) for model, scheme in schemes.items()}
+                object.__setattr__(self, "weight_sync_schemes", schemes)
             if not isinstance(schemes, Mapping) or not all(isinstance(s, WeightSyncScheme) for s in schemes.values()):
                 raise WrongArgument(f"weight_sync_schemes must map 'policy' to a scheme, got {schemes!r}")
             if set(schemes) - {"policy"}:
@@ -298,6 +301,11 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     if given.get("frames_per_batch") is None:
         raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
     return Options(**given)
+
+
+def listed(value: Any) -> bool:
+    """Whether this is a list with an entry for each worker: Python's own, or a configuration file's."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def signature(init: Callable[..., Any], *, without: Set[str] = frozenset()) -> inspect.Signature:

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import mark_truncated, processed
 from reap.core.device import DeviceLayout, DeviceSlot
@@ -51,7 +51,7 @@ class Collector(BaseCollector):
         if backend == "direct":
             return super().__new__(cls)
         rest = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if count not in (None, len(create_env_fn)):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
@@ -65,7 +65,7 @@ class Collector(BaseCollector):
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise UsageError(
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"

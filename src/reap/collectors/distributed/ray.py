@@ -15,6 +15,7 @@ from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.options import listed
 from reap.collectors.sinks import Sink, Way, Writer
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 
@@ -61,7 +62,7 @@ class RayCollector(FarCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
         count = options.get("num_collectors")
-        if isinstance(create_env_fn, (list, tuple)) and count not in (None, len(create_env_fn)):
+        if listed(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
@@ -136,7 +137,7 @@ class RayCollector(FarCollector):
             collector_kwargs: none: options are as they were.
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
-        makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+        makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
         inside = 1 if self._team is None else self._team.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
@@ -203,7 +204,7 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
-    elif not isinstance(configs, (list, tuple)):
+    elif not listed(configs):
         raise WrongArgument(f"remote_configs must be a mapping for Ray's options(), or a list of them, got {configs!r}")
     else:
         each = list(configs)
