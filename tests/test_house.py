@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "children", "cores", "interrupts", "threads", "weight_update"},
+    {"errors", "spec", "seeding", "trajectories", "weight_update"}
+    | {"children", "pickling", "process_state", "cores", "interrupts", "threads"},
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 
 from reap.collectors.options import Options
@@ -14,18 +13,8 @@ from reap.core.env import Env
 from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
+from reap.pickling import Parcel
 from reap.weights.local import load, placed
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """Something already packed for another process, packed once however many workers it is for."""
-
-    data: bytes
-
-    def open(self) -> Any:
-        """What is inside."""
-        return cloudpickle.loads(self.data)
 
 
 @dataclass(frozen=True)
@@ -33,13 +22,13 @@ class EnvMaker:
     """Builds a worker's env."""
 
     source: Any
-    kwargs: Mapping[str, Any] | None
+    kwargs: Parcel | Mapping[str, Any] | None
     limit: int | None
 
     def __call__(self) -> Env:
         """The env, with its limit."""
-        source = self.source.open() if isinstance(self.source, Parcel) else self.source
-        return as_env(source, self.kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
+        source, kwargs = (one.open() if isinstance(one, Parcel) else one for one in (self.source, self.kwargs))
+        return as_env(source, kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
 
 
 @dataclass(frozen=True)

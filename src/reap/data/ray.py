@@ -24,8 +24,8 @@ from torch import Tensor
 from reap.backends.ray import CLUSTER, engine
 from reap.buffers.feed import Feed
 from reap.buffers.replay import ReplayBuffer
-from reap.children import dumps
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
+from reap.pickling import dumps
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
+from reap.children import BOOT, Child, Raised, StartMethod, end, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -48,6 +48,7 @@ from reap.envs.lane_host import (
 )
 from reap.errors import ReapError, WorkerSilent
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
@@ -107,11 +108,11 @@ class ProcessLanes(Env):
             raise
 
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
-        theirs, bell = os.pipe()
-        reply, answer = os.pipe()
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
-        target = dumps(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        theirs, bell = os.pipe()  # last: what cannot be packed leaves nothing open
+        reply, answer = os.pipe()
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
             fds += self._wires(n, len(makers)) if self._wires is not None else ()

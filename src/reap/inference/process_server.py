@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
+from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import Key
 from reap.weights import local
 
@@ -77,7 +78,9 @@ class ProcessInferenceServer:
         self._lock = threading.Lock()
         self._heard: deque[bytes] = deque()
         self._asked = _MADE
-        target = dumps(functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy")
+        target = pack(
+            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
+        )
         self._child = Child(target, start=start_method, name="reap-inference")
         try:
             self._answer(
