@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
     {"errors", "spec", "seeding", "trajectories", "weight_update"}
-    | {"children", "pickling", "process_state", "cores", "interrupts", "threads"},
+    | {"children", "forks", "pickling", "process_state", "cores", "interrupts", "threads"},
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},

@@ -47,6 +47,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NoReturn
 
 from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap.forks import guard
 from reap.pickling import Parcel, dumps, received_fds, send_fds
 from reap.process_state import adopt, finish_sharing, state_for_child
 
@@ -285,7 +286,7 @@ class Child:
 
     def __init__(
         self,
-        target: Parcel,
+        target: Parcel | bytes,
         *,
         fds: Sequence[int] = (),
         start: StartMethod = "forkserver",
@@ -293,10 +294,13 @@ class Child:
     ) -> None:
         if start not in ("forkserver", "spawn"):
             raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
+        target = Parcel(target) if isinstance(target, bytes) else target
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
+        self._elsewhere = False  # this is a copy of it, in a fork
+        guard(self)
         self._own = _Seedbed(()) if start == "spawn" else None
         seedbed = self._own or _common_seedbed()
         ours, theirs = socket.socketpair()
@@ -315,20 +319,26 @@ class Child:
         self.line.say(state_for_child())
         self.line.say(target.data)
 
+    def in_fork(self, why: str) -> None:
+        """Its words are the parent's to hear: nothing is read or signalled from here."""
+        self._elsewhere, self._pid = True, self._pid or 0
+
     @property
     def pid(self) -> int:
         """Its number; 0 if it never lived. Waits until the seedbed has forked it."""
-        with self._word_lock:
-            if self._pid is None:
-                self._pid = self._word() or 0
-            return self._pid
+        if self._pid is None:
+            with self._word_lock:
+                self._pid = self._word() or 0 if self._pid is None else self._pid
+        return self._pid
 
     def _word(self) -> int | None:
         data = os.read(self.sentinel, _WORD.size)
         return None if len(data) < _WORD.size else int(_WORD.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        """Whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
+        if self._elsewhere:
+            return True
         with self._word_lock:
             if self.sentinel < 0 or self.exitcode is not None:
                 return True

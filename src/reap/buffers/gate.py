@@ -16,6 +16,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 
+from reap.forks import renew
+
 _gates: weakref.WeakValueDictionary[tuple[int, int], Gate] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 
@@ -27,7 +29,7 @@ class Gate:
         self.fd, self._fds = fd, [fd]
         self._threads, self._depth = threading.RLock(), 0
         self._mine: set[int] = set()
-        self._pid = os.getpid()
+        renew(self, _threads=threading.RLock, _depth=int, _mine=set)  # a fork keeps what we remember, not what we hold
 
     def __del__(self) -> None:
         for fd in self._fds:
@@ -50,8 +52,6 @@ class Gate:
 
     def claim(self, entry: int) -> bool:
         """Say that the writer of `entry` lives. False if another process says so. Inside `locked` only."""
-        if self._pid != os.getpid():  # a fork keeps what we remember, not what we hold
-            self._mine, self._pid = set(), os.getpid()
         if entry in self._mine:
             return False
         try:

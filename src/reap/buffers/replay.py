@@ -36,6 +36,7 @@ from reap.buffers.runs import Marker
 from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
 from reap.buffers.storages import LazyTensorStorage, Storage
 from reap.errors import Starved, UsageError, WrongArgument, WrongState
+from reap.forks import renew
 from reap.spec import AnyKey, Key, as_key, show
 
 _MASK: Key = ("collector", "mask")
@@ -107,6 +108,7 @@ class ReplayBuffer:
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
         self._prefetch, self._last = prefetch or 0, False
         self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
+        renew(self, _sampling=threading.RLock, _pool=lambda: None)  # rows are shared with forks; threads are not
 
     # ---- writing ------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from reap.collectors.background import ended_by
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, WrongState
+from reap.forks import guard
 from reap.spec import AnyKey
 from reap.threads import join
 from reap.weights.local import load
@@ -128,6 +129,14 @@ class Evaluator:
         self._queue: deque[tuple[Any, int | None]] = deque()
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
+        self._elsewhere: str | None = None  # why it is not this process's own
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: its thread is not here, and its workers are its owner's."""
+        self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
+        self._thread, self._left = None, 0
+        self._queue.clear()
 
     # ---- asking ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +177,7 @@ class Evaluator:
         return self._next(timeout)
 
     def _next(self, timeout: float | None) -> dict[str, Any] | None:
+        self._own()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
             if not self._results:
@@ -306,7 +316,12 @@ class Evaluator:
         if collector is not None:
             collector.shutdown()
 
+    def _own(self) -> None:
+        if self._elsewhere is not None:
+            raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
+
     def _open(self) -> None:
+        self._own()
         if self._closed:
             raise WrongState("this Evaluator is closed; make a new one")
 

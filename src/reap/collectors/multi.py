@@ -238,6 +238,7 @@ class MultiCollector(BaseCollector):
         return FreeRunner(self._process, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
+        self._open()
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()

@@ -47,6 +47,7 @@ from reap.envs.lane_host import (
     serve,
 )
 from reap.errors import ReapError, WorkerSilent
+from reap.forks import guard, refuse
 from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
@@ -95,6 +96,7 @@ class ProcessLanes(Env):
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
+        guard(self)
         try:
             for n, own in enumerate(makers):
                 self.remotes.append(self._start(n, own, start_method, threads))
@@ -106,6 +108,10 @@ class ProcessLanes(Env):
         except BaseException:
             self.close()
             raise
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes, and what they answer, are its owner's."""
+        refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
 
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
         make = functools.partial(self._host, makers=makers, limit=self._limit)

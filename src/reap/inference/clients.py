@@ -8,7 +8,6 @@ first used, wherever it is then.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import socket
 import threading
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from reap.children import Raised
 from reap.errors import ServerGone, WrongArgument
+from reap.forks import renew
 from reap.inference.requests import Columns, Line, Request
 from reap.spec import Key, as_key, show_keys
 
@@ -112,21 +112,22 @@ class ProcessLine:
     def __init__(self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None) -> None:
         self.in_keys = in_keys
         self._address, self._key = address, key
-        self._open: tuple[int, Connection] | None = None
+        self._open: Connection | None = None
         self._lock = threading.Lock()
+        renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork has a connection of its own
 
     def __reduce__(self) -> Any:
         return ProcessLine, (self._address, self._key, self.in_keys)
 
     def _connection(self) -> Connection:
-        if self._open is not None and self._open[0] == os.getpid():
-            return self._open[1]
+        if self._open is not None:
+            return self._open
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
             one.connect(self._address)
             connection = Connection(one.detach())
         answer_challenge(connection, self._key)
         deliver_challenge(connection, self._key)
-        self._open = os.getpid(), connection
+        self._open = connection
         return connection
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
@@ -148,7 +149,7 @@ class ProcessLine:
     def _hang_up(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
-            opened[1].close()
+            opened.close()
 
     def close(self) -> None:
         self._hang_up()

@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
+from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
@@ -81,6 +82,7 @@ class ProcessInferenceServer:
         target = pack(
             functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
         )
+        guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
         try:
             self._answer(
@@ -91,6 +93,10 @@ class ProcessInferenceServer:
         except BaseException:
             self._close("it could not be started")
             raise
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the process is its owner's."""
+        self._why_closed, self._lock = why, threading.Lock()
 
     def client(self, kind: str = "process", *, policy_version_key: Any = "policy_version") -> PolicyClient:
         """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
