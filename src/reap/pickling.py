@@ -16,6 +16,8 @@ import contextlib
 import copyreg
 import ctypes
 import errno
+import functools
+import io
 import mmap
 import os
 import pickle
@@ -101,6 +103,28 @@ def _pickled(thing: Any, what: str, popen: _Popen | None) -> bytes:
         raise UsageError(f"{what} cannot be sent to another process: {cause}") from cause
     finally:
         context.set_spawning_popen(before)
+
+
+def shared_in(thing: Any) -> dict[int, Any]:
+    """What `thing` holds of descriptors and what processes share, by id: a memo for `copy.deepcopy`, which keeps it.
+
+    A copy of a connection would have its number too, and close it.
+    """
+    found: dict[int, Any] = {}
+    kinds = _table().keys()
+
+    class Finder(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, one: Any) -> str | None:
+            if isinstance(one, Tensor):
+                return "a tensor"  # copied as it always is
+            if type(one) in kinds or any(c.__module__.startswith("multiprocessing.") for c in type(one).__mro__):
+                found[id(one)] = one
+                return "shared"
+            return None
+
+    with contextlib.suppress(Exception):  # what else it cannot copy is the copy's to tell
+        Finder(io.BytesIO()).dump(thing)
+    return found
 
 
 # ---- descriptors on their way -------------------------------------------------------------------------------------
@@ -235,11 +259,28 @@ def _table() -> dict[type, Callable[[Any], Any]]:
         # Python's own of functions are cloudpickle's affair; torch's would share every tensor, ours those that are.
         if reducer.__module__ != reduction.__name__ and kind.__module__.partition(".")[0] != "torch"
     }
+    for (module, name), prepare in _prepared.items():
+        if (kind := getattr(sys.modules.get(module), name, None)) is not None:
+            found[kind] = functools.partial(_reduce_prepared, prepare)
     return found | _OURS
 
 
+_prepared: dict[tuple[str, str], Callable[[Any], None]] = {}
+
+
+def before_packing(module: str, name: str, prepare: Callable[[Any], None]) -> None:
+    """Call `prepare` with what is of this class when it is packed for processes of this machine."""
+    _prepared[module, name] = prepare
+
+
+def _reduce_prepared(prepare: Callable[[Any], None], thing: Any) -> Any:
+    prepare(thing)
+    return thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
 def _guarded(reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    needs_descriptors = reducer.__module__.partition(".")[0] == "multiprocessing" or reducer in _OF_DESCRIPTORS
+    of_python = getattr(reducer, "__module__", "").partition(".")[0] == "multiprocessing"
+    needs_descriptors = of_python or reducer in _OF_DESCRIPTORS
 
     def reduce(thing: Any) -> Any:
         if _here.popen is not None:

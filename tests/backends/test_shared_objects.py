@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
+import os
 import pickle
 import socket
 import threading
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing
+from tensordict import TensorDict
 
 from reap.collectors import AsyncCollector, Collector, Evaluator, MultiSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
@@ -365,3 +368,108 @@ def test_what_cannot_travel_is_refused_by_name_before_anything_starts(where, tmp
         for thing in (binary, text, closed):
             with pytest.raises(UsageError, match=rf"{name}.* cannot be sent to another process"):
                 HOLDING[where](thing)
+
+
+class Counted(torch.nn.Module):
+    """A policy that counts its calls where others see it."""
+
+    def __init__(self, calls, end=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+        self.calls, self.end = calls, end
+
+    def forward(self, observation):
+        with self.calls.get_lock():
+            self.calls.value += 1
+        if self.end is not None:
+            self.end.send("hello")
+        return _still(observation)
+
+
+def test_a_policy_and_a_policy_factory_may_hold_a_value():
+    calls = multiprocessing.Value("i", 0)
+    for given in ({"policy": Counted(calls)}, {"policy_factory": lambda: Counted(calls)}):
+        before = calls.value
+        with MultiSyncCollector(["CartPole-v1"] * 2, frames_per_batch=8, total_frames=8, **given) as collector:
+            list(collector)
+            assert calls.value >= before + 8
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_an_evaluator_copies_its_policy_but_not_what_that_shares(backend):
+    calls, (ours, theirs) = multiprocessing.Value("i", 0), multiprocessing.Pipe()
+    policy = Counted(calls, theirs)
+    with Evaluator("CartPole-v1", policy, num_trajectories=1, backend=backend) as evaluator:
+        evaluator.evaluate()
+    assert calls.value > 0
+    assert ours.recv() == "hello"
+    del evaluator
+    gc.collect()
+    theirs.send("still open")
+
+
+def test_an_inference_server_of_another_process_may_hold_a_value():
+    calls = multiprocessing.Value("i", 0)
+    with ProcessInferenceServer(lambda: Counted(calls)) as server:
+        server.client()(TensorDict({"observation": torch.zeros(4)}))
+    assert calls.value == 1
+
+
+def test_workers_do_not_write_into_the_trainers_shared_weights():
+    """Parameters and buffers come by version, also where the trainer keeps them in shared memory."""
+    policy = Counted(multiprocessing.Value("i", 0)).share_memory()
+    for given in ({"policy": policy}, {"policy_factory": lambda: policy}):
+        with MultiSyncCollector(["CartPole-v1"], frames_per_batch=4, total_frames=-1, **given) as collector:
+            collector.next()
+            collector.update_policy_weights_({"weight": torch.tensor(3.0), "scale": torch.tensor(5.0)})
+            collector.next()
+            assert collector.get_cached_weights()["scale"] == 5
+            assert (policy.weight.item(), policy.scale.item()) == (0, 1)
+            policy.weight.data.fill_(7.0)
+            collector.next()
+            assert collector.get_cached_weights()["weight"] == 3
+            policy.weight.data.zero_()
+
+
+def test_shared_tensors_are_shared_and_others_copied():
+    shared, own = torch.zeros(2, 3).share_memory_(), torch.zeros(3)
+    view, td = shared[1:, ::2], TensorDict({"a": torch.zeros(2)}).share_memory_()
+
+    def add(shared, view, own, td):
+        shared += 1
+        view += 10
+        own += 1
+        td["a"].add_(1)
+
+    make = functools.partial(TalkingEnv, add, shared, view, own, td)
+    with MultiSyncCollector([make], frames_per_batch=4, total_frames=4) as collector:
+        assert collected(collector) == [[1, 2, 3, 4]]
+        assert shared.tolist() == [[4, 4, 4], [44, 4, 44]]
+        assert td["a"].tolist() == [4, 4]
+        assert own.tolist() == [0, 0, 0]
+
+
+class Asks(TalkingEnv):
+    """Its reward says whether a variable is there."""
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, float(os.environ.get("REAP_TEST", "-1")), *rest
+
+
+ASKING = {
+    "worker": lambda make: AsyncCollector(make, frames_per_batch=4),
+    "ParallelEnv": lambda make: Collector(ParallelEnv(1, make), frames_per_batch=4),
+    "AsyncEnvPool": lambda make: Collector(AsyncEnvPool([make], backend="multiprocessing"), frames_per_batch=4),
+}
+
+
+@pytest.mark.parametrize("where", ASKING)
+def test_workers_have_the_environment_of_the_moment_they_are_started(where, monkeypatch):
+    for value in (None, "7", None):
+        monkeypatch.delenv("REAP_TEST", raising=False)
+        if value is not None:
+            monkeypatch.setenv("REAP_TEST", value)
+        with ASKING[where](functools.partial(Asks, lambda: None)) as collector:
+            assert collector.next()["next", "reward"].unique().tolist() == [float(value or -1)]

@@ -8,7 +8,6 @@ Every lane contributes equally many episodes, its first ones: lanes with short e
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from reap.errors import UsageError, WrongArgument, WrongState
 from reap.forks import guard
 from reap.spec import AnyKey
 from reap.threads import join
-from reap.weights.local import load
+from reap.weights.local import copied, load
 
 _BUSY = ("skip", "error", "queue")
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
@@ -106,7 +105,7 @@ class Evaluator:
         self._reward, self._done, self._metrics = reward_keys, done_keys, metrics_fn
         self._dump, self._on_result = dump_video, on_result
         self._source = policy
-        self._policy = copy.deepcopy(policy) if policy is not None else policy_factory() if policy_factory else None
+        self._policy = copied(policy) if policy is not None else policy_factory() if policy_factory else None
         options: dict[str, Any] = {
             "frames_per_batch": frames_per_batch or 200,
             "total_frames": -1,

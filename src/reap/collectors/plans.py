@@ -14,7 +14,7 @@ from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
 from reap.pickling import Parcel
-from reap.weights.local import load, placed
+from reap.weights.local import in_own_memory, load, placed
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,14 @@ class PolicyMaker:
     def __call__(self) -> Any:
         """The policy, where it is to act."""
         if self.factory is not None:
-            factory = self.factory.open() if isinstance(self.factory, Parcel) else self.factory
-            made = placed(factory(), self.device)
+            sent = isinstance(self.factory, Parcel)
+            made = self.factory.open()() if sent else self.factory()
+            made = placed(in_own_memory(made) if sent else made, self.device)
             if self.policy is not None:
                 load(made, self.policy.open())
             return made
-        return placed(self.policy.open() if isinstance(self.policy, Parcel) else self.policy, self.device)
+        sent = isinstance(self.policy, Parcel)
+        return placed(in_own_memory(self.policy.open()) if sent else self.policy, self.device)
 
 
 @dataclass(frozen=True)

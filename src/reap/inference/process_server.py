@@ -192,7 +192,7 @@ def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, 
     torch.set_num_threads(threads)
     send(connection, (_HERE, None))  # the factory's time begins
     try:
-        server = InferenceServer(policy_factory=make, **options)
+        server = InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options)
     except Exception as error:
         send(connection, (_MADE, Raised.of(error, "policy_factory")))
         return
