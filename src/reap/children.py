@@ -15,8 +15,9 @@ Every way this can end, and what follows:
 - what a child has started itself and left behind is killed with it: a child is a process group;
 - the seedbed is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code.
 
-Nothing of the parent is imported again in a child: targets travel by cloudpickle, so scripts need no main guard, and
-lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left alone.
+Nothing of the parent is imported again in a child: targets travel by cloudpickle (pickling.py), so scripts need no main
+guard, and lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left
+alone; a child has its environment as it is then (process_state.py).
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, NoReturn
 
-import cloudpickle
-
 from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap.forks import guard
+from reap.pickling import Parcel, dumps, received_fds, send_fds
+from reap.process_state import adopt, finish_sharing, state_for_child
 
 StartMethod = Literal["forkserver", "spawn"]
 
@@ -61,17 +63,9 @@ _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
 
 
-def dumps(thing: Any, what: str) -> bytes:
-    """`thing` as bytes for another process; an error that names it if that cannot be."""
-    try:
-        return bytes(cloudpickle.dumps(thing))
-    except Exception as cause:
-        raise UsageError(f"{what} cannot be sent to another process: {cause}") from cause
-
-
 def send(connection: Connection, thing: Any) -> None:
     """Send anything, read by `Line.hear`. Not `connection.send`: that would share tensors, not send them."""
-    connection.send_bytes(cloudpickle.dumps(thing))
+    connection.send_bytes(dumps(thing, "what a child says"))
 
 
 class Line:
@@ -203,14 +197,14 @@ class Raised:
 
 def _error_bytes(error: BaseException | None) -> bytes:
     try:
-        data = cloudpickle.dumps(error)
-        cloudpickle.loads(data)  # some exceptions can be written but not read
+        data = dumps(error, "an error")
+        pickle.loads(data)  # some exceptions can be written but not read
     except Exception:
         if isinstance(error, ReapError):
             plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
-            return bytes(cloudpickle.dumps(plain))
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
-    return bytes(data)
+            return dumps(plain, "an error")
+        return dumps(RuntimeError(f"{type(error).__name__}: {error}"), "an error")
+    return data
 
 
 # ---- the parent's side --------------------------------------------------------------------------------------------
@@ -292,7 +286,7 @@ class Child:
 
     def __init__(
         self,
-        target: bytes,
+        target: Parcel | bytes,
         *,
         fds: Sequence[int] = (),
         start: StartMethod = "forkserver",
@@ -300,14 +294,16 @@ class Child:
     ) -> None:
         if start not in ("forkserver", "spawn"):
             raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
+        target = Parcel(target) if isinstance(target, bytes) else target
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
+        self._elsewhere = False  # this is a copy of it, in a fork
+        guard(self)
         self._own = _Seedbed(()) if start == "spawn" else None
         seedbed = self._own or _common_seedbed()
         ours, theirs = socket.socketpair()
-        self.line = Line(ours)
         self.sentinel, tell = os.pipe()
         self._stack = anonymous_file("reap-stack")
         try:
@@ -317,23 +313,32 @@ class Child:
         finally:
             theirs.close()
             os.close(tell)
-        self.line.say(pickle.dumps((sys.path, os.getcwd(), name)))
-        self.line.say(target)
+        send_fds(ours, target.fds)  # first: nothing else is on its way yet
+        self.line = Line(ours)
+        self.line.say(name.encode())
+        self.line.say(state_for_child())
+        self.line.say(target.data)
+
+    def in_fork(self, why: str) -> None:
+        """Its words are the parent's to hear: nothing is read or signalled from here."""
+        self._elsewhere, self._pid = True, self._pid or 0
 
     @property
     def pid(self) -> int:
         """Its number; 0 if it never lived. Waits until the seedbed has forked it."""
-        with self._word_lock:
-            if self._pid is None:
-                self._pid = self._word() or 0
-            return self._pid
+        if self._pid is None:
+            with self._word_lock:
+                self._pid = self._word() or 0 if self._pid is None else self._pid
+        return self._pid
 
     def _word(self) -> int | None:
         data = os.read(self.sentinel, _WORD.size)
         return None if len(data) < _WORD.size else int(_WORD.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        """Whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
+        if self._elsewhere:
+            return True
         with self._word_lock:
             if self.sentinel < 0 or self.exitcode is not None:
                 return True
@@ -531,13 +536,13 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
         signal.signal(signal.SIGTERM, functools.partial(_goodbye, os.getpid()))
         sys.unraisablehook = _swallowed
+        parcel = Parcel(b"", received_fds(connection_fd))
         connection = Connection(connection_fd)
-        path, directory, name = pickle.loads(connection.recv_bytes())
-        sys.path[:] = path
-        with contextlib.suppress(OSError):
-            os.chdir(directory)
-        _rename(name)
-        target: Callable[[Connection, Sequence[int]], None] = cloudpickle.loads(connection.recv_bytes())
+        _rename(connection.recv_bytes())
+        adopt(connection.recv_bytes())
+        parcel.data = connection.recv_bytes()
+        target: Callable[[Connection, Sequence[int]], None] = parcel.open()
+        del parcel
         target(connection, fds)
         code = 0
     except (Goodbye, EOFError, ConnectionError):  # told to go, or nobody is there any more
@@ -548,6 +553,8 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
         traceback.print_exc()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with contextlib.suppress(Exception):
+            finish_sharing(_GRACE)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -572,9 +579,9 @@ def _swallowed(what: Any) -> None:
         sys.__unraisablehook__(what)
 
 
-def _rename(name: str) -> None:
+def _rename(name: bytes) -> None:
     """What `ps` shows (Linux)."""
-    _prctl(15, name.encode()[:15])  # PR_SET_NAME
+    _prctl(15, name[:15])  # PR_SET_NAME
 
 
 _PDEATHSIG = 1

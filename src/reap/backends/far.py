@@ -30,10 +30,11 @@ from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
 from reap.backends.remote import Remote
-from reap.children import BOOT, Child, dumps
+from reap.children import BOOT, Child
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
+from reap.pickling import pack_bytes
 from reap.weights.shared import Packing, SharedWeights
 
 _GRACE = 2.0  # seconds a worker may live when its road is over
@@ -242,7 +243,7 @@ class FarBackend(ProcessBackend):
         """A process of this machine for each, with memory for weights; known, and so ended, from its first moment."""
         self._near = self._file("weights")
         for index, target in enumerate(targets):
-            packed, name = dumps(target, "a worker"), f"reap-worker-{index}"
+            packed, name = pack_bytes(target, "a worker"), f"reap-worker-{index}"
             self._children.append(Child(packed, fds=[self._near.fd], start=self._start_method, name=name))
         for child in self._children:
             child.line.finish()

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import cloudpickle
 from torch import Tensor, nn
 
-from reap.children import Raised, dumps
+from reap.children import Raised
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
+from reap.pickling import dumps
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing

@@ -35,11 +35,12 @@ from reap.backends.control import ALL, NOWHERE, Control
 from reap.backends.host import Answer, Full, Writer
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, Child, Raised, StartMethod, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.seeding import chain
 from reap.spec import Key
 from reap.weight_update import Road
@@ -114,7 +115,7 @@ class ProcessBackend:
             ProcessJob(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
             for w, plan in enumerate(self._plans)
         ]
-        targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
+        targets = [pack(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
         self.control = Control(control, count)
         self.control.step[:] = self.control.lane[:] = NOWHERE
@@ -139,6 +140,7 @@ class ProcessBackend:
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
             self._flush(remote)
+        del jobs[:], targets[:], self._plans[:]  # and with them our duplicates of the descriptors in them
         for remote, about in zip(self.workers, self._answers(self.workers, FIRST, grace=BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)

@@ -27,6 +27,7 @@ from reap.children import Raised, send, settle
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.pickling import dumps
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -133,7 +134,7 @@ class _Host(Host):
     def _fill(self, slot: Slot) -> None:
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
-        self._connection.send_bytes(cloudpickle.dumps(full) if full.loose else pickle.dumps(full))
+        self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)

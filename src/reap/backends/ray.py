@@ -28,9 +28,10 @@ from reap.backends.far_worker import FarJob, News, Order
 from reap.backends.mail import MailStation
 from reap.backends.process import DEADLINE, FIRST, OWN_SLOTS
 from reap.backends.remote import Remote
-from reap.children import BOOT, dumps, until_ready
+from reap.children import BOOT, until_ready
 from reap.core.shared import SharedSlots
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
+from reap.pickling import dumps
 
 _ASKED = 2  # news asked for at a time: one is fetched while another is read
 _GROUPS = {"orders": 1, "news": 1, "weights": 1}  # calls of a group follow one another, groups run side by side

@@ -36,8 +36,9 @@ from reap.backends.rpc_worker import (
     send,
 )
 from reap.backends.stores import loopback_store
-from reap.children import dumps, end
+from reap.children import end
 from reap.errors import UsageError, WorkerDied
+from reap.pickling import dumps
 
 THREADS = 2  # an agent needs at least: one waits for news, and orders must pass
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more

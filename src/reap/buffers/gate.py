@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from reap.errors import WorkerSilent
+from reap.forks import renew
 
 _LAP = 0.0005  # seconds between looks at somebody who is waited for: another process, there is nothing to wait on
 _ONCE = 0.1  # seconds that one look counts for at most: more pass only while this process is stopped itself
@@ -43,8 +44,8 @@ class Gate:
         self.fd, self._fds = fd, [fd]
         self._threads, self._depth = threading.RLock(), 0
         self._mine: set[int] = set()
-        self._pid = os.getpid()
         self.patience: float | None = None  # seconds this process waits for somebody else; None: as long as it takes
+        renew(self, _threads=threading.RLock, _depth=int, _mine=set)  # a fork keeps what we remember, not what we hold
 
     def __del__(self) -> None:
         for fd in self._fds:
@@ -90,8 +91,6 @@ class Gate:
 
     def claim(self, entry: int) -> bool:
         """Say that the writer of `entry` lives. False if another process says so. Inside `locked` only."""
-        if self._pid != os.getpid():  # a fork keeps what we remember, not what we hold
-            self._mine, self._pid = set(), os.getpid()
         if entry in self._mine:
             return False
         try:

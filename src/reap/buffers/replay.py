@@ -38,6 +38,7 @@ from reap.buffers.samplers import RandomSampler, Sampler, nothing
 from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
 from reap.errors import NoSpace, ReapError, SpecMismatch, Starved, UsageError, WrongArgument, WrongIndex, WrongState
+from reap.forks import renew
 from reap.spec import Key, Leaf, as_key, show
 
 MASK: Key = ("collector", "mask")
@@ -116,6 +117,7 @@ class ReplayBuffer:
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
         self._prefetch, self._last = prefetch, False
         self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
+        renew(self, _sampling=threading.RLock, _pool=lambda: None)  # rows are shared with forks; threads are not
 
     # ---- writing ------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from reap.core.exploration import exploration_type
 from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.forks import guard
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -53,6 +54,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     options: Options
     requested_frames_per_batch: int
     _backend: Backend
+    _elsewhere: str | None = None  # why it is not this process's own
 
     def _prepare(self, options: Options) -> None:
         self.options = options
@@ -61,6 +63,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._version = 0
         self._why_closed: str | None = None
         self._busy = False
+        guard(self)
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
         if isinstance(self.replay_buffer, ReplayBuffer):
@@ -336,6 +339,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
+        self._check_owner()
         return follow(self, attr_path)(*args, **kwargs)
 
     def get_distant_attr(self, attr: str) -> Any:
@@ -436,6 +440,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _look(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
+        self._check_owner()
         runner = self._runner
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
@@ -467,6 +472,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
         `timeout`: seconds to wait for a thread in the background that is in the middle of a step (5 by default).
         """
+        if self._elsewhere is not None:  # its owner's to end
+            return
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
@@ -483,6 +490,15 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """`shutdown`, by the name it has for collectors that run in the background."""
         self.shutdown(timeout, close_env, raise_on_error)
+
+    def _check_owner(self) -> None:
+        """Refuse where this is a copy, in a fork."""
+        if self._elsewhere is not None:
+            raise WrongState(f"this {type(self).__name__} cannot be used here: {self._elsewhere}")
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
+        self._elsewhere = why
 
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:

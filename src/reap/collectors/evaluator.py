@@ -9,7 +9,6 @@ In this process no more than these are played, if the env is stepped step by ste
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -34,9 +33,10 @@ from reap.core.env import Env
 from reap.core.paths import follow
 from reap.envs.accept import as_env, is_env
 from reap.errors import UsageError, WrongArgument, WrongState
+from reap.forks import guard
 from reap.spec import AnyKey, Key
 from reap.threads import join
-from reap.weights.local import load
+from reap.weights.local import copied, load
 
 _BUSY = ("skip", "error", "queue")
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
@@ -157,12 +157,20 @@ class Evaluator:
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
         self._steps = 0  # of evaluations that were given no number
+        self._elsewhere: str | None = None  # why it is not this process's own
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: its thread is not here, and its workers are its owner's."""
+        self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
+        self._thread, self._left = None, 0
+        self._queue.clear()
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
         """A copy of the policy, or what the factory makes, of the env if it asks for it."""
         if factory is None:
-            return copy.deepcopy(policy)
+            return copied(policy)
         if not _takes_one(factory):
             return factory()
         given = _made(env)
@@ -222,6 +230,7 @@ class Evaluator:
         return self._next(timeout)
 
     def _next(self, timeout: float | None) -> dict[str, Any] | None:
+        self._own()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
             if not self._results:
@@ -373,7 +382,12 @@ class Evaluator:
         if collector is not None:
             collector.shutdown()
 
+    def _own(self) -> None:
+        if self._elsewhere is not None:
+            raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
+
     def _open(self) -> None:
+        self._own()
         if self._closed:
             raise WrongState("this Evaluator is closed; make a new one")
 

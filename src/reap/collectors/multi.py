@@ -22,16 +22,16 @@ from reap.backends.control import together
 from reap.backends.free import FreeRunner
 from reap.backends.process import ProcessBackend
 from reap.buffers.replay import ReplayBuffer
-from reap.children import dumps
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector, Part
 from reap.collectors.options import Options, listed, read_options, signature
-from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
+from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.pickling import dumps, pack, pack_bytes
 from reap.trajectories import FINAL
 
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
@@ -56,6 +56,7 @@ class MultiCollector(BaseCollector):
     """
 
     _sync: bool | None = None
+    _pack = staticmethod(pack)  # how what users give is packed for the workers
 
     def __new__(
         cls,
@@ -160,26 +161,29 @@ class MultiCollector(BaseCollector):
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
         maker = WriterMaker(Way.of(options), about, buffer.transforms, options.timeout)
-        dumps(maker, "postproc, a hook or a transform of the replay buffer")
+        pack(maker, "postproc, a hook or a transform of the replay buffer")
         return {"writer": maker, "buffer": fds}
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        packed = {id(make): Parcel(dumps(for_workers(make), "create_env_fn")) for make in makers}
+        packed = {id(make): self._pack(for_workers(make), "create_env_fn") for make in makers}
+        given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
+        kwargs = {key: self._pack(one, "create_env_kwargs") for key, one in given.items()}
+        self._pack(workers[0].init_fn, "init_fn")
         ours = None
         if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = Parcel(dumps(policy, "policy"))
+            ours = self._pack(policy, "policy")
         elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
-            ours = Parcel(dumps({k: v.detach().cpu() for k, v in policy.state_dict().items()}, "policy"))
+            ours = pack_bytes({k: v.detach().cpu() for k, v in policy.state_dict().items()}, "policy")
         elif policy is not None:
             raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
-        made = {key: Parcel(dumps(factory, "policy_factory")) for key, factory in factories.items()}
+        made = {key: self._pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
         for options, make, size in zip(workers, makers, frames):
             device, _ = options.devices
-            env = EnvMaker(packed[id(make)], options.create_env_kwargs, options.max_frames_per_traj)
+            env = EnvMaker(packed[id(make)], kwargs.get(id(options.create_env_kwargs)), options.max_frames_per_traj)
             acting = PolicyMaker(ours, made.get(id(options.policy_factory)), device)
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
@@ -234,6 +238,7 @@ class MultiCollector(BaseCollector):
         return FreeRunner(self._process, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
+        self._open()
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()

@@ -101,6 +101,7 @@ class Collector(BaseCollector):
         return self._inline.worker.env
 
     def get_distant_attr(self, attr: str) -> Any:
+        self._check_owner()
         return follow(self, attr)
 
     def map_fn(
@@ -109,6 +110,7 @@ class Collector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
+        self._check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
         return [follow(self, method_name)(*args, **kwargs)]
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from reap.backends.ray import CLUSTER, engine
 from reap.buffers.feed import Feed
 from reap.buffers.replay import ReplayBuffer
-from reap.children import dumps
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
+from reap.forks import guard
+from reap.pickling import dumps
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
 
@@ -183,6 +184,7 @@ class RayReplayBuffer(_Client):
         self.batch_size, self.feed, self._limiter = options.get("batch_size"), Feed(), options.get("limiter")
         ray = CLUSTER.enter(ray_init_config or {})
         self._open = True
+        guard(self)
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
         try:
             made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
@@ -234,6 +236,10 @@ class RayReplayBuffer(_Client):
         if not self._open:
             raise WrongState("this RayReplayBuffer is closed; make a new one")
         return super()._ask(method, *arguments)
+
+    def in_fork(self, why: str) -> None:
+        """The actor is its owner's to end."""
+        self._open = False
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the actor, and its rows with it. May be called twice."""

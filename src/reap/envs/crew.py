@@ -23,6 +23,7 @@ from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.lane_host import BEGIN, DRAW, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.forks import guard, refuse
 from reap.spec import EnvSpec, Key, Leaf
 
 _TOKENS = 200
@@ -78,6 +79,11 @@ class Crew(abc.ABC):
     def __init__(self) -> None:
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: whoever steps the lanes is not here, or its owner's."""
+        refuse(self, ("ring", "answered", "begin", "settle", "expect"), why)
 
     @property
     def away(self) -> int:

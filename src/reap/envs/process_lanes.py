@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
+from reap.children import BOOT, Child, Raised, StartMethod, end, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -49,7 +49,9 @@ from reap.envs.lane_host import (
     serve,
 )
 from reap.errors import ReapError, WorkerSilent
+from reap.forks import guard, refuse
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
@@ -97,6 +99,7 @@ class ProcessLanes(Env):
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
+        guard(self)
         try:
             for n, own in enumerate(makers):
                 self.remotes.append(self._start(n, own, start_method, threads))
@@ -109,12 +112,16 @@ class ProcessLanes(Env):
             self.close()
             raise
 
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes, and what they answer, are its owner's."""
+        refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
+
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
-        theirs, bell = os.pipe()
-        reply, answer = os.pipe()
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
-        target = dumps(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        theirs, bell = os.pipe()  # last: what cannot be packed leaves nothing open
+        reply, answer = os.pipe()
         fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
         try:
             fds += self._wires(n, len(makers)) if self._wires is not None else ()

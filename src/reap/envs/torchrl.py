@@ -24,12 +24,30 @@ from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
+from reap.pickling import before_packing
 from reap.spec import Key
 
 
 def is_torchrl(source: Any) -> bool:
     """Whether this is an env of TorchRL's."""
     return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
+
+
+def _share_state(creator: Any) -> None:
+    """Have what an `EnvCreator` gives to all its envs in shared memory, as it is asked to: statistics of a VecNorm."""
+
+    def share(state: Any) -> None:
+        for value in state.values():
+            if isinstance(value, Mapping):
+                share(value)
+            elif isinstance(value, torch.Tensor):
+                value.share_memory_()  # type: ignore[no-untyped-call]
+
+    if getattr(creator, "_share_memory", True):
+        share(creator.state_dict())
+
+
+before_packing("torchrl.envs.env_creator", "EnvCreator", _share_state)
 
 
 def torchrl_lanes(

@@ -8,7 +8,6 @@ first used, wherever it is then.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from reap.children import Raised
 from reap.errors import ServerGone, WrongArgument
+from reap.forks import renew
 from reap.inference.requests import Columns, Line, Request
 from reap.listener import PATIENCE, Refused, dial
 from reap.spec import Key, as_key, show_keys
@@ -114,17 +114,18 @@ class ProcessLine:
     def __init__(self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None) -> None:
         self.in_keys = in_keys
         self._address, self._key = address, key
-        self._open: tuple[int, Connection] | None = None
+        self._open: Connection | None = None
         self._lock = threading.Lock()
+        renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork has a connection of its own
 
     def __reduce__(self) -> Any:
         return ProcessLine, (self._address, self._key, self.in_keys)
 
     def _connection(self) -> Connection:
-        if self._open is not None and self._open[0] == os.getpid():
-            return self._open[1]
+        if self._open is not None:
+            return self._open
         connection = Connection(dial(self._address, self._key, SERVICE).socket.detach())
-        self._open = os.getpid(), connection
+        self._open = connection
         return connection
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
@@ -151,7 +152,7 @@ class ProcessLine:
     def _hang_up(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
-            opened[1].close()
+            opened.close()
 
     def close(self) -> None:
         self._hang_up()

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
+from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
+from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import Key
 from reap.weights import local
 
@@ -77,7 +79,10 @@ class ProcessInferenceServer:
         self._lock = threading.Lock()
         self._heard: deque[bytes] = deque()
         self._asked = _MADE
-        target = dumps(functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy")
+        target = pack(
+            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
+        )
+        guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
         try:
             self._answer(
@@ -88,6 +93,10 @@ class ProcessInferenceServer:
         except BaseException:
             self._close("it could not be started")
             raise
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the process is its owner's."""
+        self._why_closed, self._lock = why, threading.Lock()
 
     def client(self, kind: str = "process", *, policy_version_key: Any = "policy_version") -> PolicyClient:
         """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
@@ -183,7 +192,7 @@ def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, 
     torch.set_num_threads(threads)
     send(connection, (_HERE, None))  # the factory's time begins
     try:
-        server = InferenceServer(policy_factory=make, **options)
+        server = InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options)
     except Exception as error:
         send(connection, (_MADE, Raised.of(error, "policy_factory")))
         return

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from reap.errors import ReapError, ServerGone
+from reap.forks import guard
 from reap.spec import Key
 
 Columns = Mapping[Key, Tensor]
@@ -58,6 +59,12 @@ class Line:
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._next = 0
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Nobody is here who would answer."""
+        self._changed, self._closed = threading.Condition(), f"the inference server cannot be asked from here: {why}"
+        self._waiting.clear()
 
     @property
     def clients(self) -> int:

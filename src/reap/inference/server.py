@@ -33,6 +33,7 @@ from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
 from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
 from reap.inference.requests import Columns, Line, Request
@@ -113,6 +114,13 @@ class InferenceServer:
         self._desk: Desk | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
+        self._elsewhere: str | None = None  # why it is not this process's own
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: its thread is not here, and its socket its owner's."""
+        self._elsewhere = self._why_closed = why
+        self._thread = self._desk = None
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -193,6 +201,8 @@ class InferenceServer:
 
         Waits for the batch that is being computed; returns the new version.
         """
+        if self._elsewhere is not None:
+            raise WrongState(f"this InferenceServer cannot be used here: {self._elsewhere}")
         if not isinstance(self.policy, nn.Module):
             raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
         given = self._source if weights is None else weights

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from reap.errors import SpecMismatch, WrongArgument, nearest
+from reap.pickling import shared_in
 
 _EXTRA = "_extra_state"
 
@@ -79,7 +80,27 @@ def placed(policy: Any, device: torch.device | None) -> Any:
     tensors = [*policy.parameters(), *policy.buffers()]
     if all(_same_device(t.device, device) for t in tensors):
         return policy
-    return copy.deepcopy(policy).to(device).requires_grad_(False)
+    return copied(policy).to(device).requires_grad_(False)
+
+
+def copied(policy: Any) -> Any:
+    """A deep copy, but for what `multiprocessing` shares between processes: both have the same of that."""
+    return copy.deepcopy(policy, shared_in(policy))
+
+
+def in_own_memory(policy: Any) -> Any:
+    """The policy, its parameters and buffers out of any memory that other processes see: they are written to here."""
+    if isinstance(policy, nn.Module):
+        own: dict[int, torch.UntypedStorage] = {}  # tensors that lie in one storage still do
+        for tensor in (*policy.parameters(), *policy.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    own[storage.data_ptr()] = cast(Any, storage).clone()
+                mine = own[storage.data_ptr()]
+                view = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(mine, *view)
+    return policy
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

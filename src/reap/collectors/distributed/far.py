@@ -14,6 +14,7 @@ from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.sinks import Sink
 from reap.errors import UsageError, WrongArgument
+from reap.pickling import pack_bytes
 
 
 class FarCollector(MultiCollector):
@@ -31,6 +32,7 @@ class FarCollector(MultiCollector):
         **options: see `reap.collectors.options.Options`.
     """
 
+    _pack = staticmethod(pack_bytes)  # descriptors stay on this machine
     _own: ClassVar[Mapping[str, Any]] = {}  # options of this road, and what they are by default
 
     def __init__(

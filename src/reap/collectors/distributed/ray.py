@@ -10,7 +10,6 @@ from typing_extensions import Self
 
 from reap.backends.far import FarBackend
 from reap.backends.ray import RayBackend
-from reap.children import dumps
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.far import FarCollector
@@ -18,6 +17,7 @@ from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.options import listed
 from reap.collectors.sinks import Sink, Way, Writer
 from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.pickling import dumps
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
 _ELSEWHERE = {
