@@ -189,7 +189,7 @@ class Host:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
         worker = self.worker
         try:
-            found = follow(SimpleNamespace(policy=worker.model, env=worker.env, worker_idx=self.index), path)
+            found = follow(SimpleNamespace(policy=worker.model, env=worker.env.as_given, worker_idx=self.index), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)

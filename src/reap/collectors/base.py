@@ -355,7 +355,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._of_first(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the lanes being stepped; of several workers, the first one's."""
+        """An attribute of the env; of several workers, the first one's."""
         return self._of_first(f"env.{attr}")
 
     def _of_first(self, path: str) -> Any:

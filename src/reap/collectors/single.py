@@ -15,7 +15,6 @@ from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import mark_truncated, processed
 from reap.core.device import DeviceLayout, DeviceSlot
-from reap.core.env import Env
 from reap.core.paths import each_call, follow
 from reap.core.policy import RandomPolicy
 from reap.core.ragged import assembler
@@ -96,9 +95,12 @@ class Collector(BaseCollector):
         return self._inline.worker.model
 
     @property
-    def env(self) -> Env:
-        """The lanes being stepped."""
-        return self._inline.worker.env
+    def env(self) -> Any:
+        """The env as you gave it, if it is one of TorchRL's; else the lanes being stepped.
+
+        Moved by hand between two batches (`collector.env.reset()`), it begins new episodes with the next one.
+        """
+        return self._inline.worker.env.as_given
 
     def get_distant_attr(self, attr: str) -> Any:
         return follow(self, attr)
