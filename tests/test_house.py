@@ -13,9 +13,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "children", "cores", "interrupts", "threads", "weight_update"},
+    {"errors", "spec", "seeding", "trajectories", "children", "cores", "interrupts", "threads"},
     {"core"},
     {"weights"},
+    {"weight_update"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "modules"},
     {"testing", "cli", "compat", "join"},

@@ -329,7 +329,7 @@ def test_wrong_arguments():
         (UsageError, "weight_recv_schemes", {"weight_recv_schemes": {"policy": RayWeightSyncScheme()}}),
         (UsageError, "max_weight_update_interval", {"max_weight_update_interval": 0}),
         (UsageError, "update_after_each_batch", {"update_after_each_batch": True, "max_weight_update_interval": 3}),
-        (UsageError, "collector_kwargs", {"collector_kwargs": {"frames_per_batch": 3}}),
+        (UsageError, "collector_kwargs", {"collector_kwargs": 3}),
         (UsageError, "preemptive_threshold", {"preemptive_threshold": 0.5, "sync": True}),
         (WrongArgument, "return_same_td", {"replay_buffer": buffer, "return_same_td": True}),
     ):

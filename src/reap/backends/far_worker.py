@@ -219,7 +219,7 @@ class Station(Host):
         seed_process(job.entropy)
         if job.init is not None:
             job.init()
-        super().__init__(job.plan, job.index, job.workers, job.writer)
+        super().__init__(job, job.plan, job.writer)
         self._road, self._weights, self._at_least = road, weights, 0
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
@@ -237,7 +237,7 @@ class Station(Host):
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
         full = self._full(number, slot, self._collect(slot, random=random))
-        if self._writer is None:
+        if self.writer is None:
             self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
             self._slots.put(slot)

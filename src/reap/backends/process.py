@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,18 +31,19 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.host import Answer, Full, Writer
+from reap.backends.host import Answer, Full, Hooks, Writer
+from reap.backends.joined import joined
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
+from reap.errors import ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
 from reap.spec import Key
 from reap.weight_update import Road
-from reap.weights.local import fitting
+from reap.weights.local import as_named, fitting
 from reap.weights.shared import SharedWeights
 
 DEADLINE = 5.0  # seconds within which `close` has ended every worker
@@ -73,13 +73,14 @@ class ProcessBackend:
         road: Road | None = None,
         writer: Callable[[Sequence[int]], Writer] | None = None,
         buffer: Sequence[int] = (),
+        hooks: Hooks | None = None,
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
         self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
-        self._threads, self._init, self._start_method = threads, init, start_method
+        self._threads, self._init, self._start_method, self._hooks = threads, init, start_method, hooks
         self._random_frames, self._road = random_frames, road
         self._writer, self._buffer = writer, tuple(buffer)  # workers write their rollouts themselves, through these
         self.wanted: float = ALL  # frames that may still be asked for, where they are written as they are made
@@ -110,10 +111,8 @@ class ProcessBackend:
     def _start(self) -> None:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
-        jobs = [
-            ProcessJob(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
-            for w, plan in enumerate(self._plans)
-        ]
+        like_all = self._threads, self._init, self._hooks, self._enough < count, self._writer
+        jobs = [ProcessJob(w, count, plan, int(entropy[w]), *like_all) for w, plan in enumerate(self._plans)]
         targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
         self.control = Control(control, count)
@@ -455,16 +454,17 @@ class ProcessBackend:
         """New weights for all workers, or for some; returns their version."""
         if self._road == "none":
             return self.version
-        per_worker = isinstance(weights, dict) and bool(weights) and all(isinstance(k, int) for k in weights)
-        if per_worker and worker_ids is not None:
+        given = self._source if weights is None else weights
+        per_worker = isinstance(given, dict) and bool(given) and all(isinstance(k, int) for k in given)
+        if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        chosen = list(weights) if per_worker else list(range(len(self.workers)) if worker_ids is None else worker_ids)
+        every = list(given) if per_worker else list(range(len(self.workers)))
+        chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
         unknown = [w for w in chosen if not 0 <= w < len(self.workers)]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
-        given = self._source if weights is None else weights
         for w in chosen:
             if not self.workers[w].about.weighs:
                 raise WrongState("this policy has no weights to update")
@@ -492,7 +492,10 @@ class ProcessBackend:
             about = self.workers[w].about
             if about.packing is not None:
                 fitting(given, about.packing.shapes, about.needed)
-            calls[w] = (self._parcel(w, dumps(given, "weights")), version)
+            calls[w] = (
+                self._parcel(w, dumps(as_named(given), "weights")),
+                version,
+            )  # a module may hold what cannot travel
         self.call("load_weights", calls)
 
     def _parcel(self, worker: int, data: bytes) -> Any:
@@ -509,6 +512,16 @@ class ProcessBackend:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
             raise
+
+    def set_hooks(self, new: Mapping[str, Any]) -> None:
+        """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`."""
+        packed = dumps(dict(new), " and ".join(new))
+        self.call("hooks", self.everyone(packed))
+        before, after = self._hooks or (None, None)
+        self._hooks = (
+            new.get("pre_collect_hook", before),
+            new.get("post_collect_hook", after),
+        )  # for those who come later
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
@@ -581,17 +594,3 @@ class ProcessBackend:
                 remote.frames = int(own[w].get("frames", 0)) + frames
                 remote.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-
-
-def joined(layouts: Sequence[Layout]) -> Layout:
-    """One layout with the lanes of all."""
-    first = layouts[0]
-    for w, layout in enumerate(layouts):
-        for key in {**first.columns, **layout.columns}:
-            one, other = first.columns.get(key), layout.columns.get(key)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
-        if layout.steps != first.steps:
-            raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
-    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
-    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)

@@ -347,7 +347,7 @@ class RayBackend(FarBackend):
         remote.working.clear()
         remote.free.close()
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
-        job = replace(self._jobs[remote.index], entropy=int(entropy))
+        job = replace(self._jobs[remote.index], entropy=int(entropy), hooks=self._hooks)
         actor = self._actor(job)
         remote.move(actor, *self._places([job], [actor]))
         (remote.about,) = self._answers([remote], FIRST, grace=BOOT)

@@ -21,6 +21,14 @@ from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
+from reap.weights.local import load
+
+_FRONT_DOOR = {  # where it runs: by annotation
+    "backend": "str | None",
+    "num_collectors": "int | None",
+    "sync": "bool | None",
+    "backend_options": "Mapping[str, Any] | None",
+}
 
 
 class Collector(BaseCollector):
@@ -36,12 +44,16 @@ class Collector(BaseCollector):
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
         policy: a TensorDictModule, a module or function of observations, or None for random actions.
+        backend: where it collects: "direct" (here, the default), "process", "distributed", "ray", "rpc" or "submitit".
+        num_collectors: how many workers, with another backend than "direct"; by itself it means "process".
+        sync: with workers: True: a batch holds a rollout of every one. False (the default): of one, whoever is first.
+        backend_options: further arguments of the collector over that backend, as a mapping.
         **options: see `reap.collectors.options.Options`.
     """
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
-        named = options.keys() & _FRONT_DOOR
+        named = options.keys() & _FRONT_DOOR.keys()
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
@@ -80,14 +92,18 @@ class Collector(BaseCollector):
             Steps(settings.frames_per_batch),
             device,
         )
-        self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td, road=settings.road)
+        first = settings.first_weights if policy is None else None
+        source = policy if first is None else first
+        self._inline = InlineBackend(plan, source=source, same_slot=settings.return_same_td, road=settings.road)
         self._backend = self._inline
         self._inline.start()
+        if first is not None:
+            load(self._inline.worker.model, first)
         self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
 
     for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made, without=WORKERS_ONLY)  # type: ignore[union-attr]
+        _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]
 
     @property
     def policy(self) -> Any:
@@ -177,7 +193,6 @@ class Collector(BaseCollector):
         )
 
 
-_FRONT_DOOR = {"backend", "num_collectors", "sync", "backend_options"}
 _BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"} | {
     name: name for name in ("distributed", "ray", "rpc", "submitit")
 }

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from reap.backends.far import FarBackend
 from reap.backends.process import ProcessBackend
 from reap.collectors.base import BaseCollector
+from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
@@ -27,7 +28,7 @@ class FarCollector(MultiCollector):
         max_weight_update_interval: send them when this many batches were delivered since they were last sent.
         collector_class: what runs in a worker: "single" or `Collector` (the default), a loop; "sync" or
             `MultiSyncCollector`, "async" or `MultiAsyncCollector`: `num_workers_per_collector` processes.
-        collector_kwargs: further options, as a mapping.
+        collector_kwargs: further options, as a mapping; or a list of them, one for each worker.
         **options: see `reap.collectors.options.Options`.
     """
 
@@ -58,14 +59,7 @@ class FarCollector(MultiCollector):
         self._sent_at = 0
         self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
         self._team = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
-        collector_kwargs = options.pop("collector_kwargs", None)
-        if collector_kwargs is not None:
-            if not isinstance(collector_kwargs, Mapping):
-                raise WrongArgument(f"collector_kwargs must be a mapping, got {type(collector_kwargs).__name__}")
-            twice = [key for key in collector_kwargs if key in options or key in ("sync", *self._given)]
-            if twice:
-                raise UsageError(f"collector_kwargs holds {twice[0]!r}, which is an argument of its own")
-            options.update(collector_kwargs)
+        options, self._each = merged(options, options.pop("collector_kwargs", None), ("sync", *self._given))
         super().__init__(create_env_fn, policy, sync=sync, **options)
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
