@@ -15,6 +15,7 @@ from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.core.slot import Layout, Slot
+from reap.core.stats import Episodes
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
 from reap.spec import Key
@@ -79,6 +80,7 @@ class Full:
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
+    episodes: Episodes | None = None  # that ended in it, by the clock of `span`
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class Host:
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         stats, version = worker.stats.summary(), worker.loop.version
-        return Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span)
+        ended = worker.stats.ended_since()
+        return Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span, ended)
 
     def _forget(self) -> None:
         """What is held back belongs to the time before."""

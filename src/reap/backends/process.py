@@ -32,12 +32,13 @@ import torch
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
 from reap.backends.host import Answer, Full, Hooks, Writer
-from reap.backends.joined import joined
+from reap.backends.joined import joined, joined_finals
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
-from reap.core.slot import Finals, Layout, Pool, Slot
+from reap.core.slot import Pool, Slot
+from reap.core.stats import EpisodeWindow
 from reap.errors import ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
@@ -87,6 +88,8 @@ class ProcessBackend:
         self._halted = False
         self.version = 0
         self.workers: list[Remote] = []
+        self.former: list[Remote] = []  # who they were, once it is closed
+        self.episodes = EpisodeWindow()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
@@ -181,6 +184,7 @@ class ProcessBackend:
             return  # a fork of the process that owns the workers
         with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
             workers, self.workers = self.workers, []
+            self.former = workers or self.former
             self._end(workers)
             if hasattr(self, "_selector"):
                 self._selector.close()
@@ -244,6 +248,8 @@ class ProcessBackend:
             if isinstance(message, Full):
                 remote.working.discard(message.slot)
                 remote.stats = message.stats
+                if message.episodes is not None:  # the last moment of a rollout is, by our clock, now
+                    self.episodes.add(message.episodes, shift=time.perf_counter() - message.span[1])
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
                 if self.on_rollout is not None:
@@ -345,7 +351,9 @@ class ProcessBackend:
         arrays = self._pool.lend(slot)
         for key in parts[0].loose:
             arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
-        return Rollout(arrays, slot.layout, frames, version, finals=self._finals(parts, slot.layout))
+        lanes = [remote.about.layout.lanes for remote in self.workers]
+        finals = joined_finals([part.finals for part in parts], lanes, slot.layout)
+        return Rollout(arrays, slot.layout, frames, version, finals=finals)
 
     def _wait_for_all(self) -> None:
         while len(self._arrived) < len(self.workers):
@@ -362,18 +370,6 @@ class ProcessBackend:
     def _apart(self, remote: Remote, full: Full) -> Rollout:
         arrays = {**remote.slots.slot(full.slot).copied(), **full.loose}
         return Rollout(arrays, remote.about.layout, full.frames, full.version, worker=remote.index)
-
-    def _finals(self, parts: Sequence[Full], layout: Layout) -> Finals | None:
-        if any(part.finals is None for part in parts):
-            return None
-        first = np.cumsum([0, *(remote.about.layout.lanes for remote in self.workers)])
-        return Finals(
-            lane=np.concatenate([part.finals.lane + start for part, start in zip(parts, first)]),
-            step=np.concatenate([part.finals.step for part in parts]),
-            values={k: np.concatenate([part.finals.values[k] for part in parts]) for k in parts[0].finals.values},
-            steps=layout.steps,
-            size=layout.batch_size,
-        )
 
     def _take_first(self) -> Rollout:
         if self._writer is not None:

@@ -188,7 +188,8 @@ class _Host(Host):
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
-            words.finish(index, frames, self._size, self.worker.stats.summary())
+            stats = self.worker.stats
+            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
 
     @property
     def _size(self) -> int:

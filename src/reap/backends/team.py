@@ -154,7 +154,11 @@ class _Crew:
         return rollout.frames
 
     def summary(self) -> dict[str, Any]:
-        return together([remote.stats for remote in self._backend.workers if remote.stats])
+        return together([remote.stats for remote in self._backend.workers], self._backend.episodes)
+
+    def ended_since(self) -> Any:
+        """Episodes of all of them."""
+        return self._backend.episodes.ended_since()
 
     @property
     def version(self) -> int:

@@ -353,12 +353,14 @@ class MultiCollector(BaseCollector):
         self._ask(lambda: self._process.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
-        """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
+        """Counts so far, and means over the last hundred episodes of all workers; `workers` "aggregate", "per_worker"
+        (counts of each, means over its own last hundred) or "both". Asks nobody: workers report with each batch.
+        """
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         self.is_running()  # counts what is made in the background, and raises what went wrong there
-        remotes = self._process.workers
-        alive = sum(not remote.child.gone() for remote in remotes)
+        remotes = self._process.workers or self._process.former
+        alive = sum(not remote.child.gone() for remote in self._process.workers)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
             found |= {
@@ -369,7 +371,7 @@ class MultiCollector(BaseCollector):
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
                 "dropped_frames": self._dropped,
-                **together([remote.stats for remote in remotes if remote.stats]),
+                **together([remote.stats for remote in remotes], self._process.episodes),
             }
         if workers != "aggregate":
             for remote, size in zip(remotes, self._sizes):

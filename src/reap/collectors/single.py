@@ -165,12 +165,15 @@ class Collector(BaseCollector):
         """
         self._look()
         return {
+            "workers": 1,
+            "workers_alive": int(self._why_closed is None),
             "frames": self._frames,
             "batches": self._batches,
             "total_frames": self.options.total,
             "completed": self._frames >= self.options.total,
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self._version,
+            "dropped_frames": 0,
             **self._inline.worker.stats.summary(),
         }
 
