@@ -70,8 +70,10 @@ def test_the_buffer_a_worker_writes_to():
 def test_what_may_stop_a_worker():
     with made(preemptive_threshold=0.5) as collector:
         collector.next()
-        assert [one.collection_stopped() for one in collector.get_distant_attr("interruptor")] == [True, True]
-        assert collector.map_fn("interruptor.collection_stopped") == [True, True]
+        for move, stopped in (("stop_collection", True), ("start_collection", False)):
+            collector.map_fn(f"interruptor.{move}")
+            assert [one.collection_stopped() for one in collector.get_distant_attr("interruptor")] == [stopped] * 2
+            assert collector.map_fn("interruptor.collection_stopped") == [stopped] * 2
 
 
 def test_weights_for_each_by_map_fn():

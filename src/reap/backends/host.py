@@ -25,6 +25,12 @@ from reap.weights.shared import Packing
 Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # before a rollout, and with each batch
 
 
+def changed(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
+    """These hooks, but for those in `new`, by their names."""
+    before, after = hooks or (None, None)
+    return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
+
+
 class Writer(Protocol):
     """What brings full slots to where they belong."""
 
@@ -224,13 +230,9 @@ class Host:
 
     def do_hooks(self, packed: bytes) -> None:
         """Other hooks from now on: a mapping with those that change."""
-        new = cloudpickle.loads(packed)
-        before, after = self.hooks
-        before, after = new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
+        self._hooks = changed(self.hooks, cloudpickle.loads(packed))
         if self.writer is not None:
-            self.writer.before, self.writer.hook = before, after
-        else:
-            self._hooks = before, after
+            self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()

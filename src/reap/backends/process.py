@@ -31,7 +31,7 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.host import Answer, Full, Hooks, Writer
+from reap.backends.host import Answer, Full, Hooks, Writer, changed
 from reap.backends.joined import joined, joined_finals
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
@@ -39,7 +39,7 @@ from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool, Slot
 from reap.core.stats import EpisodeWindow
-from reap.errors import ReapError, UsageError, WorkerDied, WrongState
+from reap.errors import NotReady, ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
 from reap.spec import Key
@@ -201,13 +201,14 @@ class ProcessBackend:
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def _listen(self, *, first: bool = False, now: bool = False) -> None:
+    def _listen(self, *, first: bool = False, within: float | None = None) -> None:
         """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure.
 
-        `now`: file what is there, and do not wait.
+        `within`: wait so many seconds at most; 0: file what is there.
         """
         if self._failure is None:
-            ready = self._speaking(0 if now else self._patience())
+            waits = [seconds for seconds in (within, self._patience()) if seconds is not None]
+            ready = self._speaking(min(waits, default=None))
             self._interrupts.let_in()
             if self._halted:
                 raise Halted
@@ -425,11 +426,20 @@ class ProcessBackend:
 
         return break_off
 
-    def settle(self) -> tuple[int, int]:
-        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+    def drain(self, within: float | None = None) -> None:
+        """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
+        began, left = time.monotonic(), within
         with self._talking, self._interrupts.held():
             while any(remote.working for remote in self.workers):
-                self._listen()
+                self._listen(within=left)
+                left = None if within is None else max(began + within - time.monotonic(), 0)
+                if left == 0:
+                    raise NotReady(f"workers are still busy after {within} s")
+
+    def settle(self, within: float | None = None) -> tuple[int, int]:
+        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+        with self._talking, self._interrupts.held():
+            self.drain(within)
             found = sum(full.frames for _, full in self._arrived), len(self._arrived)
             slot = self._filled()
             if slot is not None:
@@ -440,7 +450,7 @@ class ProcessBackend:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
         if self._talking.acquire(blocking=False):  # else somebody listens already
             try:
-                self._listen(now=True)
+                self._listen(within=0)
             finally:
                 self._talking.release()
 
@@ -511,13 +521,8 @@ class ProcessBackend:
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`."""
-        packed = dumps(dict(new), " and ".join(new))
-        self.call("hooks", self.everyone(packed))
-        before, after = self._hooks or (None, None)
-        self._hooks = (
-            new.get("pre_collect_hook", before),
-            new.get("post_collect_hook", after),
-        )  # for those who come later
+        self.call("hooks", self.everyone(dumps(dict(new), " and ".join(new))))
+        self._hooks = changed(self._hooks, new)  # of those to come
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from reap.backends.far import FarBackend
 from reap.backends.process import ProcessBackend
+from reap.collectors.background import Paused
 from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
@@ -72,6 +73,28 @@ class FarCollector(MultiCollector):
         """Rollouts come here first, and go into the buffer from here."""
         self._direct = False
         return BaseCollector._make_sink(self)
+
+    def pause(self, timeout: float | None = None, *, resume: bool = True) -> Paused:
+        """Stop collecting in the background; returns when nothing is under way any more, in any worker.
+
+        >>> with collector.pause():
+        ...     buffer.dumps("somewhere")
+
+        Args:
+            timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that.
+            resume: False: stay paused after the block, until `resume()`.
+        """
+        paused = super().pause()
+        try:
+            with self._watching():
+                if self._direct:
+                    self._count(*self._process.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+                else:
+                    self._process.drain(timeout)
+        except BaseException:
+            self.resume()
+            raise
+        return paused if resume else Paused(lambda: None)
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         self._sent_at = self._batches
