@@ -13,10 +13,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "weight_update"}
+    {"errors", "spec", "seeding", "trajectories"}
     | {"children", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "threads"},
     {"core"},
     {"weights"},
+    {"weight_update"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "modules"},
     {"testing", "cli", "compat", "join"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -269,6 +270,42 @@ def test_a_buffer_of_its_own():
         del c, buffer, sample
 
 
+@pytest.mark.parametrize("buffer", ["actor", "here"])
+def test_pause_returns_when_nothing_is_under_way(buffer):
+    """What actors were asked for is made, and in the buffer if they write there themselves."""
+    if buffer == "actor":
+        memory = RayReplayBuffer(storage=lambda: LazyTensorStorage(100_000), batch_size=8)
+    else:
+        memory = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8)
+    c = collect([healthy(), healthy(1)], replay_buffer=memory)
+    c.start()
+    memory.sample()
+    for _ in range(3):
+        with c.pause(timeout=60):
+            assert not any(remote.working for remote in c._ray.workers)
+            stats = c.stats()
+            assert stats["frames"] == memory.write_count
+            assert stats["worker_frames"] >= stats["frames"]
+            assert buffer == "here" or stats["worker_frames"] == stats["frames"]
+            before = c._ray.workers[0].frames
+        while c.stats()["frames"] == stats["frames"]:
+            memory.sample()
+        assert c._ray.workers[0].frames >= before
+    with c.pause(resume=False):
+        pass
+    count = memory.write_count
+    assert c.stats()["frames"] == count
+    c.resume()
+
+    async def end():
+        await c.async_shutdown(shutdown_ray=False)
+
+    asyncio.run(end())
+    assert ray.is_initialized()
+    assert c.stats()["worker_frames"] >= count
+    memory.shutdown() if buffer == "actor" else None
+
+
 @pytest.mark.slow
 def test_a_buffer_of_torchrls():
     """Actors write into it through its own clients."""
@@ -326,12 +363,13 @@ def test_wrong_arguments():
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 2}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
         (UsageError, "'sync'", {"collector_class": "synk"}),
-        (UsageError, "collector_class", {"collector_class": ReplayBuffer}),
+        (TypeError, "collector_class", {"collector_class": ReplayBuffer}),
+        (UsageError, "Own has rollout of its own", {"collector_class": type("Own", (Collector,), {"rollout": print})}),
         (UsageError, "use_env_creator", {"use_env_creator": True}),
         (UsageError, "weight_recv_schemes", {"weight_recv_schemes": {"policy": RayWeightSyncScheme()}}),
         (UsageError, "max_weight_update_interval", {"max_weight_update_interval": 0}),
         (UsageError, "update_after_each_batch", {"update_after_each_batch": True, "max_weight_update_interval": 3}),
-        (UsageError, "collector_kwargs", {"collector_kwargs": {"frames_per_batch": 3}}),
+        (UsageError, "collector_kwargs", {"collector_kwargs": 3}),
         (UsageError, "preemptive_threshold", {"preemptive_threshold": 0.5, "sync": True}),
         (WrongArgument, "return_same_td", {"replay_buffer": buffer, "return_same_td": True}),
     ):

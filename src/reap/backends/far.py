@@ -28,7 +28,8 @@ from torch import Tensor
 from reap.backends.base import Rollout
 from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
-from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
+from reap.backends.joined import joined
+from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend
 from reap.backends.remote import Remote
 from reap.children import BOOT, Child
 from reap.core.shared import SharedFile, SharedSlots
@@ -251,7 +252,8 @@ class FarBackend(ProcessBackend):
     def _job(self, index: int, plan: Any, count: int) -> FarJob:
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
         writer: Any = self._writer  # of this kind needs no descriptors
-        return FarJob(index, count, plan, self._threads, int(entropy), self._init, self._station, writer)
+        like_all = self._threads, self._init, self._hooks, self._station, writer
+        return FarJob(index, count, plan, int(entropy), *like_all)
 
     def _make_words(self, count: int) -> None:
         self.control = Control(self._file("control"), count)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 import torch
@@ -78,6 +79,40 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
             host.worker.close()
 
 
+class _Interruptor:
+    """Whether enough workers are done, so that the others leave it at what they have."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def collection_stopped(self) -> bool:
+        """Asked after every step."""
+        return self._control.stop
+
+    def start_collection(self) -> None:
+        """Rollouts go on to their end."""
+        self._control.stop = False
+
+    def stop_collection(self) -> None:
+        """Rollouts end where they are."""
+        self._control.stop = True
+
+    def __reduce__(self) -> Any:
+        """Seen from another process, it is what it says now."""
+        return _Says, (self.collection_stopped(),)
+
+
+class _Says:
+    """An interruptor as it was when it was asked for."""
+
+    def __init__(self, stopped: bool) -> None:
+        self._stopped = stopped
+
+    def collection_stopped(self) -> bool:
+        """What it said then."""
+        return self._stopped
+
+
 class _Host(Host):
     """A worker and what ties it to the parent."""
 
@@ -92,9 +127,9 @@ class _Host(Host):
             job.init()
         plan = job.plan
         if job.preempted:
-            words = self._control
-            plan = replace(plan, stop=lambda: words.stop)
-        super().__init__(plan, job.index, job.workers, job.writer and partial(job.writer, buffer, job.index))
+            self.interruptor = _Interruptor(self._control)
+            plan = replace(plan, stop=self.interruptor.collection_stopped)
+        super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
@@ -145,16 +180,17 @@ class _Host(Host):
         """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
         if self._resting or self._control.claimed.sum() >= self._control.total:
             return None
-        return 0 if self._writer is not None and self._writer.wanted else _LOOK
+        return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
         words, index = self._control, self._job.index
-        if self._writer is None or not self._writer.wanted:
+        if self.writer is None or not self.writer.wanted:
             return
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
-            words.finish(index, frames, self._size, self.worker.stats.summary())
+            stats = self.worker.stats
+            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
 
     @property
     def _size(self) -> int:
@@ -176,7 +212,7 @@ class _Host(Host):
         self._resting = resting
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        if loaded or self._writer is None:  # what was written to a buffer is there, wanted or not
+        if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
             self._control.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:

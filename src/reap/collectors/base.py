@@ -42,6 +42,7 @@ _SHOWN = (
     "traj_format",
     "trajs_per_batch",
     "worker_idx",
+    "interruptor",
 )
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds a thread in the background has to end
@@ -73,7 +74,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
-        self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
+        self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
         self.postproc = options.postproc
         self._updater = as_updater(options.weight_updater)
         if self._updater is not None and hasattr(self._updater, "register_collector"):
@@ -83,6 +84,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
+        self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
         for name in _SHOWN:
             setattr(self, name, getattr(options, name))
         whole = options.trajs_per_batch is not None and options.replay_buffer is None
@@ -153,9 +155,27 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """What is called before each batch."""
+        return self._before
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._before = hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """What is called with each batch before it is delivered."""
+        return self._after
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        self._after = hook
+
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
-        self.post_collect_hook = hook
+        self._after = hook
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
@@ -183,20 +203,20 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def _finish(self) -> TensorDictBase | None:
         """A batch as it is delivered. Each stage is put down before the next: Ctrl-C in a hook loses none."""
         if not self._taken:
-            if self.pre_collect_hook is not None:
-                self.pre_collect_hook()
+            if self._before is not None:
+                self._before()
             self._fetch()
         if not self._taken:
             return None
         split = self._split if self.options.split_trajs else None
         if self._sink is None:
-            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self._after)
             self._batches += 1
             self._taken = []  # last: between here and `_ready` there is no loop or call in which Ctrl-C could come
             return out
         while self._taken:
             part = self._taken[0]
-            done = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            done = processed(part.batch, split=split, postproc=self.postproc, hook=self._after)
             self._sink.take(done, part.worker)
             self._taken = self._taken[1:]
         self._batches += 1
@@ -360,7 +380,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._of_first(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the lanes being stepped; of several workers, the first one's."""
+        """An attribute of the env; of several workers, the first one's."""
         return self._of_first(f"env.{attr}")
 
     def _of_first(self, path: str) -> Any:
@@ -487,9 +507,13 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             if raise_on_error:
                 raise
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """`shutdown`, by the name it has for collectors that run in the background."""
-        self.shutdown(timeout, close_env, raise_on_error)
+    def async_shutdown(self, *args: Any, **options: Any) -> Ended:
+        """`shutdown`, by the name it has for collectors that run in the background.
+
+        It has ended when this returns. What it returns may be awaited, as scripts do with TorchRL's `RayCollector`.
+        """
+        self.shutdown(*args, **options)
+        return Ended()
 
     def _check_owner(self) -> None:
         """Refuse where this is a copy, in a fork."""
@@ -539,6 +563,13 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.shutdown()
+
+
+class Ended:
+    """Something to await that is over already."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
 
 
 class Part(NamedTuple):

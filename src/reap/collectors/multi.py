@@ -31,8 +31,9 @@ from reap.core.paths import each_call
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
-from reap.pickling import dumps, pack, pack_bytes
+from reap.pickling import Parcel, pack, pack_bytes
 from reap.trajectories import FINAL
+from reap.weights.local import as_named
 
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
 _PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
@@ -57,6 +58,7 @@ class MultiCollector(BaseCollector):
 
     _sync: bool | None = None
     _pack = staticmethod(pack)  # how what users give is packed for the workers
+    _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
 
     def __new__(
         cls,
@@ -105,9 +107,18 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        workers = [dataclasses.replace(settings, **{key: each[key][w] for key in each}) for w in range(count)]
+        if self._each is not None and len(self._each) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(self._each)} mappings for {count} workers")
+        own = self._each or [{}] * count
+        workers = [
+            dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
+        ]
         self._prepare(workers[0])
         self._policy = policy
+        self._there: dict[str, Any] = {}  # hooks that are called in the workers
+        if self._direct or settings.hooks_in_workers:
+            self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
+            self._before = self._after = None
         self._sizes = frames
         self.num_workers = count
         self.create_env_fn = makers
@@ -137,13 +148,14 @@ class MultiCollector(BaseCollector):
         """What workers are told wherever they live."""
         return {
             "sync": bool(self._sync),
-            "source": self._policy if isinstance(self._policy, torch.nn.Module) else None,
+            "source": self._policy if isinstance(self._policy, torch.nn.Module) else settings.first_weights,
             "timeout": settings.timeout,
             "threshold": settings.preemptive_threshold if self._sync else None,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
             "random_frames": settings.random_frames,
             "road": settings.road,
+            "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
         }
 
     def _make_sink(self) -> Sink | None:
@@ -171,20 +183,25 @@ class MultiCollector(BaseCollector):
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._pack(one, "create_env_kwargs") for key, one in given.items()}
         self._pack(workers[0].init_fn, "init_fn")
-        ours = None
+        ours: Sequence[Parcel | None] = [None] * len(workers)
+        first = workers[0].first_weights  # of policies that are made in the workers
         if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = self._pack(policy, "policy")
+            ours = [self._pack(policy, "policy")] * len(workers)
         elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
-            ours = pack_bytes({k: v.detach().cpu() for k, v in policy.state_dict().items()}, "policy")
+            ours = [_packed_weights(policy)] * len(workers)
         elif policy is not None:
             raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
+        elif isinstance(first, dict) and all(isinstance(w, int) for w in first):
+            ours = [_packed_weights(first[w]) if w in first else None for w in range(len(workers))]
+        elif first is not None:
+            ours = [_packed_weights(first)] * len(workers)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
-        for options, make, size in zip(workers, makers, frames):
+        for options, make, size, weights in zip(workers, makers, frames, ours):
             device, _ = options.devices
             env = EnvMaker(packed[id(make)], kwargs.get(id(options.create_env_kwargs)), options.max_frames_per_traj)
-            acting = PolicyMaker(ours, made.get(id(options.policy_factory)), device)
+            acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
 
@@ -243,11 +260,38 @@ class MultiCollector(BaseCollector):
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
 
+    # Hooks are called here, or in the workers: there where these write to a buffer, where `hooks_in_workers` says so,
+    # and those that are assigned.
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """What is called before each rollout; one that is assigned is called in the workers."""
+        return self._there.get("pre_collect_hook") or self._before
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._before = None
+        self._hook_workers(pre_collect_hook=hook)
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """What is called with each batch; one that is assigned is called in the workers, with what each has made."""
+        return self._there.get("post_collect_hook") or self._after
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        self._after = None
+        self._hook_workers(post_collect_hook=hook)
+
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        super().set_post_collect_hook(hook)
-        if self._direct:
-            packed = dumps(hook, "post_collect_hook")
-            self._ask(lambda: self._process.call("hook", self._process.everyone(packed)))
+        self.post_collect_hook = hook
+
+    def _hook_workers(self, **hooks: Any) -> None:
+        for name, hook in hooks.items():
+            if hook is not None and not callable(hook):
+                raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
+        self._ask(lambda: self._process.set_hooks(hooks))
+        self._there |= hooks
 
     def _fetch(self) -> None:
         with self._process.uninterrupted():
@@ -287,6 +331,12 @@ class MultiCollector(BaseCollector):
     ) -> list[Any]:
         self._open()
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
+        if method_name == "update_policy_weights_":  # versions are counted here
+            self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})
+            return [None] * len(calls)
+        if method_name == "reset":  # what was made before it is not delivered any more
+            self.reset()
+            return [None] * len(calls)
         return self._between(lambda: self._process.find(method_name, calls))
 
     def _of_first(self, path: str) -> Any:
@@ -308,12 +358,14 @@ class MultiCollector(BaseCollector):
         self._ask(lambda: self._process.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
-        """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
+        """Counts so far, and means over the last hundred episodes of all workers; `workers` "aggregate", "per_worker"
+        (counts of each, means over its own last hundred) or "both". Asks nobody: workers report with each batch.
+        """
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         self.is_running()  # counts what is made in the background, and raises what went wrong there
-        remotes = self._process.workers
-        alive = sum(not remote.child.gone() for remote in remotes)
+        remotes = self._process.workers or self._process.former
+        alive = sum(not remote.child.gone() for remote in self._process.workers)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
             found |= {
@@ -324,7 +376,7 @@ class MultiCollector(BaseCollector):
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
                 "dropped_frames": self._dropped,
-                **together([remote.stats for remote in remotes if remote.stats]),
+                **together([remote.stats for remote in remotes], self._process.episodes),
             }
         if workers != "aggregate":
             for remote, size in zip(remotes, self._sizes):
@@ -522,6 +574,21 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
         return [_frames(one, 1, sync=sync)[0] for one in value]
     whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
     return [-(-whole // count) if sync else whole] * count
+
+
+def _packed_weights(weights: Any) -> Parcel:
+    """Weights, packed for workers."""
+    named = as_named(weights)
+    plain = {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+    return pack_bytes(plain, "policy")
+
+
+def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The weights in the arguments of one worker's `update_policy_weights_`."""
+    given = [*args, *kwargs.values()]
+    if len(given) != 1:
+        raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")
+    return given[0]
 
 
 def _marked(index: Any, count: int) -> list[int]:

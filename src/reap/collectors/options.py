@@ -22,6 +22,7 @@ _LEGACY = {
     "passing_devices": "storing_device",
     "exploration_mode": "exploration_type",
 }
+_MODELS = ("policy", "env", "postproc")  # that weights can be sent to
 _LATER = {
     "collector_class",
     "weight_recv_schemes",
@@ -36,6 +37,7 @@ WORKERS_ONLY = frozenset(
         "num_sub_threads",
         "num_threads",
         "init_fn",
+        "hooks_in_workers",
         "timeout",
         "start_method",
     }
@@ -87,12 +89,14 @@ class Options:
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
         weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
+            Other models are named by their path, "env.transform[0].module" or "postproc.critic".
             In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
+        hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
     """
 
@@ -138,6 +142,7 @@ class Options:
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+    hooks_in_workers: bool = False
     worker_idx: int | None = None
 
     def __post_init__(self) -> None:
@@ -215,9 +220,13 @@ class Options:
                 schemes = {model: as_scheme(scheme) for model, scheme in schemes.items()}
                 object.__setattr__(self, "weight_sync_schemes", schemes)
             if not isinstance(schemes, Mapping) or not all(isinstance(s, WeightSyncScheme) for s in schemes.values()):
-                raise WrongArgument(f"weight_sync_schemes must map 'policy' to a scheme, got {schemes!r}")
-            if set(schemes) - {"policy"}:
-                raise UsageError(f"weight_sync_schemes names {sorted(schemes)}; this collector has 'policy'")
+                raise WrongArgument(f"weight_sync_schemes must map names of models to schemes, got {schemes!r}")
+            for name in schemes:
+                if str(name).replace("[", ".").split(".")[0] not in _MODELS:
+                    raise UsageError(
+                        f"weight_sync_schemes names {name!r}; a collector has 'policy', and models by their path in "
+                        f"'env' and 'postproc', like 'env.transform[0].module'"
+                    )
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise UsageError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")
         if self.start_method not in ("forkserver", "spawn"):
@@ -257,7 +266,14 @@ class Options:
     @property
     def road(self) -> Road | None:
         """The road for weights that was chosen by hand."""
-        return self.weight_sync_schemes["policy"].road if self.weight_sync_schemes else None
+        scheme = (self.weight_sync_schemes or {}).get("policy")
+        return None if scheme is None else scheme.road
+
+    @property
+    def first_weights(self) -> Any:
+        """The weights a scheme was given for the policy before the collector was made; for all, or a dict by worker."""
+        scheme = (self.weight_sync_schemes or {}).get("policy")
+        return None if scheme is None else scheme.first
 
     @property
     def random_frames(self) -> int:
@@ -308,17 +324,24 @@ def listed(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def signature(init: Callable[..., Any], *, without: Set[str] = frozenset()) -> inspect.Signature:
-    """`init`'s own parameters followed by every option it takes, for `help` and editors."""
+def signature(
+    init: Callable[..., Any], *, without: Set[str] = frozenset(), more: Mapping[str, str] | None = None
+) -> inspect.Signature:
+    """`init`'s own parameters followed by every option it takes, for `help` and editors.
+
+    `more` names keywords, with their annotations, that it takes besides; they are None by default.
+    """
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [
         inspect.Parameter(
             f.name,
-            inspect.Parameter.KEYWORD_ONLY,
+            keyword,
             default=inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default,
             annotation=f.type,
         )
         for f in dataclasses.fields(Options)
         if f.name not in without
     ]
-    return inspect.Signature(own + shown)
+    besides = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in (more or {}).items()]
+    return inspect.Signature(own + shown + besides)

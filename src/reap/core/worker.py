@@ -196,6 +196,7 @@ class Worker(AnyWorker):
             self.loop.fill(slot, policy)
         else:
             self._fill_sorted(slot, self.sorter, policy)
+        self.env.driver = self.loop.me  # an env that was handed out takes our own steps for somebody's
         self.stats.end()
         slot.state = State.FULL
         return self.stats.frames - before

@@ -21,6 +21,7 @@ from tensordict import TensorDictBase
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import STEP_COUNT, StepLimit
+from reap.envs.torchrl_by_hand import handed_out, taken_back
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
@@ -96,7 +97,12 @@ class WrappedGym(GymLanes):
         super().__init__(envs, categorical=categorical, batched=batched)
         self.outer = outer
 
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
     def close(self) -> None:
+        taken_back(self.outer)
         self.outer.close(raise_if_closed=False)
 
 

@@ -22,6 +22,7 @@ from reap.core.env import Env, Rows
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl_by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl_root import RootPolicy
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import EnvSpec, Key, Leaf, Look, as_key, private, show
@@ -124,6 +125,10 @@ class TorchRLEnv(Env):
             raise AttributeError(name)
         return getattr(self.env, name)
 
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.env, self)
+
     def meet(self, model: Any) -> None:
         """Exploration modules that were made without a spec wait for the env's."""
         for part in model.modules() if isinstance(model, nn.Module) else ():
@@ -132,16 +137,15 @@ class TorchRLEnv(Env):
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """New episodes in `lanes`, unless TorchRL has begun them already."""
-        whole = len(lanes) == self.spec.lanes
+        whole, driver = len(lanes) == self.spec.lanes, self.driver
         try:
             if seeds is not None:
-                self.env.set_seed(int(seeds[0]), static_seed=len(seeds) > 1 and seeds[0] == seeds[1])
-                self.root = self.env.reset()
+                self.root = seeded_reset(self.env, int(seeds[0]), static=len(seeds) > 1 and seeds[0] == seeds[1])
             elif not (self._unused and whole) and not (isinstance(lanes, list) and lanes == self._ended):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        self._unused, self._ended = False, []
+        self._unused, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
         """The root, with marks where it is to be reset."""
@@ -169,6 +173,7 @@ class TorchRLEnv(Env):
         pass
 
     def close(self) -> None:
+        taken_back(self.env)
         self.env.close(raise_if_closed=False)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from reap.errors import SpecMismatch, WrongArgument, nearest
 from reap.pickling import shared_in
 
 _EXTRA = "_extra_state"
+EXTRA_STATE = "__extra_state__"  # where a module's extra state is in a TensorDict of weights
 
 
 def as_named(weights: Any) -> dict[str, Any]:
@@ -24,16 +25,29 @@ def as_named(weights: Any) -> dict[str, Any]:
     if isinstance(weights, nn.Module):
         return named_tensors(weights)
     if isinstance(weights, TensorDictBase):
-        return {".".join(k) if isinstance(k, tuple) else k: v for k, v in weights.items(True, True)}
+        return _named_in(weights)
     if isinstance(weights, Mapping):
         named: dict[str, Any] = {}
         for name, value in weights.items():
-            if isinstance(value, (Mapping, TensorDictBase)):
+            if isinstance(value, (Mapping, TensorDictBase)) and not str(name).endswith(_EXTRA):  # which may be anything
                 named.update({f"{name}.{inner}": v for inner, v in as_named(value).items()})
             else:
                 named[str(name)] = value
         return named
     raise WrongArgument(f"weights must be a module, a TensorDict or a state dict, got {type(weights).__name__}")
+
+
+def _named_in(weights: TensorDictBase, prefix: str = "") -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name in weights.keys():  # noqa: SIM118
+        value = weights.get(name)
+        if name == EXTRA_STATE:
+            named[prefix + _EXTRA] = value.to_dict() if isinstance(value, TensorDictBase) else weights[name]
+        elif isinstance(value, TensorDictBase):
+            named.update(_named_in(value, f"{prefix}{name}."))
+        else:
+            named[prefix + name] = value
+    return named
 
 
 def named_tensors(module: nn.Module) -> dict[str, Any]:
@@ -60,11 +74,16 @@ def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Ite
     return new
 
 
-def load(module: nn.Module, weights: Any) -> None:
-    """Copy `weights` into `module`. Everything is checked before anything is written."""
+def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -> None:
+    """Copy `weights` into `module`. Everything is checked before anything is written.
+
+    `needed` names what they may not leave out; None: any parameter.
+    """
     own = named_tensors(module)
     shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in own.items()}
-    new = fitting(weights, shapes, [name for name, _ in module.named_parameters(remove_duplicate=False)])
+    if needed is None:
+        needed = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    new = fitting(weights, shapes, needed)
     with torch.no_grad():
         for name, value in new.items():
             if name.endswith(_EXTRA):

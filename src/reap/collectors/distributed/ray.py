@@ -177,8 +177,14 @@ class RayCollector(FarCollector):
         super().shutdown(timeout, close_env, raise_on_error)
 
     def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
-        """Counts so far, `restarts` among them. Asks nobody, so there is no `timeout` to wait for."""
-        return {**super().stats(workers), "restarts": self._ray.restarts}
+        """Counts so far, `restarts` and `worker_frames` (made, delivered or not) among them.
+
+        Asks nobody, so there is no `timeout` to wait for.
+        """
+        found = {**super().stats(workers), "restarts": self._ray.restarts}
+        if workers != "per_worker":
+            found["worker_frames"] = sum(remote.frames for remote in self._ray.workers or self._ray.former)
+        return found
 
 
 class RaySyncCollector(RayCollector, MultiSyncCollector):

@@ -17,8 +17,8 @@ from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
 from reap.backends.ray import engine
-from reap.pickling import dumps
 from reap.errors import UsageError, WrongState
+from reap.pickling import dumps
 from reap.spec import AnyKey
 from reap.weights.local import load
 
