@@ -23,10 +23,11 @@ import torch
 
 from reap.backends.control import NOWHERE, Control
 from reap.backends.host import Host, Job, Writer
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.fork_server import settle
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -27,6 +27,7 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import SpecMismatch, UsageError
+from reap.fork_server import settle
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step

@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reap.children import MOST_FDS
 from reap.core.slot import Row
 from reap.envs.crew import Crew, Makers
 from reap.envs.hand_host import ANSWER, RAISED, HandHost
 from reap.envs.lane_host import BELL, FDS, PING
 from reap.envs.process_lanes import ProcessLanes, Remote
 from reap.errors import ReapError, UsageError
+from reap.fork_server import MOST_FDS
 from reap.spec import Key, Leaf
 
 MOST_HANDS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe

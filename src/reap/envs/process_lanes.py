@@ -187,7 +187,7 @@ class ProcessLanes(Env):
 
     def _name(self, remote: Remote) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
-        return f"of {lanes} (pid {remote.child.pid})"
+        return f"of {lanes}{remote.child.label}"
 
     def _named(self, error: ReapError, remote: Remote) -> ReapError:
         if error.lane is not None:

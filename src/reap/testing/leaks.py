@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reap.children import kept_seedbed
+from reap.fork_server import is_resource_tracker
 
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -60,6 +61,8 @@ def _descendants(ancestor: int) -> set[int]:
     for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, task.read_text().split()):
+                if is_resource_tracker(pid):
+                    continue  # Python's own, one for all processes of a program
                 below = _descendants(pid)
                 if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
                     found |= {pid} | below
