@@ -178,7 +178,7 @@ class Raised:
     text: str
 
     @classmethod
-    def of(cls, error: Exception, doing: str = "") -> Raised:
+    def of(cls, error: BaseException, doing: str = "") -> Raised:
         """The message for what was just caught; foreign errors are told as raised by `doing`."""
         if not isinstance(error, ReapError):
             foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
@@ -304,12 +304,12 @@ def kept_seedbed() -> tuple[int, int] | None:
     return None if _common is None or not _common.alive else (_common.process.pid, _common.fileno())
 
 
-_HINTS = {
-    "SIGKILL": " (out of memory, or killed by somebody)",
-    "SIGSEGV": " (a crash in native code)",
-    "SIGTERM": " (somebody asked it to end: a time limit, a job scheduler, or kill)",
-    "SIGHUP": " (somebody asked it to end: a terminal that was closed, or kill)",
-    "SIGQUIT": " (somebody asked it to end)",
+_ENDS = {
+    "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
+    "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
+    "SIGTERM": "was ended by SIGTERM (somebody asked it to: a time limit, a job scheduler, or kill)",
+    "SIGHUP": "was ended by SIGHUP (somebody asked it to: a terminal that was closed, or kill)",
+    "SIGQUIT": "was ended by SIGQUIT (somebody asked it to)",
 }
 
 
@@ -421,7 +421,7 @@ class Child:
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        return f"was killed by {name}{_HINTS.get(name, '')}"
+        return _ENDS.get(name, f"was killed by {name}")
 
     def stack(self, since: int = 0) -> str:
         """What faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""

@@ -55,6 +55,9 @@ class Goodbye(BaseException):
     """Raised in a child by a signal that asks it to end, so that it unwinds and cleans up."""
 
 
+TOLD_TO_GO = (Goodbye, SystemExit)  # whatever else ends a child is an error of what it runs, KeyboardInterrupt included
+
+
 def _ignore(*_: object) -> None:
     """Do nothing about a signal. Not SIG_IGN: programs that an env starts would inherit that."""
 

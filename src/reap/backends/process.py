@@ -240,7 +240,7 @@ class ProcessBackend:
             if message == HELLO:
                 continue
             if isinstance(message, Raised):
-                self._failure = self._failure or message.unpack().at(worker=remote.name)
+                self._failure = self._failure or message.unpack().at(worker=remote.name, **self._place(remote))
                 return
             if isinstance(message, Full):
                 remote.working.discard(message.slot)

@@ -27,7 +27,7 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import SpecMismatch, UsageError
-from reap.fork_server import settle
+from reap.fork_server import TOLD_TO_GO, settle
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
@@ -88,7 +88,9 @@ def serve(
         host.serve(bell)
     except (EOFError, ConnectionError):
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         with contextlib.suppress(OSError):
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)

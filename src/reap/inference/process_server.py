@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
+from reap.fork_server import TOLD_TO_GO
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
@@ -184,7 +185,9 @@ def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, 
     send(connection, (_HERE, None))  # the factory's time begins
     try:
         server = InferenceServer(policy_factory=make, **options)
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         send(connection, (_MADE, Raised.of(error, "policy_factory")))
         return
     with server:
