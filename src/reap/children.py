@@ -284,7 +284,7 @@ def _common_seedbed() -> _Seedbed:
     with _lock:
         if _common is None or not _common.alive:
             if _common is None:
-                atexit.register(_end)
+                atexit.register(_end_common)
             _common = _Seedbed(_PRELOAD)
         return _common
 
@@ -294,7 +294,8 @@ def get_ready() -> None:
     _common_seedbed()
 
 
-def _end() -> None:
+def _end_common() -> None:
+    wait_for_ends()
     if _common is not None:
         _common.close()
 
@@ -471,15 +472,54 @@ class Child:
             self._own.close()
 
 
-def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
-    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`."""
-    children = list(children)
-    began = time.monotonic()
+LINGER = 0.3  # seconds for which an error waits until the children that are to be ended have: most do at once
+_endings: set[threading.Thread] = set()
+
+
+def end(children: Iterable[Child], *, patience: float, deadline: float, linger: float | None = None) -> None:
+    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
+
+    With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
+    told, and a child that is deaf, or closes its env slowly, shall not hold that up.
+    """
+    began, left = time.monotonic(), list(children)
+    if linger is not None:
+        late = _still_there(left, began + linger)
+        _release(child for child in left if child not in late)
+        left = late
+        if late:
+            thread = threading.Thread(
+                target=_end, args=(late, began, patience, deadline), name="reap-ending", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
+                thread.start()
+                _endings.add(thread)
+                return
+    _end(left, began, patience, deadline)
+
+
+def _end(children: list[Child], began: float, patience: float, deadline: float) -> None:
     for until, number in ((patience, signal.SIGTERM), (0.8 * deadline, signal.SIGKILL), (deadline, None)):
-        while (left := [c for c in children if not c.gone()]) and time.monotonic() - began < until:
-            wait([c.sentinel for c in left], max(0.0, until - (time.monotonic() - began)))
+        left = _still_there(children, began + until)
         if number is not None:
             for child in left:
                 child.signal(number)
+    _release(children)
+
+
+def _still_there(children: Sequence[Child], until: float) -> list[Child]:
+    """Those that have not ended at this time, waited for."""
+    while (left := [c for c in children if not c.gone()]) and (seconds := until - time.monotonic()) > 0:
+        wait([c.sentinel for c in left], seconds)
+    return left
+
+
+def _release(children: Iterable[Child]) -> None:
     for child in children:
         child.release()
+
+
+def wait_for_ends() -> None:
+    """Wait for children that are being ended while their error was told; a few seconds at most."""
+    while _endings:
+        _endings.pop().join()

@@ -29,6 +29,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -327,7 +328,7 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: int |
     except BaseException:
         traceback.print_exc()
     finally:
-        _ignore_ending()
+        no_more_goodbyes()
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -347,10 +348,12 @@ def _take_tracker(fd: int) -> None:
     tracker._fd, tracker._pid = fd, None
 
 
-def _ignore_ending() -> None:
-    """Cleaning up is not to be interrupted."""
-    for number in _ENDING:
-        signal.signal(number, _ignore)
+def no_more_goodbyes() -> None:
+    """What this child does from here on is cleaning up, which is not to be interrupted by being told to go."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDING:
+            if getattr(signal.getsignal(number), "func", None) is _goodbye:  # in no other process than a child
+                signal.signal(number, _ignore)
 
 
 def _goodbye(whose: int, number: int, *_: object) -> None:
@@ -358,7 +361,7 @@ def _goodbye(whose: int, number: int, *_: object) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    _ignore_ending()
+    no_more_goodbyes()
     raise Goodbye(number)
 
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from reap.backends.base import Rollout
 from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
-from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
+from reap.backends.host import joined
+from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend
 from reap.backends.remote import Remote
 from reap.children import BOOT, Child, dumps
 from reap.core.shared import SharedFile, SharedSlots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
-from reap.errors import UsageError
+from reap.errors import SpecMismatch, UsageError
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
@@ -83,6 +83,20 @@ class Answer:
 
     call: int
     value: Any
+
+
+def joined(layouts: Sequence[Layout]) -> Layout:
+    """One layout with the lanes of all."""
+    first = layouts[0]
+    for w, layout in enumerate(layouts):
+        for key in {**first.columns, **layout.columns}:
+            one, other = first.columns.get(key), layout.columns.get(key)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
+        if layout.steps != first.steps:
+            raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
+    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
+    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)
 
 
 _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,13 +31,13 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.host import Answer, Full, Writer
+from reap.backends.host import Answer, Full, Writer, joined
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
+from reap.errors import ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
 from reap.spec import Key
@@ -50,6 +49,7 @@ DEADLINE = 5.0  # seconds within which `close` has ended every worker
 OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_LEAVE = 2.0  # seconds a thread that waits for workers has to leave when they are closed
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
@@ -181,20 +181,32 @@ class ProcessBackend:
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
-            workers, self.workers = self.workers, []
-            self._end(workers)
-            if hasattr(self, "_selector"):
-                self._selector.close()
-            for file in self._files:
-                file.close()
-            self._interrupts.close()
+            alone = self._talking.acquire(blocking=False)
+            if not alone:  # another thread waits for workers: it leaves before what it waits on is closed
+                self.breaker()()
+                alone = self._talking.acquire(timeout=_LEAVE)
+            try:
+                self._close()
+            finally:
+                if alone:
+                    self._talking.release()
+
+    def _close(self) -> None:
+        workers, self.workers = self.workers, []
+        self._end(workers)
+        if hasattr(self, "_selector"):
+            self._selector.close()
+        for file in self._files:
+            file.close()
+        self._interrupts.close()
 
     def _end(self, workers: Sequence[Remote]) -> None:
         for remote in workers:
             remote.free.close()
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
-        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE)
+        linger = None if self._failure is None else LINGER
+        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE, linger=linger)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
@@ -581,17 +593,3 @@ class ProcessBackend:
                 remote.frames = int(own[w].get("frames", 0)) + frames
                 remote.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-
-
-def joined(layouts: Sequence[Layout]) -> Layout:
-    """One layout with the lanes of all."""
-    first = layouts[0]
-    for w, layout in enumerate(layouts):
-        for key in {**first.columns, **layout.columns}:
-            one, other = first.columns.get(key), layout.columns.get(key)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
-        if layout.steps != first.steps:
-            raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
-    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
-    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)

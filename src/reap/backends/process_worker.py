@@ -27,7 +27,7 @@ from reap.children import Raised, send
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.fork_server import TOLD_TO_GO, settle
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -76,6 +76,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
     except BaseException as error:
         send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.worker.close()
 

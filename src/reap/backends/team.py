@@ -19,8 +19,8 @@ from torch import Tensor
 
 from reap.backends.control import together
 from reap.backends.far_worker import FarJob, Station
-from reap.backends.host import About
-from reap.backends.process import ProcessBackend, joined
+from reap.backends.host import About, joined
+from reap.backends.process import ProcessBackend
 from reap.children import Raised
 from reap.core.slot import TRAJ_IDS, Slot, State
 from reap.core.worker import Plan

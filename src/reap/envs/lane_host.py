@@ -27,7 +27,7 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import SpecMismatch, UsageError
-from reap.fork_server import TOLD_TO_GO, settle
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
@@ -95,6 +95,7 @@ def serve(
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.close()
 

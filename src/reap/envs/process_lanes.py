@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -90,7 +90,7 @@ class ProcessLanes(Env):
             SharedFile("reap-some"),
         )
         self.remotes: list[Remote] = []
-        self._owner = os.getpid()
+        self._owner, self._failed = os.getpid(), False
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
@@ -176,6 +176,7 @@ class ProcessLanes(Env):
 
     def gone(self, remote: Remote) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
+        self._failed = True
         self._hear(remote)
         if not remote.inbox:
             remote.child.gone(1.0)
@@ -200,6 +201,7 @@ class ProcessLanes(Env):
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
+        self._failed = True
         remote.silent = True
         return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
 
@@ -236,6 +238,7 @@ class ProcessLanes(Env):
                 raise self.silence_of(remote)
         message = remote.inbox.popleft()
         if isinstance(message, Raised):
+            self._failed = True
             raise self._named(message.unpack(), remote)
         return message
 
@@ -386,7 +389,8 @@ class ProcessLanes(Env):
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
-        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
+        linger = LINGER if self._failed else None
+        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
         for file in (self._slots, self._firsts, self._control):
             file.close()
 
