@@ -41,7 +41,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -225,6 +225,17 @@ _NO_ROOM = {
 def _no_start(number: int | None) -> str:
     """Why a process could not be started, in words, from an errno."""
     return f"could not be started: {_NO_ROOM.get(number or 0) or os.strerror(number or 0)}"
+
+
+@contextlib.contextmanager
+def enough_room(who: str) -> Iterator[None]:
+    """Inside, a limit of the system that is reached is told as what `who` could not be started for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise WorkerDied(f"{who} {_no_start(error.errno)}") from error
 
 
 class _Seedbed:

@@ -34,7 +34,7 @@ from reap.backends.control import ALL, NOWHERE, Control
 from reap.backends.host import Answer, Full, Writer, joined
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end, enough_room
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Finals, Layout, Pool, Slot
 from reap.errors import ReapError, UsageError, WorkerDied, WrongState
@@ -104,7 +104,7 @@ class ProcessBackend:
 
     def start(self) -> None:
         """Start all workers at once, learn from them what a slot looks like, and give them the memory."""
-        with self._interrupts.held():
+        with self._interrupts.held(), enough_room("the workers"):
             self._start()
 
     def _start(self) -> None:

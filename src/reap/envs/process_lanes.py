@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, dumps, end, enough_room, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -84,45 +84,46 @@ class ProcessLanes(Env):
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cores = cores  # where each child runs; None: anywhere
-        self._slots, self._firsts, self._control = (
-            SharedFile("reap-rows"),
-            SharedFile("reap-first"),
-            SharedFile("reap-some"),
-        )
+        self._files: list[SharedFile] = []
         self.remotes: list[Remote] = []
         self._owner, self._failed = os.getpid(), False
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
         try:
-            for n, own in enumerate(makers):
-                self.remotes.append(self._start(n, own, start_method, threads))
-            for remote in self.remotes:
-                remote.spec = self._answer(remote, grace=BOOT)
-            self._join()
-            for remote in self.remotes:
-                self._call(remote, "begin", remote.first, self.spec.lanes)
+            with enough_room("processes for the lanes"):
+                self._begin(makers, start_method, threads)
         except BaseException:
             self.close()
             raise
 
+    def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
+        for name in ("reap-rows", "reap-first", "reap-some"):
+            self._files.append(SharedFile(name))
+        self._slots, self._firsts, self._control = self._files
+        for n, own in enumerate(makers):
+            self.remotes.append(self._start(n, own, start, threads))
+        for remote in self.remotes:
+            remote.spec = self._answer(remote, grace=BOOT)
+        self._join()
+        for remote in self.remotes:
+            self._call(remote, "begin", remote.first, self.spec.lanes)
+
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
-        theirs, bell = os.pipe()
-        reply, answer = os.pipe()
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
         target = dumps(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
-        fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
+            theirs, bell = os.pipe()
+            handed.callback(os.close, theirs)
+            ours.callback(os.close, bell)
+            reply, answer = os.pipe()
+            handed.callback(os.close, answer)
+            ours.callback(os.close, reply)
+            fds = [theirs, answer, *(file.fd for file in self._files)]
             fds += self._wires(n, len(makers)) if self._wires is not None else ()
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
-        except BaseException:
-            os.close(bell)
-            os.close(reply)
-            raise
-        finally:
-            os.close(theirs)
-            os.close(answer)
+            ours.pop_all()
         return Remote(child, bell, reply)
 
     def _join(self) -> None:
@@ -391,7 +392,7 @@ class ProcessLanes(Env):
             remote.child.line.close()
         linger = LINGER if self._failed else None
         end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
-        for file in (self._slots, self._firsts, self._control):
+        for file in self._files:
             file.close()
 
     def __del__(self) -> None:

@@ -17,6 +17,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
+from reap.children import enough_room
 from reap.errors import ReapError
 from reap.inference.clients import refusal, reply, request_from
 from reap.inference.requests import Line, Request
@@ -34,7 +35,8 @@ class Desk:
         if sys.platform != "linux":
             self._path = Path(tempfile.gettempdir()) / name
             self.address = str(self._path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with enough_room("the socket for clients of other processes"):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.address)
         self._socket.listen(128)
         self._open: dict[threading.Thread, socket.socket] = {}
