@@ -23,6 +23,7 @@ FLOORS = [
         "cores",
         "interrupts",
         "threads",
+        "temporary",
         "weight_update",
     },
     {"core"},

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import torch
 
 from reap.buffers.memory import Memory
 from reap.errors import UsageError
+from reap.temporary import TemporaryFolder
 
 
 class Storage:
@@ -84,8 +84,8 @@ class LazyMemmapStorage(Storage):
 
     def _make(self) -> Memory:
         if self.scratch_dir is None:
-            with tempfile.TemporaryDirectory(prefix="reap-") as directory:
-                return Memory(self.max_size, path=Path(directory) / "rows")  # the name goes, the file stays
+            with TemporaryFolder("rows") as folder:
+                return Memory(self.max_size, path=folder.path / "rows")  # the name goes, the file stays
         self.scratch_dir.mkdir(parents=True, exist_ok=True)
         path = self.scratch_dir / "rows"
         if self._existsok:
