@@ -28,6 +28,7 @@ from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, un
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.fork_server import TOLD_TO_GO
 from reap.inference.clients import PolicyClient, ProcessLine
+from reap.inference.requests import check_timeout
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
 from reap.spec import Key
@@ -90,13 +91,16 @@ class ProcessInferenceServer:
             self._close("it could not be started")
             raise
 
-    def client(self, kind: str = "process", *, policy_version_key: Any = "policy_version") -> PolicyClient:
+    def client(
+        self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
+    ) -> PolicyClient:
         """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
         if kind not in ("thread", "process"):
             raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
+        check_timeout(timeout)
         self._open()
         in_keys: Sequence[Key] | None = self.in_keys
-        return PolicyClient(ProcessLine(self._address, self._key, in_keys), policy_version_key)
+        return PolicyClient(ProcessLine(self._address, self._key, in_keys, timeout), policy_version_key)
 
     def update_policy_weights_(self, weights: Any) -> int:
         """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
