@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
     {"errors", "spec", "seeding", "trajectories"}
-    | {"children", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "threads"},
+    | {"children", "fork_server", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "temporary"}
+    | {"threads"},
     {"core"},
     {"weights"},
     {"weight_update"},

@@ -46,9 +46,9 @@ class Visitor(NamedTuple):
     host: str  # the other side's
 
 
-def dial(address: Address, secret: bytes, service: str) -> Visitor:
-    """Ask a listener for something. Hung up on in a crowd, it tries again, for `PATIENCE` seconds in all."""
-    until = time.monotonic() + PATIENCE
+def dial(address: Address, secret: bytes, service: str, patience: float = PATIENCE) -> Visitor:
+    """Ask a listener for something. Hung up on in a crowd, it tries again, for `patience` seconds in all."""
+    until = time.monotonic() + patience
     while True:
         try:
             return _dial(address, secret, service, until)

@@ -102,7 +102,8 @@ class FarRemote(Remote):
 
     @property
     def name(self) -> str:
-        return f"{self.index} (pid {self.child.pid}{getattr(self.child, 'where', '')})"
+        where = getattr(self.child, "where", "")
+        return f"{self.index} (pid {self.child.pid}{where})" if self.child.pid else f"{self.index}{where}"
 
     def messages(self) -> list[Any]:
         found = []

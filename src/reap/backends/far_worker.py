@@ -26,6 +26,7 @@ from reap.backends.host import Full, Host, Job, Writer
 from reap.children import Raised
 from reap.core.shared import SharedFile
 from reap.core.slot import Slot
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -269,10 +270,13 @@ def run_station(job: FarJob, road: Road, weights: Weights) -> None:
             station.obey(order)
     except ConnectionError:  # nobody is there any more
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         road.send(News.of(Raised.of(error, "building it" if station is None else station.doing)), _nothing)
         road.finish()
     finally:
+        no_more_goodbyes()
         if station is not None:
             station.worker.close()
 

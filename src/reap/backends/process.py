@@ -35,7 +35,7 @@ from reap.backends.host import Answer, Full, Hooks, Writer, changed
 from reap.backends.joined import joined, joined_finals
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, Child, Raised, StartMethod, end
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool, Slot
 from reap.core.stats import EpisodeWindow
@@ -52,6 +52,7 @@ DEADLINE = 5.0  # seconds within which `close` has ended every worker
 OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_LEAVE = 2.0  # seconds a thread that waits for workers has to leave when they are closed
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
@@ -109,7 +110,7 @@ class ProcessBackend:
 
     def start(self) -> None:
         """Start all workers at once, learn from them what a slot looks like, and give them the memory."""
-        with self._interrupts.held():
+        with self._interrupts.held(), enough_room("the workers"):
             self._start()
 
     def _start(self) -> None:
@@ -185,14 +186,25 @@ class ProcessBackend:
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
-            workers, self.workers = self.workers, []
-            self.former = workers or self.former
-            self._end(workers)
-            if hasattr(self, "_selector"):
-                self._selector.close()
-            for file in self._files:
-                file.close()
-            self._interrupts.close()
+            alone = self._talking.acquire(blocking=False)
+            if not alone:  # another thread waits for workers: it leaves before what it waits on is closed
+                self.breaker()()
+                alone = self._talking.acquire(timeout=_LEAVE)
+            try:
+                self._close()
+            finally:
+                if alone:
+                    self._talking.release()
+
+    def _close(self) -> None:
+        workers, self.workers = self.workers, []
+        self.former = workers or self.former
+        self._end(workers)
+        if hasattr(self, "_selector"):
+            self._selector.close()
+        for file in self._files:
+            file.close()
+        self._interrupts.close()
 
     def _end(self, workers: Sequence[Remote]) -> None:
         for remote in workers:
@@ -200,7 +212,8 @@ class ProcessBackend:
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
             remote.child.signal(signal.SIGCONT)  # or stopped: now it hears that
-        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE)
+        linger = None if self._failure is None else LINGER
+        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE, linger=linger)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
@@ -247,7 +260,7 @@ class ProcessBackend:
             if message == HELLO:
                 continue
             if isinstance(message, Raised):
-                self._failure = self._failure or message.unpack().at(worker=remote.name)
+                self._failure = self._failure or message.unpack().at(worker=remote.name, **self._place(remote))
                 return
             if isinstance(message, Full):
                 remote.working.discard(message.slot)

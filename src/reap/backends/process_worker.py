@@ -24,10 +24,11 @@ import torch
 
 from reap.backends.control import NOWHERE, Control
 from reap.backends.host import Host, Job, Writer
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
 from reap.pickling import dumps
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
@@ -72,9 +73,12 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
         host.serve(free)
     except (EOFError, ConnectionError):
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.worker.close()
 

@@ -86,4 +86,4 @@ class Remote:
     @property
     def name(self) -> str:
         """By which it is known in errors."""
-        return f"{self.index} (pid {self.child.pid})"
+        return f"{self.index}{self.child.label}"

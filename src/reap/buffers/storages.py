@@ -10,6 +10,7 @@ import torch
 from reap.buffers import arguments
 from reap.buffers.memory import Memory
 from reap.errors import NoSpace, UsageError
+from reap.temporary import TemporaryFolder
 
 
 class Storage:
@@ -86,9 +87,9 @@ class LazyMemmapStorage(Storage):
 
     def _make(self) -> Memory:
         if self.scratch_dir is None:
-            with tempfile.TemporaryDirectory(prefix="reap-") as directory:
+            with TemporaryFolder("rows") as folder:
                 place = f"{tempfile.gettempdir()} (no scratch_dir is given)"
-                path = Path(directory) / "rows"  # the name goes, the file stays
+                path = folder.path / "rows"  # the name goes, the file stays
                 return Memory(self.max_size, path=path, place=place)
         place, path = f"scratch_dir={str(self.scratch_dir)!r}", self.scratch_dir / "rows"
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
-from reap.backends.base import Backend, Rollout
+from reap.backends.base import Backend, Halted, Rollout
 from reap.buffers.replay import ReplayBuffer
+from reap.children import wait_for_ends
 from reap.collectors.background import Paused, Runner, ThreadRunner
 from reap.collectors.options import Options
 from reap.collectors.pushing import Pushing
@@ -46,6 +48,7 @@ _SHOWN = (
 )
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds a thread in the background has to end
+_LEAVE = 2.0  # seconds another thread has to leave `next` when the collector is closed
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -63,7 +66,9 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
-        self._busy = False
+        self._busy: int | None = None  # the thread that collects
+        self._idle = threading.Event()  # whether none does
+        self._idle.set()
         guard(self)
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
@@ -182,19 +187,26 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             raise WrongArgument("an endless collector has no length (total_frames is -1)")
         return math.ceil(self.options.total / self.requested_frames_per_batch)
 
+    def __bool__(self) -> bool:
+        return True  # else Python asks for the length, which an endless one does not have
+
     def _collect(self) -> TensorDictBase | None:
-        if self._busy:
+        if self._busy is not None:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy, began = True, time.perf_counter()
+        self._busy, began = threading.get_ident(), time.perf_counter()
+        self._idle.clear()
         try:
             if self._ready is None:  # else Ctrl-C came when it was about to be delivered
                 self._ready = self._finish()
-        except Exception as error:
+        except (Exception, Halted) as error:
+            if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
+                raise self._closed_meanwhile() from error
             with contextlib.suppress(Exception):  # what close may raise must not hide what happened
                 self._close(f"it failed: {error!r}")
             raise
         finally:
-            self._busy = False
+            self._busy = None
+            self._idle.set()
         if self._timeline is not None:
             self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
@@ -502,6 +514,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                     self._why_closed = "its thread does not end"
                     raise
             self._close("shutdown() was called", close_env=close_env)
+            wait_for_ends()
             self._look()
         except Exception:
             if raise_on_error:
@@ -530,8 +543,19 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             try:
                 self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
+                self._send_away()
                 if close_env:
                     self._backend.close()
+
+    def _send_away(self) -> None:
+        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
+        if self._busy not in (None, threading.get_ident()):
+            self._backend.breaker()()
+            self._idle.wait(_LEAVE)
+
+    def _closed_meanwhile(self) -> WrongState:
+        """The error for whoever waited while it was closed."""
+        return WrongState(f"this {type(self).__name__} was closed while it was at work: {self._why_closed}")
 
     @property
     def closed(self) -> bool:
@@ -549,6 +573,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._open()
         try:
             yield
+        except Halted as error:
+            raise self._closed_meanwhile() from error
         except WorkerError as error:
             with contextlib.suppress(Exception):
                 self._close(f"it failed: {error!r}")
@@ -558,11 +584,13 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.shutdown(raise_on_error=kind is None)
+        if kind is None or not self.closed:  # else it has failed, and its error is on the way
+            self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self.shutdown()
+            if not self.closed:
+                self.shutdown()
 
 
 class Ended:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -27,6 +27,7 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import SpecMismatch, UsageError
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
 from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf, show
 
@@ -117,11 +118,14 @@ def serve(
         host.serve(bell)
     except (EOFError, ConnectionError):
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         with contextlib.suppress(OSError):
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.close()
 

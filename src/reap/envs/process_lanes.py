@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, end, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -89,25 +89,16 @@ class ProcessLanes(Env):
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cores = cores  # where each child runs; None: anywhere
-        self._slots, self._firsts, self._control = (
-            SharedFile("reap-rows"),
-            SharedFile("reap-first"),
-            SharedFile("reap-some"),
-        )
+        self._files: list[SharedFile] = []
         self.remotes: list[Remote] = []
-        self._owner = os.getpid()
+        self._owner, self._failed = os.getpid(), False
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
         guard(self)
         try:
-            for n, own in enumerate(makers):
-                self.remotes.append(self._start(n, own, start_method, threads))
-            for remote in self.remotes:
-                remote.spec, remote.traits = self._answer(remote, grace=BOOT)
-            self._join()
-            for remote in self.remotes:
-                self._call(remote, "begin", remote.first, self.spec.lanes)
+            with enough_room("processes for the lanes"):
+                self._begin(makers, start_method, threads)
         except BaseException:
             self.close()
             raise
@@ -116,23 +107,33 @@ class ProcessLanes(Env):
         """Called in a fork: the processes, and what they answer, are its owner's."""
         refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
 
+    def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
+        for name in ("reap-rows", "reap-first", "reap-some"):
+            self._files.append(SharedFile(name))
+        self._slots, self._firsts, self._control = self._files
+        for n, own in enumerate(makers):
+            self.remotes.append(self._start(n, own, start, threads))
+        for remote in self.remotes:
+            remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        self._join()
+        for remote in self.remotes:
+            self._call(remote, "begin", remote.first, self.spec.lanes)
+
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
         target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
-        theirs, bell = os.pipe()  # last: what cannot be packed leaves nothing open
-        reply, answer = os.pipe()
-        fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
-        try:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
+            theirs, bell = os.pipe()
+            handed.callback(os.close, theirs)
+            ours.callback(os.close, bell)
+            reply, answer = os.pipe()
+            handed.callback(os.close, answer)
+            ours.callback(os.close, reply)
+            fds = [theirs, answer, *(file.fd for file in self._files)]
             fds += self._wires(n, len(makers)) if self._wires is not None else ()
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
-        except BaseException:
-            os.close(bell)
-            os.close(reply)
-            raise
-        finally:
-            os.close(theirs)
-            os.close(answer)
+            ours.pop_all()
         return Remote(child, bell, reply)
 
     def _join(self) -> None:
@@ -189,6 +190,7 @@ class ProcessLanes(Env):
 
     def gone(self, remote: Remote) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
+        self._failed = True
         self._hear(remote)
         if not remote.inbox:
             remote.child.gone(1.0)
@@ -200,7 +202,7 @@ class ProcessLanes(Env):
 
     def _name(self, remote: Remote) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
-        return f"of {lanes} (pid {remote.child.pid})"
+        return f"of {lanes}{remote.child.label}"
 
     def _named(self, error: ReapError, remote: Remote) -> ReapError:
         if error.lane is not None:
@@ -213,6 +215,7 @@ class ProcessLanes(Env):
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
+        self._failed = True
         remote.silent = True
         return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
 
@@ -249,6 +252,7 @@ class ProcessLanes(Env):
                 raise self.silence_of(remote)
         message = remote.inbox.popleft()
         if isinstance(message, Raised):
+            self._failed = True
             raise self._named(message.unpack(), remote)
         return message
 
@@ -418,8 +422,9 @@ class ProcessLanes(Env):
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
-        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
-        for file in (self._slots, self._firsts, self._control):
+        linger = LINGER if self._failed else None
+        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
+        for file in self._files:
             file.close()
 
     def __del__(self) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reap.children import wake_in_time
 from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
@@ -27,6 +26,7 @@ from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.crew import Crew, Makers, joint_spec, joint_traits
 from reap.envs.lane_host import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.fork_server import wake_in_time
 from reap.spec import Key, Leaf
 
 _DEADLINE = 5.0

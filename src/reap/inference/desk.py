@@ -14,6 +14,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from reap.children import enough_room
 from reap.errors import ReapError
 from reap.inference.clients import SERVICE, refusal, reply, request_from
 from reap.inference.requests import Line, Request
@@ -32,7 +33,8 @@ class Desk:
         if sys.platform != "linux":
             self._path = Path(tempfile.gettempdir()) / name
             self.address = str(self._path)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with enough_room("the socket for clients of other processes"):
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(self.address)
         listening.listen(128)
         self._listener = Listener(listening, "desk", self.key, self._attend, SERVICE.__eq__)

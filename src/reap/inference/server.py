@@ -36,7 +36,7 @@ from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerR
 from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
-from reap.inference.requests import Columns, Line, Request
+from reap.inference.requests import Columns, Line, Request, check_timeout
 from reap.spec import AnyKey, Key, as_key, private, show_keys
 from reap.weights import local
 
@@ -137,19 +137,25 @@ class InferenceServer:
         return self
 
     def client(
-        self, kind: Literal["thread", "process"] = "thread", *, policy_version_key: Any = "policy_version"
+        self,
+        kind: Literal["thread", "process"] = "thread",
+        *,
+        policy_version_key: Any = "policy_version",
+        timeout: float | None = None,
     ) -> Any:
         """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
 
         `policy_version_key` is where answers name the version that computed them; None: nowhere, as a collector wants
-        it, which has a column of that name.
+        it, which has a column of that name. `timeout`: seconds it waits for an answer, then it raises `NotReady` (a
+        `TimeoutError`); None: as long as it takes.
         """
+        check_timeout(timeout)
         self.start()
         if kind == "thread":
-            return PolicyClient(ThreadLine(self._line, self.in_keys, self), policy_version_key)
+            return PolicyClient(ThreadLine(self._line, self.in_keys, self, timeout), policy_version_key)
         if kind != "process":
             raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
-        return PolicyClient(ProcessLine(*self.address, self.in_keys), policy_version_key)
+        return PolicyClient(ProcessLine(*self.address, self.in_keys, timeout), policy_version_key)
 
     @property
     def address(self) -> tuple[str | bytes, bytes]:
