@@ -15,6 +15,8 @@ from tensordict.nn import (
 )
 from torch import nn
 
+from reap.collectors import Collector
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrl import modules
@@ -225,3 +227,22 @@ def test_recurrent_modules_need_no_primer_here(net):
     got = batches("reap", lambda: cart(), lambda: recurrent(net))
     for ours, theirs in zip(got, want):
         assert_identical(ours, theirs)
+
+
+@pytest.mark.parametrize("takes", ["columns", "tensordict"])
+def test_names_of_outputs_beside_steps_kept_whole(takes):
+    """An env with text: its steps are kept as TorchRL makes them, and what the policy returns is in them."""
+
+    def parts(count):
+        return {"action": torch.ones(1, dtype=torch.int32), "seen": {"double": count * 2}}
+
+    def of_columns(observation):
+        return parts(observation)
+
+    def of_tensordict(td):
+        return parts(td["observation"])
+
+    policy = of_columns if takes == "columns" else of_tensordict
+    batch = Collector(mocks.CountingEnvWithString(max_steps=3), policy, frames_per_batch=6).next()
+    assert torch.equal(batch["seen", "double"], batch["observation"] * 2)
+    assert batch["action"].eq(1).all()

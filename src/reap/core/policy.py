@@ -20,6 +20,7 @@ from torch import Tensor
 
 from reap.core.cells import Cells
 from reap.core.flat import Program
+from reap.core.outputs import Getter, as_tensordict, by_name, getters, is_named
 from reap.core.ragged import frame
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, UsageError, WrongState
@@ -166,7 +167,10 @@ class TensorPolicy(Policy):
 
 
 class CallPolicy(TensorPolicy):
-    """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
+    """A module or function of plain tensors.
+
+    A tuple is the action, then `output1`, `output2`, …, then the new carry; what has names is delivered under them.
+    """
 
     def __init__(
         self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
@@ -175,15 +179,22 @@ class CallPolicy(TensorPolicy):
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
         self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
-        self._named: list[Any] = []
+        self._getters: list[Getter] = []
+        self._names: int | None = None  # how many there are in a mapping
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if self._alone:
             out = self._call(inputs[0].clone())
         else:
             out = self._call(*self.private(inputs))
-        if self._named:
-            return [out[key] for key in self._named]
+        if self._getters:
+            try:
+                if self._names is None or len(out) == self._names:
+                    return [get(out) for get in self._getters]
+            except (AttributeError, LookupError, TypeError):
+                pass
+            now = show_keys(by_name(out, list(self.outputs)[:1]))
+            raise SpecMismatch(f"the policy returned {now} now; before there were {show_keys(self.outputs)}")
         if not self._many:
             return (out,)
         if self.outputs and len(out) != len(self.outputs):
@@ -195,10 +206,13 @@ class CallPolicy(TensorPolicy):
         (out,) = self.forward(inputs)
         if out is None:
             raise UsageError("policy returned None; the action is expected")
-        if isinstance(out, (Mapping, TensorDictBase)):
-            # As a TensorDictModule around it would: the action is taken, the rest was not asked for.
-            self._named = [k for k in out.keys() if as_key(k) in self._first]  # noqa: SIM118
-            self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], size)
+        if is_named(out):
+            found = getters(out)
+            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
+            keys = [carried.get(key, key) for key in found]
+            self._names = len(out) if isinstance(out, Mapping) else None
+            self.learn_outputs(keys, [get(out) for get in found.values()], size)
+            self._getters = list(found.values())
             return
         self._many = isinstance(out, tuple)
         values = tuple(out) if self._many else (out,)
@@ -386,12 +400,15 @@ class TensorDictPolicy(TensorPolicy):
         td = self._tensordict(self.private(inputs), self._size)
         before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
+        declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
         out = self.call(td)
         out = td if out is None else out
+        if is_named(out) and not isinstance(out, TensorDictBase):
+            self.call = _returning_tensordict(self.call)
+            out = as_tensordict(out, td.batch_size)
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
         after = dict(self._entries(out))
-        declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
         # In a copy, flags and all, every object is another: there only other values tell what was written.
         copied = out is not td or any(after.get((f,)) is not before.get((f,)) for f in FLAGS)
         written = {
@@ -417,6 +434,11 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
             columns[key] = torch.from_numpy(array).reshape((*spec.size, *leaf.shape))
     shown = [(flag,) for flag in FLAGS if (flag,) not in spec.look.hidden]
     return columns | {flag: torch.zeros((*spec.size, 1), dtype=torch.bool) for flag in shown}
+
+
+def _returning_tensordict(call: Callable[..., Any]) -> Callable[[TensorDictBase], TensorDict]:
+    """`call`, which takes a TensorDict and returns its outputs by name in another form."""
+    return lambda td: as_tensordict(call(td), td.batch_size)
 
 
 def _same(a: Any, b: Any) -> bool:
