@@ -212,8 +212,13 @@ class DeviceLedger:
         torch.where(done[-1], new[-1], ids[-1], out=self.ids)
         self.counter.tensor += ended
 
-    def stamp(self, slot: Slot, version: int) -> None:
-        """Every frame was made by this version."""
+    def stamp(self, slot: Slot, version: int | None) -> None:
+        """Every frame was made by this version; None: the policy has written whose it is."""
+        columns: Mapping[Key, Any] = slot.arrays
+        if version is None:
+            if ("next", *VERSION) in columns:
+                columns[("next", *VERSION)].copy_(columns[VERSION])
+            return
         for key in (VERSION, ("next", *VERSION)):
             if key in slot.arrays:
                 slot.arrays[key].fill_(version)  # type: ignore[attr-defined]

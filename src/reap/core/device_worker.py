@@ -104,7 +104,7 @@ class DeviceWorker(AnyWorker):
         else:
             self._fill(slot, self.random if random else None)
         policy.end(slot, slot.layout.steps)
-        self.ledger.stamp(slot, self.loop.version)
+        self.ledger.stamp(slot, self.loop.stamp)
         frames = slot.layout.steps * self.lanes
         self.stats.end(frames)
         slot.state = State.FULL

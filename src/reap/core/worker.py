@@ -210,7 +210,7 @@ class Worker(AnyWorker):
         try:
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
-                sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
+                sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
         except BaseException:  # broken off (Ctrl-C): every lane begins anew

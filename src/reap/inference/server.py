@@ -134,8 +134,7 @@ class InferenceServer:
     ) -> Any:
         """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
 
-        `policy_version_key` is where answers name the version that computed them; None: nowhere, as a collector wants
-        it, which has a column of that name.
+        `policy_version_key` is where answers name the version that computed them; None: nowhere.
         """
         self.start()
         if kind == "thread":
