@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,8 +69,27 @@ def untouched(policy: Any) -> Iterator[None]:
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
-def _missing(absent: Sequence[Key], columns: Mapping[Key, Any]) -> UsageError:
-    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)} ({_DECLARE})")
+def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception | None = None) -> UsageError:
+    without = "" if cause is None else f"; called without, it raised {cause!r}"
+    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
+
+
+def _optional(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
+    """What a TensorDictModule reads and nobody provides: it is called with None there, as tensordict does it.
+
+    What it writes under that name it finds at the next step (see `TensorDictPolicy`).
+    """
+    if not isinstance(policy, TensorDictModuleBase):
+        return []
+    if any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
+        return []
+    written = [as_key(k) for k in getattr(policy, "out_keys", ())]
+
+    def filled(key: Key) -> bool:  # a branch, by an earlier module
+        return any(len(w) > len(key) and w[: len(key)] == key for w in written)
+
+    reads = map(as_key, getattr(policy, "in_keys", ()))
+    return [key for key in reads if key not in columns and not filled(key)]
 
 
 def as_policy(
@@ -107,6 +127,8 @@ def as_policy(
 
     loose = {key: column.leaf for key, column in columns.items() if isinstance(column, Cells)}
 
+    optional = _optional(policy, columns)
+
     def probed(candidate: Any) -> Any:
         absent = [k for k in candidate.inputs if k not in columns]
         if absent:
@@ -118,6 +140,8 @@ def as_policy(
         except (ReapError, NotFlat):
             raise
         except Exception as cause:
+            if optional:
+                raise _missing(optional, columns, cause) from cause
             given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
             raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
         lacking = [k for k in action if k not in candidate.outputs]
@@ -129,7 +153,8 @@ def as_policy(
         lost = [k for k in carry if ("next", *k) not in candidate.outputs]
         if lost:
             raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
-        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry and k[1:] not in primed]
+        known = {*carry, *primed, *optional}
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in known]
         if new:
             raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
         for key, leaf in candidate.outputs.items():
@@ -160,7 +185,7 @@ def as_policy(
         return as_it_is()
     if isinstance(policy, TensorDictModuleBase):
         program = flatten(policy, kind)
-        if program is not None and loose.keys().isdisjoint(program.inputs):
+        if program is not None and loose.keys().isdisjoint(program.inputs) and columns.keys() >= set(program.inputs):
             try:
                 flat: FlatPolicy = probed(FlatPolicy(program, whole, device))
                 if compile is not None:
@@ -168,15 +193,15 @@ def as_policy(
                 return flat
             except NotFlat:
                 pass
-        written = [as_key(k) for k in getattr(policy, "out_keys", ())]
-        absent = [
-            k
-            for k in map(as_key, getattr(policy, "in_keys", ()))
-            if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
-        ]
-        if absent and not any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
-            raise _missing(absent, columns)
-        return as_it_is()
+        made = as_it_is()
+        lost = [k for k in optional if ("next", *k) in made.outputs]
+        if lost:
+            warnings.warn(
+                f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
+                f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
+                stacklevel=2,
+            )
+        return made
     names = _parameters(policy)
     if names is not None and takes_tensordict(policy):
         return as_it_is()

@@ -223,6 +223,7 @@ class TorchRLRows(TorchRLEnv):
         self.root = self.env.rand_action(self.root)
         for key, array in zip(self.spec.action, row.action):
             array[...] = _array(self.root.get(key)).reshape(array.shape)
+        self.decided = True  # it is in the root; what else the policy would have written is not
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self.begin(lanes, seeds)
