@@ -207,11 +207,23 @@ def optional():
 
 
 @pytest.mark.parametrize("make", [lambda: lanes(((3,), (4,))), lambda: GymEnv(CountingEnv((3,)))], ids=["lanes", "one"])
-def test_an_input_nobody_provides_is_none_at_first_and_zero_where_an_episode_has_ended(make):
-    batch = Collector(make(), optional(), frames_per_batch=16).next()
-    first = batch[0] if batch.ndim == 2 else batch
-    assert first["action"][:7, 0].tolist() == [-5, -4, -3, 0, 1, 2, 0]
+def test_an_input_nobody_provides_is_none_at_first_and_where_all_lanes_have_ended(make):
+    """A lane that ends while others go on finds zeros."""
+    c = Collector(make(), optional(), frames_per_batch=16)
+    batch = c.next()
+    first, new = (batch[0], 0) if batch.ndim == 2 else (batch, -5)
+    assert first["action"][:7, 0].tolist() == [-5, -4, -3, new, new + 1, new + 2, new]
+    c.reset()
+    assert c.next()["action"][..., 0].reshape(-1)[0] == -5
     assert torch.equal(batch["hidden"], batch["action"] + 1)
+
+
+def test_seeds_make_the_first_value_again():
+    c = Collector(lanes(((3,), (4,))), optional(), frames_per_batch=8)
+    c.set_seed(1)
+    first = c.next()["action"].clone()
+    c.set_seed(1)
+    assert torch.equal(c.next()["action"], first)
 
 
 def test_random_frames_leave_nothing_where_an_input_is_none_at_first():

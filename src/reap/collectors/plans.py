@@ -86,6 +86,7 @@ def plan_for(
         steps,
         exploration=exploration_type(options.exploration_type),
         policy_device=device if device is not None and device.type != "cpu" else None,
+        shown_device=device,
         trust_policy=bool(options.trust_policy),
         compile_policy=options.compiling,
         reset_when_done=options.reset_when_done,

@@ -69,6 +69,11 @@ def untouched(policy: Any) -> Iterator[None]:
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
+def waits_for_spec(policy: Any) -> bool:
+    """Whether this is TorchRL's RandomPolicy without a spec: it draws from the env's action space."""
+    return hasattr(policy, "set_action_spec_from_env") and getattr(policy, "action_spec", policy) is None
+
+
 def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception | None = None) -> UsageError:
     without = "" if cause is None else f"; called without, it raised {cause!r}"
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
@@ -105,6 +110,7 @@ def as_policy(
     inner: Mapping[Key, tuple[int, ...]] | None = None,
     kind: InteractionType | None,
     device: torch.device | None = None,
+    shown: torch.device | None = None,
     trust: bool = False,
     compile: Mapping[str, Any] | None = None,
     draw: Callable[[Row], None] | None = None,
@@ -113,9 +119,10 @@ def as_policy(
 
     `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
     the policy will see them; `size` are their leading dimensions, those of the lanes. A carry is begun by the policy, a
-    `primed` leaf by the env; of both the policy writes the next value.
+    `primed` leaf by the env; of both the policy writes the next value. A policy of TensorDicts sees `shown` as their
+    device.
     """
-    if policy is None or isinstance(policy, RandomPolicy):
+    if policy is None or isinstance(policy, RandomPolicy) or waits_for_spec(policy):
         if isinstance(policy, RandomPolicy) and len(action) == 1:
             ((key, own),) = action.items()
             if isinstance(policy.action_spec, Leaf) and draw is None:
@@ -174,7 +181,8 @@ def as_policy(
     ):  # it says what it reads: loose columns it does not are no concern of it
         reads = [as_key(k) for k in getattr(policy, "in_keys", ())]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
-    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs}, inner)
+    read = {k: leaf for k, leaf in loose.items() if k in inputs}
+    whole = TensorDictPolicy(policy, inputs, size, device, read, inner, shown)
 
     def as_it_is() -> Policy:
         if compile is not None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -322,8 +323,8 @@ class NotFlat(Exception):
 class TensorDictPolicy(TensorPolicy):
     """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
 
-    What it wrote at one step it finds again at the next, as noise processes and counters expect; lanes whose episode
-    ended find zeros.
+    What it wrote at one step it finds again at the next, as noise processes and counters expect. A lane whose episode
+    ended finds zeros; where all have ended, or begin anew, it finds nothing, as at first.
     """
 
     remembers = True
@@ -336,8 +337,10 @@ class TensorDictPolicy(TensorPolicy):
         device: torch.device | None,
         loose: Mapping[Key, Leaf],
         inner: Mapping[Key, tuple[int, ...]] | None = None,
+        shown: torch.device | None = None,
     ) -> None:
         super().__init__(inputs, device)
+        self.shown = device if shown is None else shown  # as its TensorDict's device
         self.call, self._size, self._loose = call, size, loose
         # branches with batch dimensions of their own, those inside others last
         inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
@@ -348,8 +351,8 @@ class TensorDictPolicy(TensorPolicy):
     def _tensordict(self, inputs: tuple[Any, ...], size: tuple[int, ...]) -> TensorDictBase:
         if self._loose:
             lanes = size[0] if size else None
-            return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.device)
-        td = TensorDict({}, batch_size=size, device=self.device)
+            return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.shown)
+        td = TensorDict({}, batch_size=size, device=self.shown)
         for key, value in zip(self.inputs, inputs):
             td.set(key, value)
         for key, own in self._inner:
@@ -387,6 +390,8 @@ class TensorDictPolicy(TensorPolicy):
         return ((key, td.get(key)) for key in keys if key not in self._loose)
 
     def forget(self, lanes: Sequence[int]) -> None:
+        if len(lanes) >= math.prod(self._size):
+            self._kept = {}
         for key, value in self._kept.items():
             if isinstance(value, Tensor):
                 self._kept[key] = value = value.clone(memory_format=torch.contiguous_format)

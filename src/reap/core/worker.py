@@ -39,7 +39,8 @@ class Plan:
     make_policy: Callable[[], Any]
     steps: Callable[[int], int]  # lanes → steps per rollout
     exploration: InteractionType = InteractionType.RANDOM
-    policy_device: torch.device | None = None
+    policy_device: torch.device | None = None  # where inputs must be brought
+    shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
     trust_policy: bool = False
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
@@ -161,7 +162,7 @@ class Worker(AnyWorker):
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
-        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device)
+        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         policy = own or as_policy(
             self.model,
             columns=visible_columns(spec, current),
@@ -174,6 +175,7 @@ class Worker(AnyWorker):
             inner=spec.look.inner,
             kind=plan.exploration,
             device=plan.policy_device,
+            shown=plan.shown_device,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,

@@ -22,7 +22,7 @@ from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import StepLimit
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
 
 
@@ -66,6 +66,9 @@ class WrappedGym(GymLanes):
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
         super().__init__(envs, categorical=categorical, batched=batched)
         self.outer = outer
+
+    def meet(self, model: Any) -> None:
+        give_spec(model, self.outer)
 
     def close(self) -> None:
         self.outer.close(raise_if_closed=False)

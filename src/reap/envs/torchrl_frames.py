@@ -78,7 +78,8 @@ class TorchRLFrames(TorchRLEnv):
             call = _on_columns(model, match(model, keys), [as_key(key) for key in self.env.action_keys])
         try:
             with untouched(model), torch.no_grad(), exploring(kind):
-                seen = call(self.root.clone())
+                first = self.root.clone()
+                seen = call(first if device is None else first.to(device))
             if seen is not None and not isinstance(seen, TensorDictBase):
                 call, seen = _returning_names(call), TensorDict(tree_of(by_name(seen)))
         except Exception as cause:
