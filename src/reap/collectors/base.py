@@ -215,6 +215,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _next_batch(self) -> list[Part]:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
+        if self._watch is not None:
+            self._watch.batch_taken()
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
@@ -313,6 +315,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
             self._backend.load_state_dict(dict(state_dict))
+            if self._watch is not None:
+                self._watch.rebase()
             self._forget()
             self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
             self._version = int(state_dict.get("policy_version", self._version))

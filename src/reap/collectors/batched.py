@@ -173,6 +173,10 @@ class AsyncBatchedCollector(Collector):
         self._backend = self._inline
         self._inline.start()
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]

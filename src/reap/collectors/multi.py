@@ -122,6 +122,11 @@ class MultiCollector(BaseCollector):
         except BaseException as error:
             self._close(f"it could not be built: {error!r}")
             raise
+        self._watch_policy(
+            policy,
+            "the workers still act",
+            "Call update_policy_weights_() after training, or give update_at_each_batch=True",
+        )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
@@ -214,6 +219,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._process.uninterrupted():
             self._before_batch()
+            if self._watch is not None:
+                self._watch.batch_taken()
             self._process.wanted = self.options.total - self._frames
             rollout = self._process.take(random=self._frames < self.options.random_frames)
             self._count(rollout.frames, 1)
@@ -281,6 +288,8 @@ class MultiCollector(BaseCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         self._open()
+        if method_name.startswith("policy."):
+            self._watch = None  # whoever reaches into the workers' policies knows that they are copies
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
         return self._between(lambda: self._process.find(method_name, calls))
 

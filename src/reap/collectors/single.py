@@ -86,6 +86,10 @@ class Collector(BaseCollector):
         self._inline.start()
         self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made, without=WORKERS_ONLY)  # type: ignore[union-attr]

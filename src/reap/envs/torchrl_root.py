@@ -43,7 +43,7 @@ class RootPolicy(Policy):
         self._env.decided = True
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """Drop what the policy wrote where all lanes begin anew. Where some go on, TorchRL has put zeros for the others."""
+        """Drop what the policy wrote where all lanes begin anew. Where some go on, TorchRL has seen to the others."""
         if len(lanes) < self._env.spec.lanes:
             return
         root = self._env.root

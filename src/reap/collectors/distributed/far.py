@@ -67,6 +67,8 @@ class FarCollector(MultiCollector):
                 raise UsageError(f"collector_kwargs holds {twice[0]!r}, which is an argument of its own")
             options.update(collector_kwargs)
         super().__init__(create_env_fn, policy, sync=sync, **options)
+        if self._interval > 0:
+            self._watch = None  # weights are sent by themselves
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
         team = None if self._team is None else replace(self._team, random_frames=settings.random_frames // len(plans))
