@@ -252,18 +252,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
-        if self._same is None:
+        copied = rollout.layout.look.contiguous
+        if self._same is None or copied:
             batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
-            batch, delivered = self._same
+            batch = self._same[0]
         storing = self._storing
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
             if self.options.return_same_td:
                 self._same = batch, delivered
-        elif storing is not None and storing.type != "cpu":
+            return delivered
+        delivered = self._same[1]
+        if copied or (storing is not None and storing.type != "cpu"):
             delivered.update_(batch)
         return delivered
 

@@ -94,6 +94,7 @@ def plan_for(
         track_traj_ids=options.track_traj_ids,
         track_policy_version=bool(options.track_policy_version),
         compact=options.compact_obs,
+        contiguous=options.contiguous_batches,
         storing_device=options.devices[1],
         record=bool(options.cudagraph_policy),
         stop=None if options.interruptor is None else options.interruptor.collection_stopped,

@@ -32,7 +32,7 @@ class Collector(BaseCollector):
     ...     batch["next", "reward"].mean()
 
     A batch is a TensorDict `[T]`, or `[N, T]` for N lanes, and yours to keep. With lanes it is a transposed view of
-    time-major memory: flatten it with `reshape(-1)`.
+    time-major memory: flatten it with `reshape(-1)`, or give `contiguous=True` (the default for TorchRL's envs).
 
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.

@@ -19,16 +19,23 @@ from torch import Tensor
 
 from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
 from reap.core.stats import RECENT
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import USUAL, EnvSpec, Key, Leaf, Look
 
 
 class DeviceLayout(Layout):
     """A layout whose columns are tensors on a device."""
 
     def __init__(
-        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, device: torch.device
+        self,
+        columns: Mapping[Key, Leaf],
+        steps: int,
+        lanes: int,
+        *,
+        batched: bool,
+        device: torch.device,
+        look: Look = USUAL,
     ) -> None:
-        super().__init__(columns, steps, lanes, batched=batched)
+        super().__init__(columns, steps, lanes, batched=batched, look=look)
         self.device = device
 
     def tensor(self, key: Key, array: Any) -> Tensor:

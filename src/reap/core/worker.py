@@ -49,6 +49,7 @@ class Plan:
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
     compact: bool = False
+    contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
     storing_device: torch.device | None = None
     record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
@@ -123,7 +124,8 @@ class Worker(AnyWorker):
         if plan.stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
         lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
-        look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner})
+        contiguous = spec.look.contiguous if plan.contiguous is None else plan.contiguous
+        look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner}, contiguous=contiguous)
         self.layout = Layout(columns, steps, lanes, batched=batched, look=look)
         if same_slot and self.layout.loose:
             raise UsageError(

@@ -12,6 +12,7 @@ is at hand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -65,6 +66,7 @@ class WrappedGym(GymLanes):
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
         super().__init__(envs, categorical=categorical, batched=batched)
+        self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
 
     def meet(self, model: Any) -> None:

@@ -195,6 +195,7 @@ class TorchRLRows(TorchRLEnv):
             dims=size if len(size) > 1 else None,
             hidden=frozenset(hidden | {("next", *key) for key in hidden}),
             inner=columns.inner,
+            contiguous=True,
         )
         spec = EnvSpec(
             observation=columns.observation,
