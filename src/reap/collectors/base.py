@@ -63,6 +63,11 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._busy = False
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
+        self._rolling = False  # whether a subclass's own `rollout` is being asked for the next batch
+        self._last: Rollout | None = None
+        self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
+        if self._overrides:
+            self._check_rollout()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
         self._runner: Runner | None = None  # who collects in the background
@@ -144,10 +149,31 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._collect() if self._more() else None
 
     def rollout(self) -> TensorDictBase:
-        """One rollout as it comes: not counted, split, post-processed or written."""
+        """One rollout as it comes: not counted, split, post-processed or written.
+
+        Batches are made of what a subclass returns here, if it has its own.
+        """
+        if self._rolling:
+            batch, self._last = self._take(random=self._frames < self.options.random_frames)
+            return self._arrange(batch, self._last)
         self._in_front()
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
+
+    def _check_rollout(self) -> None:
+        """Refuse a subclass with a `rollout` of its own where that could not be heard."""
+
+    def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
+        """What the `rollout` of a subclass returns, and the one it was made of, if it was."""
+        self._last, self._rolling = None, True
+        try:
+            batch = self.rollout()
+        finally:
+            self._rolling = False
+        if not isinstance(batch, TensorDictBase):
+            raise UsageError(f"rollout() of {type(self).__name__} returned {type(batch).__name__}, not a TensorDict")
+        self._frames += batch.numel() if self._last is None else self._last.frames
+        return batch, self._last
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
@@ -224,6 +250,12 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 return [Part(whole.take(wanted, self.options.traj_format or "padded"))]
             if self._frames >= self.options.total:
                 return []
+            if self._overrides:
+                batch, made = self._own_rollout()
+                if whole is None:
+                    return [Part(batch)]
+                whole.feed(batch, 0 if made is None else made.worker)
+                continue
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
             if self._sink is not None:

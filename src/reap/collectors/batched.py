@@ -21,6 +21,7 @@ from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
+from reap.core.policy import without_steps
 from reap.cores import Cores, Masks, mask, staying_on
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
@@ -144,6 +145,7 @@ class AsyncBatchedCollector(Collector):
             )
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=_WITHOUT)
+        policy = without_steps(policy)
         self._prepare(settings)
         device, _ = settings.devices
         pool = functools.partial(

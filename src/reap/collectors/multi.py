@@ -29,6 +29,7 @@ from reap.collectors.options import Options, read_options, signature
 from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
+from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
@@ -86,6 +87,7 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
+        policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
         each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
@@ -244,6 +246,13 @@ class MultiCollector(BaseCollector):
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
+
+    def _check_rollout(self) -> None:
+        if self.replay_buffer is not None:
+            raise UsageError(
+                f"{type(self).__name__} overrides rollout(), which is not called for rows that workers bring to a "
+                f"replay buffer; give a postproc, or write to the buffer yourself"
+            )
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         super().set_post_collect_hook(hook)

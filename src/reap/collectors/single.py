@@ -17,7 +17,7 @@ from reap.collectors.sinks import mark_truncated, processed
 from reap.core.device import DeviceLayout, DeviceSlot
 from reap.core.env import Env
 from reap.core.paths import each_call, follow
-from reap.core.policy import RandomPolicy
+from reap.core.policy import RandomPolicy, without_steps
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
 from reap.errors import UsageError, WrongArgument, nearest
@@ -63,6 +63,7 @@ class Collector(BaseCollector):
         self._why_closed = "it was never built"
         options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
+        policy = without_steps(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
         if isinstance(create_env_fn, (list, tuple)):

@@ -46,6 +46,14 @@ class RandomPolicy:
         return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
 
 
+def without_steps(policy: Any) -> Any:
+    """`policy`; for `env.rand_step` a RandomPolicy: the same actions, and the collector alone steps the env."""
+    owner = getattr(policy, "__self__", None)
+    if getattr(policy, "__name__", None) == "rand_step" and hasattr(owner, "rand_action"):
+        return RandomPolicy()
+    return policy
+
+
 class Policy:
     """Reads `row.inputs`, writes `row.outputs`. `inputs` and `outputs` say which columns those are."""
 
