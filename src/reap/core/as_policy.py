@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,16 @@ from torch import nn
 from reap.core.cells import Cells
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
-from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
+from reap.core.policy import (
+    CallPolicy,
+    FlatPolicy,
+    NotFlat,
+    Policy,
+    RandomActions,
+    RandomPolicy,
+    TensorDictPolicy,
+    TensorPolicy,
+)
 from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import Key, Leaf, as_key, show, show_keys
@@ -66,12 +75,40 @@ def untouched(policy: Any) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+_FIXED = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN)
+_SEEDS = 6  # with which an action is looked at: of two choices one may come up several times
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
 def waits_for_spec(policy: Any) -> bool:
     """Whether this is TorchRL's RandomPolicy without a spec: it draws from the env's action space."""
     return hasattr(policy, "set_action_spec_from_env") and getattr(policy, "action_spec", policy) is None
+
+
+def _samples(
+    policy: Any, candidate: TensorPolicy, first: Sequence[Any], action: Iterable[Key], kind: InteractionType | None
+) -> bool:
+    """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+
+    def decided(seed: int) -> list[Any]:
+        inputs = tuple(value if isinstance(value, Cells) else value.clone() for value in first)
+        with untouched(policy), torch.no_grad(), exploring(kind):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            values = dict(zip(candidate.written, candidate.once(inputs)))
+        return [torch.as_tensor(values[key]) for key in action]
+
+    def same(one: list[Any], other: list[Any]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(one, other))
+
+    try:
+        asked = decided(0)
+        if not same(asked, decided(0)):
+            return False  # by a state of its own that cannot be put back: who knows
+        return not all(same(asked, decided(seed)) for seed in range(1, _SEEDS))
+    except Exception:  # a policy that can be called once only; what it raises when it acts is told then
+        return False
 
 
 def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception | None = None) -> UsageError:
@@ -173,6 +210,17 @@ def as_policy(
                 raise SpecMismatch(
                     f"policy writes {show(key)} as {leaf}; it reads it as {seen.dtype}{list(seen.shape)}"
                 )
+        if (
+            kind in _FIXED
+            and type(policy).__name__ != "RandomPolicy"
+            and _samples(policy, candidate, first, action, kind)
+        ):
+            warnings.warn(
+                f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
+                f"itself, or has dropout or noise in train mode. Sample in a ProbabilisticTensorDictModule, ask "
+                f"tensordict.nn.probabilistic.interaction_type() before sampling, or call eval()",
+                stacklevel=2,
+            )
         return candidate
 
     inputs = tuple(columns)

@@ -131,6 +131,10 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
+    def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        """The values of `written` for these inputs, as at first; nothing is remembered."""
+        return self.forward(inputs)
+
     def private(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
         if self.device is not None:
@@ -370,6 +374,9 @@ class TensorDictPolicy(TensorPolicy):
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         values, self._kept = self.answer(inputs, self._kept, self._size)
         return values
+
+    def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        return self.answer(inputs, {}, self._size)[0]
 
     def answer(
         self, inputs: tuple[Tensor, ...], kept: Mapping[Key, Any], size: tuple[int, ...]
