@@ -148,6 +148,7 @@ class Look:
     dims: tuple[int, ...] | None = None  # of the lanes, where they are not one dimension
     hidden: frozenset[Key] = frozenset()  # columns that are not delivered
     inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # batch dimensions a branch has of its own
+    contiguous: bool = False  # lanes first in memory too, by a copy; else a view of memory in which time is first
 
 
 USUAL = Look()

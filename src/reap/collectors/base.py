@@ -72,6 +72,11 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         guard(self)
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
+        self._rolling = False  # whether a subclass's own `rollout` is being asked for the next batch
+        self._last: Rollout | None = None
+        self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
+        if self._overrides:
+            self._check_rollout()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
@@ -155,7 +160,13 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._collect() if self._more() else None
 
     def rollout(self) -> TensorDictBase:
-        """One rollout as it comes: not counted, split, post-processed or written."""
+        """One rollout as it comes: not counted, split, post-processed or written.
+
+        Batches are made of what a subclass returns here, if it has its own.
+        """
+        if self._rolling:
+            batch, self._last = self._take(random=self._frames < self.options.random_frames)
+            return self._arrange(batch, self._last)
         self._in_front()
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
@@ -177,6 +188,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         self._after = hook
+
+    def _check_rollout(self) -> None:
+        """Refuse a subclass with a `rollout` of its own where that could not be heard."""
+
+    def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
+        """What the `rollout` of a subclass returns, and the one it was made of, if it was."""
+        self._last, self._rolling = None, True
+        try:
+            batch = self.rollout()
+        finally:
+            self._rolling = False
+        if not isinstance(batch, TensorDictBase):
+            raise UsageError(f"rollout() of {type(self).__name__} returned {type(batch).__name__}, not a TensorDict")
+        self._frames += batch.numel() if self._last is None else self._last.frames
+        return batch, self._last
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
@@ -251,6 +277,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _next_batch(self) -> list[Part]:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
+        if self._watch is not None:
+            self._watch.batch_taken()
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
@@ -258,6 +286,12 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 return [Part(whole.take(wanted, self.options.traj_format or "padded"))]
             if self._frames >= self.options.total:
                 return []
+            if self._overrides:
+                batch, made = self._own_rollout()
+                if whole is None:
+                    return [Part(batch)]
+                whole.feed(batch, 0 if made is None else made.worker)
+                continue
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
             if self._sink is not None:
@@ -286,18 +320,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
-        if self._same is None:
+        copied = rollout.layout.look.contiguous
+        if self._same is None or copied:
             batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
-            batch, delivered = self._same
+            batch = self._same[0]
         storing = self._storing
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
             if self.options.return_same_td:
                 self._same = batch, delivered
-        elif storing is not None and storing.type != "cpu":
+            return delivered
+        delivered = self._same[1]
+        if copied or (storing is not None and storing.type != "cpu"):
             delivered.update_(batch)
         return delivered
 
@@ -349,6 +386,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
             self._backend.load_state_dict(dict(state_dict))
+            if self._watch is not None:
+                self._watch.rebase()
             self._forget()
             self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
             self._version = int(state_dict.get("policy_version", self._version))

@@ -21,6 +21,7 @@ from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
+from reap.core.policy import without_steps
 from reap.core.slot import VERSION
 from reap.cores import Cores, Masks, mask, staying_on
 from reap.envs import AsyncEnvPool
@@ -187,6 +188,7 @@ class AsyncBatchedCollector(Collector):
             )
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=_WITHOUT)
+        policy = without_steps(policy)
         self._prepare(settings)
         device, _ = settings.devices
         pool = functools.partial(
@@ -221,6 +223,10 @@ class AsyncBatchedCollector(Collector):
             self._inline.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]

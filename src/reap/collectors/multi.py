@@ -28,6 +28,7 @@ from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
+from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
@@ -89,6 +90,7 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
+        policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
         each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
@@ -134,6 +136,11 @@ class MultiCollector(BaseCollector):
         except BaseException as error:
             self._close(f"it could not be built: {error!r}")
             raise
+        self._watch_policy(
+            policy,
+            "the workers still act",
+            "Call update_policy_weights_() after training, or give update_at_each_batch=True",
+        )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
@@ -235,6 +242,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._process.uninterrupted():
             self._before_batch()
+            if self._watch is not None:
+                self._watch.batch_taken()
             self._process.wanted = self.options.total - self._frames
             rollout = self._process.take(random=self._frames < self.options.random_frames)
             self._count(rollout.frames, 1)
@@ -259,6 +268,13 @@ class MultiCollector(BaseCollector):
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
+
+    def _check_rollout(self) -> None:
+        if self.replay_buffer is not None:
+            raise UsageError(
+                f"{type(self).__name__} overrides rollout(), which is not called for rows that workers bring to a "
+                f"replay buffer; give a postproc, or write to the buffer yourself"
+            )
 
     # Hooks are called here, or in the workers: there where these write to a buffer, where `hooks_in_workers` says so,
     # and those that are assigned.
@@ -330,6 +346,8 @@ class MultiCollector(BaseCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         self._open()
+        if method_name.startswith("policy."):
+            self._watch = None  # whoever reaches into the workers' policies knows that they are copies
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
         if method_name == "update_policy_weights_":  # versions are counted here
             self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})

@@ -70,6 +70,8 @@ class Options:
         replay_buffer: where batches go; iterating then yields None. See docs/background.md.
         extend_buffer: False writes to the buffer step by step.
         compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
+        contiguous: True: a batch of several lanes is copied so that its memory has lanes first, and `view(-1)` works;
+            False: it is a transposed view, without a copy; None: True for TorchRL's envs, False for others.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
@@ -119,6 +121,7 @@ class Options:
     replay_buffer: Any = None
     extend_buffer: bool = True
     compact_obs: bool = False
+    contiguous: bool | None = None
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: Any = False
@@ -162,6 +165,8 @@ class Options:
         self._check_trajectories()
         self._check_buffer()
         self._check_workers()
+        if self.contiguous is not None and not isinstance(self.contiguous, bool):
+            raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):
             raise UsageError(
                 "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
@@ -257,6 +262,12 @@ class Options:
         if storing is None and env is not None and env == policy:
             storing = env
         return policy, storing
+
+    @property
+    def contiguous_batches(self) -> bool | None:
+        """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
+        unseen = self.postproc is None and self.post_collect_hook is None
+        return False if self.replay_buffer is not None and unseen else self.contiguous
 
     @property
     def total(self) -> int | float:

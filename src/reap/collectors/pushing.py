@@ -15,6 +15,7 @@ from torch import nn
 
 from reap.backends.base import Backend
 from reap.collectors.options import Options
+from reap.collectors.staleness import StalenessWatch
 from reap.collectors.updaters import WeightUpdaterBase
 from reap.core.paths import follow
 from reap.errors import UsageError, WorkerRaised
@@ -29,6 +30,7 @@ class Pushing:
     _backend: Backend
     _version: int
     _updater: WeightUpdaterBase | None
+    _watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
     _open: Callable[[], None]
     _ask: Callable[..., Any]
     map_fn: Callable[..., Any]
@@ -70,6 +72,8 @@ class Pushing:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
         models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
+        if "policy" in models:
+            self._watch = None
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -78,7 +82,14 @@ class Pushing:
             else:
                 self._take_weights(one, worker_ids)
 
+    def _watch_policy(self, policy: Any, who: str, remedy: str) -> None:
+        """From now on, look whether the policy is trained and its copies are left behind."""
+        chosen = self.options.update_at_each_batch or self._updater is not None or self.options.road == "none"
+        if isinstance(policy, nn.Module) and not chosen:
+            self._watch = StalenessWatch(policy, who=who, remedy=remedy)
+
     def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        self._watch = None
         self._version = self._ask(lambda: self._publish(weights, worker_ids))
         count = getattr(self.options.track_policy_version, "increment_version", None)
         if count is not None:

@@ -16,7 +16,7 @@ from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import mark_truncated, processed
 from reap.core.device import DeviceLayout, DeviceSlot
 from reap.core.paths import each_call, follow
-from reap.core.policy import RandomPolicy
+from reap.core.policy import RandomPolicy, without_steps
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
 from reap.errors import UsageError, WrongArgument, nearest
@@ -39,7 +39,7 @@ class Collector(BaseCollector):
     ...     batch["next", "reward"].mean()
 
     A batch is a TensorDict `[T]`, or `[N, T]` for N lanes, and yours to keep. With lanes it is a transposed view of
-    time-major memory: flatten it with `reshape(-1)`.
+    time-major memory: flatten it with `reshape(-1)`, or give `contiguous=True` (the default for TorchRL's envs).
 
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
@@ -74,6 +74,7 @@ class Collector(BaseCollector):
         self._why_closed = "it was never built"
         options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
+        policy = without_steps(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
         if listed(create_env_fn):
@@ -101,6 +102,10 @@ class Collector(BaseCollector):
             load(self._inline.worker.model, first)
         self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]

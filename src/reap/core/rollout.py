@@ -48,9 +48,15 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
+        self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
         self.me = env.driver = object()  # as whoever drives the env is known there
+
+    @property
+    def stamp(self) -> int | None:
+        """The version to stamp frames with; None: the policy has written it."""
+        return self.version if self._stamps else None
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
@@ -152,7 +158,7 @@ class RolloutLoop:
         if self.ledger is not None:
             when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
             where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
-            self.ledger.close(slot, t + 1, when, where, due=due, version=self.version)
+            self.ledger.close(slot, t + 1, when, where, due=due, version=self.stamp)
         self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
@@ -191,7 +197,7 @@ def columns_of(
     """Every column of a batch, flags first so that they lie side by side."""
     check_names(spec, {READY} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
-    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action]
+    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
     if taken:
         raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
     flag = Leaf((1,), torch.bool)
@@ -201,6 +207,12 @@ def columns_of(
     columns.update({("next", *key): leaf for key, leaf in spec.observation.items() if not compact or leaf.loose})
     columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
     whole = Leaf((), torch.int64)
+    said = policy.outputs.get(VERSION, whole)
+    if (said.shape, said.dtype) != ((), torch.int64):
+        raise SpecMismatch(
+            f"policy writes {show(VERSION)} as {said}; a batch has the version of the weights that acted under that "
+            f"name, an int64 for each lane: write that, or rename it"
+        )
     if ids:
         columns[TRAJ_IDS] = whole
     if mask or spec.rows != "whole":

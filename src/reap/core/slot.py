@@ -90,6 +90,8 @@ class Layout:
                 continue
             tensor = self.tensor(key, array)
             tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
+            if self.look.contiguous:
+                tensor = tensor.contiguous()  # the slot is free again as soon as all columns are copied
             found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
 

@@ -12,6 +12,7 @@ is at hand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -23,7 +24,7 @@ from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_by_hand import handed_out, taken_back
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
 from reap.pickling import before_packing
 from reap.spec import Key
@@ -95,11 +96,15 @@ class WrappedGym(GymLanes):
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
         super().__init__(envs, categorical=categorical, batched=batched)
+        self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
 
     @property
     def as_given(self) -> Any:
         return handed_out(self.outer, self)
+
+    def meet(self, model: Any) -> None:
+        give_spec(model, self.outer)
 
     def close(self) -> None:
         taken_back(self.outer)

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from reap.core.as_policy import waits_for_spec
 from reap.core.env import Env, Rows
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.rollout import RESERVED
@@ -109,6 +110,15 @@ def _leaves(td: TensorDictBase, dims: int) -> tuple[dict[Key, Leaf], dict[Key, t
     return (leaves, inner) if walk(td, ()) else None
 
 
+def give_spec(model: Any, env: Any) -> None:
+    """Exploration modules and random policies that were made without a spec wait for that of TorchRL's env."""
+    if waits_for_spec(model):
+        model.set_action_spec_from_env(env)
+    for part in model.modules() if isinstance(model, nn.Module) else ():
+        if getattr(part, "_spec", env) is None and hasattr(type(part), "spec"):
+            part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
+
+
 class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
@@ -130,10 +140,7 @@ class TorchRLEnv(Env):
         return handed_out(self.env, self)
 
     def meet(self, model: Any) -> None:
-        """Exploration modules that were made without a spec wait for the env's."""
-        for part in model.modules() if isinstance(model, nn.Module) else ():
-            if getattr(part, "_spec", self) is None and hasattr(type(part), "spec"):
-                part.spec = self.env.full_action_spec if len(self.env.action_keys) > 1 else self.env.action_spec
+        give_spec(model, self.env)
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """New episodes in `lanes`, unless TorchRL has begun them already."""
@@ -194,6 +201,7 @@ class TorchRLRows(TorchRLEnv):
             dims=size if len(size) > 1 else None,
             hidden=frozenset(hidden | {("next", *key) for key in hidden}),
             inner=columns.inner,
+            contiguous=True,
         )
         spec = EnvSpec(
             observation=columns.observation,
@@ -219,7 +227,8 @@ class TorchRLRows(TorchRLEnv):
         here = all(isinstance(value, Tensor) and value.device.type == "cpu" for value in self.root.values(True, True))
         # An env that carries its root on its own way (ParallelEnv) drops what the policy left in it.
         kept = type(self.env).step_and_maybe_reset.__qualname__ == "EnvBase.step_and_maybe_reset"
-        return RootPolicy(policy, self) if here and kept and policy.device is None else policy
+        seen = policy.device is None and policy.shown in (None, self.root.device)
+        return RootPolicy(policy, self) if here and kept and seen else policy
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self.decided = False
@@ -229,6 +238,7 @@ class TorchRLRows(TorchRLEnv):
         self.root = self.env.rand_action(self.root)
         for key, array in zip(self.spec.action, row.action):
             array[...] = _array(self.root.get(key)).reshape(array.shape)
+        self.decided = True  # it is in the root; what else the policy would have written is not
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self.begin(lanes, seeds)

@@ -1,8 +1,8 @@
 """Clients: policies whose work is done by an InferenceServer, in this process or another.
 
 A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
-collector (with `policy_version_key=None`), and one for processes may be sent to its workers: it connects when it is
-first used, wherever it is then.
+collector, whose frames then name the version that computed their action, and one for processes may be sent to its
+workers: it connects when it is first used, wherever it is then.
 """
 
 from __future__ import annotations

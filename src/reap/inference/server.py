@@ -31,6 +31,7 @@ from reap.core.as_policy import takes_tensordict
 from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
+from reap.core.outputs import as_tensordict, by_name, is_named
 from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.forks import guard
@@ -145,9 +146,8 @@ class InferenceServer:
     ) -> Any:
         """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
 
-        `policy_version_key` is where answers name the version that computed them; None: nowhere, as a collector wants
-        it, which has a column of that name. `timeout`: seconds it waits for an answer, then it raises `NotReady` (a
-        `TimeoutError`); None: as long as it takes.
+        `policy_version_key` is where answers name the version that computed them; None: nowhere. `timeout`: seconds it
+        waits for an answer, then it raises `NotReady` (a `TimeoutError`); None: as long as it takes.
         """
         check_timeout(timeout)
         self.start()
@@ -285,15 +285,15 @@ class InferenceServer:
             out = self.policy(td)
             out = td if out is None else out
             if not isinstance(out, TensorDictBase):
-                raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+                if not is_named(out):
+                    raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+                out = as_tensordict(out, td.batch_size)
             written = [as_key(k) for k in getattr(self.policy, "out_keys", ())] or [
                 k for k in map(as_key, out.keys(True, True)) if k not in inputs
             ]
             found = {key: out.get(key) for key in written if not private(key)}
         else:
-            out = self.policy(*inputs.values())
-            values = out if isinstance(out, tuple) else (out,)
-            found = {("action",) if n == 0 else (f"output{n}",): value for n, value in enumerate(values)}
+            found = by_name(self.policy(*inputs.values()))
         for key, value in found.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (size,):
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -64,6 +64,8 @@ class FarCollector(MultiCollector):
         self._team = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
         options, self._each = merged(options, options.pop("collector_kwargs", None), ("sync", *self._given))
         super().__init__(create_env_fn, policy, sync=sync, **options)
+        if self._interval > 0:
+            self._watch = None  # weights are sent by themselves
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
         team = None if self._team is None else replace(self._team, random_frames=settings.random_frames // len(plans))
