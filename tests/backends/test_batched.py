@@ -10,7 +10,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap.collectors import AsyncBatchedCollector, Collector
+from reap.collectors import AsyncBatchedCollector, Collector, RandomPolicy
 from reap.core.exploration import ExplorationType
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
@@ -25,6 +25,7 @@ class InLanes(AsyncBatchedCollector):
 
     def __init__(self, env, policy, *, env_backend, track_policy_version=False, **options):
         options["track_policy_version"] = track_policy_version
+        policy = RandomPolicy() if policy is None else policy  # which must be asked for here
         super().__init__([env], policy, env_backend=env_backend, **options)
 
     def _arrange(self, batch, rollout):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from reap.collectors import AsyncBatchedCollector, Collector
+from reap.collectors import AsyncBatchedCollector, Collector, RandomPolicy
 from reap.collectors.utils import split_trajectories
 from reap.data import (
     LazyTensorStorage,
@@ -52,7 +52,7 @@ def named(name, **kwargs):
 
 
 def collected(name, make=Collector, env=None, **options):
-    collector = make(env or named(name), None, frames_per_batch=10, total_frames=10, **options)
+    collector = make(env or named(name), RandomPolicy(), frames_per_batch=10, total_frames=10, **options)
     try:
         return next(iter(collector))
     finally:
