@@ -130,7 +130,7 @@ def outputs(model):
 
 
 def captured(model, size=(8,), probes=3):
-    return Captured(model, outputs(model), [[torch.randn(*size, 4)] for _ in range(probes)])
+    return Captured([model], outputs(model), [[torch.randn(*size, 4)] for _ in range(probes)])
 
 
 @pytest.mark.parametrize("size", [(), (1,), (8,), (2, 3)], ids=str)

@@ -29,6 +29,7 @@ import operator
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -112,18 +113,39 @@ class Recorder(TorchFunctionMode):
             self.register(tensor)
         self.inputs = len(inputs)
         self.made: set[int] = set()  # registers that a call wrote
+        self.first: dict[int, tuple[Tensor, int]] = {}  # of tensors from outside: values and version, when first met
 
     def register(self, tensor: Tensor) -> int:
+        """The number of a tensor, a new one if it has not been met."""
         at = self._at.get(id(tensor))
         if at is None:
             at = self._at[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return at
 
+    def foreign(self, func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note a call of a function that is not torch's: at each replay it is called with what was `given`."""
+        reads = tuple(self.register(t) for t in given)
+        writes = tuple(self.register(t) for t in made)
+        self.made.update(writes)
+        results = tuple(map(Register, writes))
+        self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True))
+
+    def restore(self) -> None:
+        """Give every tensor from outside the values it had before."""
+        with torch.no_grad():
+            for at, (value, version) in self.first.items():
+                if self.tensors[at]._version != version:
+                    self.tensors[at].copy_(value)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
         given = list(_tensors((args, kwargs)))
+        if name not in _METADATA:
+            for tensor in given:
+                if id(tensor) not in self._at:
+                    self.first[self.register(tensor)] = tensor.detach().clone(), tensor._version
         before = [t._version for t in given]
         chance = _chance(given)
         result = func(*args, **kwargs)
@@ -234,6 +256,19 @@ def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
     return value
 
 
+class _Recording(threading.local):
+    by: Recorder | None = None
+
+
+_recording = _Recording()
+
+
+def foreign(func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+    """Say, while being recorded, that `func` was called and what it returned."""
+    if _recording.by is not None:
+        _recording.by.foreign(func, given, made)
+
+
 class Recording(NamedTuple):
     """What one run of a policy did, and which registers hold what it returned."""
 
@@ -246,8 +281,12 @@ def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Reco
     versions = [t._version for t in inputs]
     numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
     recorder = Recorder(inputs)
-    with torch.no_grad(), recorder:
-        outputs = call(*inputs)
+    _recording.by = recorder
+    try:
+        with torch.no_grad(), recorder:
+            outputs = call(*inputs)
+    finally:
+        _recording.by = None
     if [t._version for t in inputs] != versions:
         raise NotCaptured("it changes its input in place")
     if repr(numpy_state) != repr(np.random.get_state(legacy=False)) or python_state != random.getstate():
@@ -288,30 +327,45 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class Captured:
-    """A policy's step as straight-line code: `bind` before each rollout, then `run(*inputs)` at each step.
+    """A step as straight-line code: `bind` before each rollout, then `run` at each step.
 
-    `run` returns the outputs, then a value for each of `checks`.
+    `run` takes those of the inputs that `used` names and returns the outputs, then a value for each of `checks`.
+
+    Args:
+        modules: whose attributes, hooks and parameters the step relies on.
+        call: makes the step; takes and returns tensors.
+        probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
+        writes: whether the step may change tensors that are not its own, as a running mean does. They are given back
+            the values they had before.
     """
 
     run: Callable[..., tuple[Any, ...]]
 
     def __init__(
-        self, policy: nn.Module, call: Callable[..., Sequence[Any]], probes: Sequence[Sequence[Tensor]]
+        self,
+        modules: Sequence[nn.Module],
+        call: Callable[..., Sequence[Any]],
+        probes: Sequence[Sequence[Tensor]],
+        *,
+        writes: bool = False,
     ) -> None:
-        """Record `call`, which runs `policy`, twice, and compare the replay with it on every one of `probes`."""
-        self._call = call
-        self._relied_on = Fingerprint(policy)
-        first, second = (record(call, probe) for probe in probes[:2])
-        self._outside = _from_outside(first, second)
+        self._call, self._writes = call, writes
+        self._relied_on = Fingerprint(modules)
+        first = self._recorded(probes[0])
+        self._outside = _from_outside(first, self._recorded(probes[1]))
         self._arrange(first)
-        versions = [t._version for t in self._outside.values()]
         for probe in probes:
             if not self.bind():
                 raise NotCaptured("it changes its own attributes")
             if not self.agrees(probe):
                 raise NotCaptured("its replay gives other numbers")
-        if versions != [t._version for t in self._outside.values()] or not self._relied_on.holds():
-            raise NotCaptured("it changes its own tensors or attributes")
+        if not self._relied_on.holds():
+            raise NotCaptured("it changes its own attributes")
+
+    def _recorded(self, probe: Sequence[Tensor]) -> Recording:
+        recording = record(self._call, probe)
+        recording.recorder.restore()
+        return recording
 
     def _arrange(self, recording: Recording) -> None:
         """Sort the calls: made once per rollout, at each step, or not at all."""
@@ -319,7 +373,8 @@ class Captured:
         calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
         memory = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
         changed = {memory[at] for call in calls for at in call.changes if at in memory}
-        if any(memory.get(at) in changed for at in (*inputs, *self._outside)):
+        kept = inputs if self._writes else (*inputs, *self._outside)
+        if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
         moving = set(inputs)
         steady, each = [], []
@@ -330,20 +385,23 @@ class Captured:
                 moving.update(call.writes)
             else:
                 steady.append(call)
+        moving.update(at for at in self._outside if memory.get(at) in changed)
         for decision in decisions:
             if decision.at in moving and not decision.checks:
                 raise NotCaptured(f"{_name(decision.read)}() of a tensor it computed decides what it does next")
         self.checks = [d for d in decisions if d.at in moving]
         guards = [d for d in decisions if d.at not in moving]
         body = _needed(each, {*outputs, *(d.at for d in self.checks)})
-        fixed = sorted({at for call in body for at in call.reads if at not in moving} - self._outside.keys())
-        fixed += [at for at in outputs if at not in moving and at not in self._outside and at not in fixed]
+        read = {at for call in body for at in call.reads} | {*outputs}
+        fixed = sorted(at for at in read if at not in moving and at not in self._outside)
         prologue = _needed(steady, {*fixed, *(d.at for d in guards)})
         self._guards, self._fixed = guards, len(fixed)
-        self.used = [at for at in inputs if at in outputs or any(at in call.reads for call in body)]
+        self.used = [at for at in inputs if at in read]
         self.outputs = len(outputs)
+        given = {memory.get(at) for at in inputs}
+        self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
         self._prepare = _compile(prologue, (), (), (*fixed, *(d.at for d in guards)), self._outside)
-        self._step = _compile(body, fixed, inputs, (*outputs, *(d.at for d in self.checks)), self._outside)
+        self._step = _compile(body, fixed, self.used, (*outputs, *(d.at for d in self.checks)), self._outside)
 
     def bind(self) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed."""
@@ -357,16 +415,29 @@ class Captured:
         return True
 
     def agrees(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether policy and replay give the same bits for `inputs`, from the same state of torch's generator."""
-        state = torch.get_rng_state()
+        """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
+
+        The generator is left as the step leaves it, tensors from outside as they were before.
+        """
+        outside = list(self._outside.values())
         with torch.no_grad():
-            wanted = self._call(*[x.clone() for x in inputs])
+            before = [t.clone() for t in outside]
+            state = torch.get_rng_state()
+            wanted = [*self._call(*[x.clone() for x in inputs]), *[t.clone() for t in outside]]
             after = torch.get_rng_state()
             torch.set_rng_state(state)
-            got = self.run(*inputs)
-        same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
-        torch.set_rng_state(after)
+            _put_back(outside, before)
+            got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs], *outside]
+            same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
+            torch.set_rng_state(after)
+            _put_back(outside, before)
         return same
+
+
+def _put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values):
+        if not _same_bits(tensor, value):  # a parameter that nobody changed keeps its version
+            tensor.copy_(value)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -435,8 +506,8 @@ def _compile(
 class Fingerprint:
     """What a module's attributes, hooks and parameters are now; `holds` tells whether they still are."""
 
-    def __init__(self, policy: nn.Module) -> None:
-        self._modules = list(policy.modules())
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [part for module in modules for part in module.modules()]
         self._types = [type(m) for m in self._modules]
         self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
         for hooks in _GLOBAL_HOOKS:
