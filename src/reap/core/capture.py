@@ -112,6 +112,7 @@ class Recorder(TorchFunctionMode):
         for tensor in inputs:
             self.register(tensor)
         self.inputs = len(inputs)
+        self.paused = False
         self.made: set[int] = set()  # registers that a call wrote
         self.first: dict[int, tuple[Tensor, int]] = {}  # of tensors from outside: values and version, when first met
 
@@ -140,6 +141,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         name = _name(func)
         given = list(_tensors((args, kwargs)))
         if name not in _METADATA:
@@ -263,10 +266,20 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
-def foreign(func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-    """Say, while being recorded, that `func` was called and what it returned."""
-    if _recording.by is not None:
-        _recording.by.foreign(func, given, made)
+def foreign(
+    func: Callable[..., Any], given: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Stand for a call of `func`, which is not torch's, by what `make` returns; at each replay `func` is called."""
+    recorder = _recording.by
+    if recorder is None:
+        return make()
+    recorder.paused = True
+    try:
+        made = make()
+    finally:
+        recorder.paused = False
+    recorder.foreign(func, given, made)
+    return made
 
 
 class Recording(NamedTuple):
@@ -480,15 +493,16 @@ def _compile(
         names[name] = value
         return name
 
-    def target(value: Any) -> str:
+    def target(value: Any, reads: tuple[int, ...]) -> str:
         if isinstance(value, Register):
-            return f"r{value.at}"
-        return "(" + "".join(f"{target(v)}, " for v in value) + ")" if isinstance(value, (tuple, list)) else "_"
+            return "_" if value.at in reads else f"r{value.at}"  # changed in place: it has its name already
+        inner = "".join(f"{target(v, reads)}, " for v in value) if isinstance(value, (tuple, list)) else ""
+        return f"({inner})" if inner else "_"
 
     lines = []
     for call in calls:
         arguments = [*map(text, call.args), *(f"{k}={text(v)}" for k, v in call.kwargs.items())]
-        lines.append(f"{target(call.results)} = {text(call.func)}({', '.join(arguments)})")
+        lines.append(f"{target(call.results, call.reads)} = {text(call.func)}({', '.join(arguments)})")
     given = ", ".join(f"r{at}" for at in inputs)
     source = "\n".join(
         [

@@ -21,6 +21,7 @@ from tensordict import TensorDictBase
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import StepLimit
+from reap.envs.torchrl_captured import Base, CapturedRows
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
@@ -48,7 +49,28 @@ def _stepped(env: Any) -> Env:
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
     root = env.reset()
     columns = columns_of(env, root)
-    return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
+    if columns is None:
+        return TorchRLFrames(env, root)
+    bases: list[Base] = []
+    transformed: list[Any] = []
+    plain = "done" in columns.flags and not columns.ends and len(env.batch_size) < 2
+    if plain and _inside(env, bases, transformed) and transformed:
+        return CapturedRows(env, root, columns, bases, transformed)
+    return TorchRLRows(env, root, columns)
+
+
+def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
+    """Find the innermost envs and the transformed ones around them; False if there is one reap cannot step itself."""
+    from torchrl.envs import SerialEnv, TransformedEnv
+
+    lanes = _gymnasium(env)
+    if lanes is not None:
+        bases.append(Base(env, lanes))
+        return True
+    if type(env) is TransformedEnv:
+        transformed.append(env)
+        return _inside(env.base_env, bases, transformed)
+    return type(env) is SerialEnv and all(_inside(one, bases, transformed) for one in env._envs)
 
 
 def _limited(env: Any, limit: int) -> Any:
