@@ -30,7 +30,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -389,6 +389,9 @@ class Captured:
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
+        calls, names = _without_copies(calls, memory, changed)
+        outputs = tuple(names.get(at, at) for at in outputs)
+        decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
         moving = set(inputs)
         steady, each = [], []
         for call in calls:
@@ -457,6 +460,37 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _without_copies(
+    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
+) -> tuple[list[Call], dict[int, int]]:
+    """The calls without copies of what nobody changes; and which register stands for the copy."""
+    names: dict[int, int] = {}
+    kept = []
+    for call in calls:
+        if names:
+            call = _renamed(call, names)
+        copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
+        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
+            names[call.writes[0]] = call.reads[0]
+        else:
+            kept.append(call)
+    return kept, names
+
+
+def _renamed(call: Call, names: Mapping[int, int]) -> Call:
+    def new(value: Any) -> Any:
+        if isinstance(value, Register):
+            return Register(names.get(value.at, value.at))
+        if type(value) in (tuple, list):
+            return type(value)(map(new, value))
+        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
+
+    if not names.keys() & {*call.reads}:
+        return call
+    reads = tuple(names.get(at, at) for at in call.reads)
+    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
 
 
 def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:

@@ -17,6 +17,7 @@ from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
 from reap.core.buckets import Bucketed
 from reap.core.by_lane import ByLane
+from reap.core.captured_policy import captured
 from reap.core.env import Env
 from reap.core.graphed import pin, pinned, recorded
 from reap.core.ledger import Ledger, TrajectoryIds
@@ -41,6 +42,7 @@ class Plan:
     exploration: InteractionType = InteractionType.RANDOM
     policy_device: torch.device | None = None
     trust_policy: bool = False
+    capture_policy: bool = True
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
     reset_at_each_iter: bool = False
@@ -162,9 +164,10 @@ class Worker(AnyWorker):
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
         own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device)
+        columns = visible_columns(spec, current)
         policy = own or as_policy(
             self.model,
-            columns=visible_columns(spec, current),
+            columns=columns,
             observation=[key for key in spec.observation if key not in self.memory and key != READY],
             side=spec.side,
             carry=list(self.memory),
@@ -180,6 +183,8 @@ class Worker(AnyWorker):
         )
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
+        elif own is None and plan.capture_policy and spec.ready_of is None and plan.compile_policy is None:
+            policy = captured(policy, self.model, columns, plan.exploration)
         if isinstance(policy, TensorDictPolicy):
             return self.env.lend(policy) if spec.ready_of is None else ByLane(policy, spec.ready_of)
         if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):
