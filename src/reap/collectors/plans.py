@@ -87,6 +87,7 @@ def plan_for(
         exploration=exploration_type(options.exploration_type),
         policy_device=device if device is not None and device.type != "cpu" else None,
         trust_policy=bool(options.trust_policy),
+        capture=bool(options.capture),
         compile_policy=options.compiling,
         reset_when_done=options.reset_when_done,
         reset_at_each_iter=options.reset_at_each_iter,

@@ -290,7 +290,8 @@ class Recording(NamedTuple):
 
 
 def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Recording:
-    """Run `call(*inputs)` and write down what it does to tensors."""
+    """Run `call` on copies of `inputs` and write down what it does to tensors. Those from outside are put back."""
+    inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
     versions = [t._version for t in inputs]
     numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
     recorder = Recorder(inputs)
@@ -300,6 +301,7 @@ def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Reco
             outputs = call(*inputs)
     finally:
         _recording.by = None
+        recorder.restore()
     if [t._version for t in inputs] != versions:
         raise NotCaptured("it changes its input in place")
     if repr(numpy_state) != repr(np.random.get_state(legacy=False)) or python_state != random.getstate():
@@ -364,8 +366,8 @@ class Captured:
     ) -> None:
         self._call, self._writes = call, writes
         self._relied_on = Fingerprint(modules)
-        first = self._recorded(probes[0])
-        self._outside = _from_outside(first, self._recorded(probes[1]))
+        first = record(call, probes[0])
+        self._outside = _from_outside(first, record(call, probes[1]))
         self._arrange(first)
         for probe in probes:
             if not self.bind():
@@ -374,11 +376,6 @@ class Captured:
                 raise NotCaptured("its replay gives other numbers")
         if not self._relied_on.holds():
             raise NotCaptured("it changes its own attributes")
-
-    def _recorded(self, probe: Sequence[Tensor]) -> Recording:
-        recording = record(self._call, probe)
-        recording.recorder.restore()
-        return recording
 
     def _arrange(self, recording: Recording) -> None:
         """Sort the calls: made once per rollout, at each step, or not at all."""

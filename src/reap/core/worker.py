@@ -42,7 +42,7 @@ class Plan:
     exploration: InteractionType = InteractionType.RANDOM
     policy_device: torch.device | None = None
     trust_policy: bool = False
-    capture_policy: bool = True
+    capture: bool = True  # replay what policy and env ask of torch, where that is the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
     reset_at_each_iter: bool = False
@@ -78,6 +78,7 @@ class Worker(AnyWorker):
 
     def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
         self.model = model
+        env.captures = plan.capture
         env.meet(self.model)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
@@ -183,7 +184,7 @@ class Worker(AnyWorker):
         )
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
-        elif own is None and plan.capture_policy and spec.ready_of is None and plan.compile_policy is None:
+        elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:
             policy = captured(policy, self.model, columns, plan.exploration)
         if isinstance(policy, TensorDictPolicy):
             return self.env.lend(policy) if spec.ready_of is None else ByLane(policy, spec.ready_of)

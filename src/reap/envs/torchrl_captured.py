@@ -23,6 +23,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from reap.core.as_policy import untouched
 from reap.core.capture import Captured, NotCaptured, foreign
 from reap.core.env import Env
 from reap.core.policy import Policy, TensorDictPolicy
@@ -138,7 +139,7 @@ class CapturedRows(TorchRLRows):
         self._root, self._leaves = root, None
 
     def lend(self, policy: TensorDictPolicy) -> Policy:
-        return policy
+        return policy if self.captures else super().lend(policy)
 
     def follow(self, outputs: Sequence[Key]) -> None:
         super().follow(outputs)
@@ -207,7 +208,7 @@ class CapturedRows(TorchRLRows):
 
     def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
         """TorchRL's step, and the recording of the next ones."""
-        if self._tries >= _TRIES:
+        if self._tries >= _TRIES or not self.captures:
             return super().step(lanes, row)
         before = self.root.copy()
         with _in_place_of_step({base: base.watched for base in self._bases}):
@@ -251,7 +252,9 @@ class CapturedRows(TorchRLRows):
         acted = [torch.from_numpy(array.copy()) for array in row.outputs]
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
         transforms = self._transforms()
-        with _untouched_generator():
+        with contextlib.ExitStack() as stack:
+            for transform in transforms:
+                stack.enter_context(untouched(transform))
             try:
                 captured = Captured(transforms, step, [first, *(_varied(first, by) for by in (1, 2, 3))], writes=True)
             finally:
@@ -283,15 +286,6 @@ def _in_place_of_step(stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[
     finally:
         for base in stand_ins:
             del base.env.__dict__["_step"]
-
-
-@contextlib.contextmanager
-def _untouched_generator() -> Iterator[None]:
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
