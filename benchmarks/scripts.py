@@ -210,7 +210,8 @@ class Normalised:
     """A running mean and variance with decay, as VecNorm keeps them."""
 
     def __init__(self, width: int, decay: float, eps: float) -> None:
-        self.sum, self.squares, self.count = np.zeros(width), np.zeros(width), 0.0
+        self.sum, self.squares = np.zeros(width), np.zeros(width)
+        self.count: float = 0.0
         self.decay, self.eps = decay, eps
 
     def __call__(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -257,8 +258,8 @@ def loop(make: Callable[[], Any], lanes: int, steps: int, act: Step, *, transfor
                     totals[t], counts[t] = total, count
                 if ended.any():
                     now = now.copy()
-                    for i in np.flatnonzero(ended):
-                        now[i] = norm(envs[i].reset()[0][None])[0]
+                    for lane in np.flatnonzero(ended).tolist():
+                        now[lane] = norm(envs[lane].reset()[0][None])[0]
                     total[ended], count[ended] = 0, 0
         yield
 
