@@ -266,19 +266,25 @@ class _Recording(threading.local):
 _recording = _Recording()
 
 
+def unrecorded(call: Callable[[], Any]) -> Any:
+    """What `call` returns; what it asks of torch leaves no trace in a recording."""
+    recorder = _recording.by
+    if recorder is None:
+        return call()
+    recorder.paused = True
+    try:
+        return call()
+    finally:
+        recorder.paused = False
+
+
 def foreign(
     func: Callable[..., Any], given: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
     """Stand for a call of `func`, which is not torch's, by what `make` returns; at each replay `func` is called."""
-    recorder = _recording.by
-    if recorder is None:
-        return make()
-    recorder.paused = True
-    try:
-        made = make()
-    finally:
-        recorder.paused = False
-    recorder.foreign(func, given, made)
+    made: Sequence[Tensor] = unrecorded(make)
+    if _recording.by is not None:
+        _recording.by.foreign(func, given, made)
     return made
 
 

@@ -21,7 +21,7 @@ from tensordict import TensorDictBase
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import StepLimit
-from reap.envs.torchrl_captured import Base, CapturedRows
+from reap.envs.torchrl_captured import Base, CapturedRows, watching_resets
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLRows, columns_of
 from reap.errors import UsageError, WrongState
@@ -47,14 +47,14 @@ def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int 
 def _stepped(env: Any) -> Env:
     """TorchRL steps; rows where everything has its place in a row, frames where not."""
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
-    root = env.reset()
+    bases: list[Base] = []
+    transformed: list[Any] = []
+    inside = len(env.batch_size) < 2 and _inside(env, bases, transformed) and bool(transformed)
+    root = watching_resets(bases, env.reset) if inside else env.reset()
     columns = columns_of(env, root)
     if columns is None:
         return TorchRLFrames(env, root)
-    bases: list[Base] = []
-    transformed: list[Any] = []
-    plain = "done" in columns.flags and not columns.ends and len(env.batch_size) < 2
-    if plain and _inside(env, bases, transformed) and transformed:
+    if inside and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
     return TorchRLRows(env, root, columns)
 

@@ -15,6 +15,7 @@ TorchRL's step; `why` says which it was. One that is changed between two rollout
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap.core.as_policy import untouched
-from reap.core.capture import Captured, NotCaptured, foreign
+from reap.core.capture import Captured, NotCaptured, foreign, unrecorded
 from reap.core.env import Env
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
@@ -32,6 +33,8 @@ from reap.envs.torchrl_rows import Columns, TorchRLRows
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, as_key
 
+_RESETS = 4  # so often the same lanes ended together before their reset is recorded
+_PATTERNS = 64  # so many sets of lanes are told apart
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
@@ -45,6 +48,11 @@ class Base:
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
         self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
+        self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
+        self._flags: list[tuple[Any, Tensor]] = []
+        self._begins: dict[tuple[int, ...], Callable[[], Sequence[Tensor]]] = {}
+        self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
+        self._reset_at: dict[Key, int] = {}
         self._rows: list[tuple[Row, tuple[Tensor, ...]]] = []
         self._turn = 0
         self.locks: Sequence[Any] = ()
@@ -66,6 +74,44 @@ class Base:
             result.set(key, value)
         return result
 
+    def watched_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """TorchRL's own reset, whose results are kept: a lane that is not reset later is shown as it is now."""
+        result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
+        self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
+        self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
+        self.first = [result.get(key).clone() for key in self.reset_keys]
+        return result
+
+    def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
+        lanes = tuple(self._marked(td))
+        begin = self._begins.setdefault(lanes, functools.partial(self.begin, lanes))
+        made = foreign(begin, (), begin)
+        result = TensorDict({}, batch_size=self.size, device=self.env.device)
+        for key, value in (*zip(self.reset_keys, made), *self._flags):
+            result.set(key, value if key in self.reset_keys else value.clone())
+        return result
+
+    def _marked(self, td: TensorDictBase | None) -> list[int]:
+        lanes = range(self.lanes.spec.lanes)
+        mark = None if td is None else td.get("_reset", None)
+        if mark is None:
+            return list(lanes)
+        chosen = unrecorded(lambda: mark.reshape(len(lanes), -1).any(-1).tolist())
+        return [lane for lane in lanes if chosen[lane]]
+
+    def begin(self, lanes: Sequence[int]) -> Sequence[Tensor]:
+        """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
+        if self.given:
+            return [value.clone() for value in self.given]
+        into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
+        self.lanes.reset(lanes, into)
+        at = list(lanes)
+        for key, array in zip(self.lanes.spec.observation, into):
+            mine = self.first[self._reset_at[key]]
+            mine.reshape(array.shape).numpy()[at] = array[at]
+        return [value.clone() for value in self.first]
+
     def prepare(self) -> None:
         """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
         spec, dims = self.lanes.spec, len(self.size)
@@ -86,6 +132,7 @@ class Base:
             if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
             self._rows.append((row, results))
+        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
 
     def step(self, *actions: Tensor) -> tuple[Tensor, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
@@ -120,7 +167,9 @@ class CapturedRows(TorchRLRows):
         self._bases, self._transformed = bases, transformed
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
-        self._tries = 0
+        self._tries, self._rollouts = 0, 0
+        self._resets: dict[bytes, int | Captured] = {}  # by which lanes ended: how often so far, or how it is done
+        self._bound: dict[bytes, int] = {}  # for which rollout a captured reset was bound
         self.why: str | None = "it is captured after its first step"
         self._following: Sequence[Key] = ()
 
@@ -143,8 +192,10 @@ class CapturedRows(TorchRLRows):
 
     def follow(self, outputs: Sequence[Key]) -> None:
         super().follow(outputs)
+        self._rollouts += 1
         if self._captured is not None and (tuple(outputs) != self._following or not self._rebound()):
             self._captured = self._run = None  # somebody changed a transform: it is recorded again
+            self._resets.clear()
         self._following = tuple(outputs)
 
     def _rebound(self) -> bool:
@@ -174,17 +225,13 @@ class CapturedRows(TorchRLRows):
         if self._copies:
             outputs = [value.clone() for value in outputs]
         given = [*leaves, *outputs]
-        for lock in self._locks:
-            lock.acquire()
         try:
-            values = self._run(*[given[i] for i in self._used])
+            with self._locked():
+                values = self._run(*[given[i] for i in self._used])
         except ReapError:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
-        finally:
-            for lock in self._locks:
-                lock.release()
         for array, value in zip((*row.next, *row.rewards), values):
             array[...] = value.numpy().reshape(array.shape)
         done = values[self._flag_at["done"]].numpy()
@@ -193,7 +240,7 @@ class CapturedRows(TorchRLRows):
             self._ended = []
             return self._ended
         try:
-            self.root = self.env.maybe_reset(self.root)
+            self._begin_where(done)
         except ReapError:
             raise
         except Exception as cause:
@@ -206,12 +253,67 @@ class CapturedRows(TorchRLRows):
         self._ended = np.flatnonzero(over).tolist()
         return self._ended
 
+    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
+
+    def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step."""
+        assert self._leaves is not None
+        pattern = done.tobytes()
+        known = self._resets.get(pattern, 0)
+        if isinstance(known, Captured) and (self._bound[pattern] == self._rollouts or known.bind()):
+            self._bound[pattern] = self._rollouts
+            with self._locked():
+                self._leaves = known.run(*[self._leaves[i] for i in known.used])
+            return
+        before = self._leaves
+        with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            self.root = self.env.maybe_reset(self.root)
+        count = 1 if isinstance(known, Captured) else known + 1
+        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS:
+            self._resets[pattern] = count
+            return
+        self._resets[pattern] = -1  # not tried again, if it fails
+        if count == _RESETS:
+            with contextlib.suppress(Exception):  # whatever transforms make of a recording: TorchRL resets
+                self._resets[pattern] = self._captured_reset(before, done)
+                self._bound[pattern] = -1
+
+    def _captured_reset(self, before: Sequence[Tensor], done: np.ndarray[Any, Any]) -> Captured:
+        """TorchRL's `maybe_reset` of lanes that are `done`, which is taken for given."""
+        env, over = self.env, torch.from_numpy(done.copy())
+        sizes = [len(base.first) for base in self._bases]
+
+        def reset(*values: Tensor) -> list[Tensor]:
+            td = TensorDict({}, batch_size=env.batch_size, device=env.device)
+            for key, value in zip(self._root_keys, values):
+                td.set(key, over.clone() if key == "done" else value)
+            at = len(self._root_keys)
+            for base, size in zip(self._bases, sizes):
+                base.given, at = values[at : at + size], at + size
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+                root = env.maybe_reset(td)
+            return [root.get(key) for key in self._root_keys]
+
+        return self._recorded(reset, [*before, *(value for base in self._bases for value in base.first)])
+
+    def _recorded(self, call: Callable[..., list[Tensor]], first: Sequence[Tensor]) -> Captured:
+        transforms = self._transforms()
+        with contextlib.ExitStack() as stack:
+            for transform in transforms:
+                stack.enter_context(untouched(transform))
+            try:
+                return Captured(transforms, call, [first, *(_varied(first, by) for by in (1, 2, 3))], writes=True)
+            finally:
+                for base in self._bases:
+                    base.given = ()
+
     def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
         """TorchRL's step, and the recording of the next ones."""
         if self._tries >= _TRIES or not self.captures:
             return super().step(lanes, row)
         before = self.root.copy()
-        with _in_place_of_step({base: base.watched for base in self._bases}):
+        with _in_place_of("_step", {base: base.watched for base in self._bases}):
             ended = super().step(lanes, row)
         self._tries += 1
         try:
@@ -237,7 +339,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys) + len(outputs)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of_step({base: base.stand_in for base in self._bases}):
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}):
                 stepped = env.step(td)
             next_ = stepped.get("next")
             root = env._step_mdp(stepped)
@@ -252,14 +354,7 @@ class CapturedRows(TorchRLRows):
         acted = [torch.from_numpy(array.copy()) for array in row.outputs]
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
         transforms = self._transforms()
-        with contextlib.ExitStack() as stack:
-            for transform in transforms:
-                stack.enter_context(untouched(transform))
-            try:
-                captured = Captured(transforms, step, [first, *(_varied(first, by) for by in (1, 2, 3))], writes=True)
-            finally:
-                for base in self._bases:
-                    base.given = ()
+        captured = self._recorded(step, first)
         for base in self._bases:
             base.prepare()
         self._captured, self._run, self._relied_on = captured, captured.run, transforms
@@ -272,20 +367,39 @@ class CapturedRows(TorchRLRows):
         self._copies = any(captured.aliases[self._after_at : self._after_to])
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
+        self._locked = functools.partial(_held, self._locks) if self._locks else contextlib.nullcontext
         for base in self._bases:
             base.locks, base.fresh = self._locks, self._copies
 
 
+def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which lets TorchRL reset envs; each base learns what came of it."""
+    with _in_place_of("_reset", {base: base.watched_reset for base in bases}):
+        return call()
+
+
 @contextlib.contextmanager
-def _in_place_of_step(stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[None]:
-    """Let TorchRL's code call these in place of the `_step` of each base."""
+def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[None]:
+    """Let TorchRL's code call these in place of `_step` or `_reset` of each base."""
     for base, stand_in in stand_ins.items():
-        base.env.__dict__["_step"] = stand_in
+        base.env.__dict__[verb] = stand_in
     try:
         yield
     finally:
         for base in stand_ins:
-            del base.env.__dict__["_step"]
+            del base.env.__dict__[verb]
+
+
+@contextlib.contextmanager
+def _held(locks: Sequence[Any]) -> Iterator[None]:
+    """Hold the locks of shared statistics."""
+    for lock in locks:
+        lock.acquire()
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
