@@ -1,38 +1,39 @@
 """Children: processes that start fast, set themselves up, and never outlive the one that asked for them.
 
-    this process ══ request ══► seedbed (torch imported, nothing run) ── fork ──► child
-         ▲ ▲                        │                                               │
-         │ └──── status pipe ◄──────┘ pid, then exit code or signal                 │
-         └────── line ◄═════════════════════════════════════════════════════════════┘
+    this process ══ request ══► fork server (torch imported, nothing run) ── fork ──► child
+         ▲ ▲                        │                                                   │
+         │ └──── status pipe ◄──────┘ pid, then exit code or signal                     │
+         └────── line ◄═════════════════════════════════════════════════════════════════┘
 
 Every way this can end, and what follows:
-- the child returns or raises: the seedbed reaps it, its exit code comes through the status pipe;
+- there is no room for another process, or no memory: the server says so in place of the pid, and lives on;
+- the child returns or raises: the server reaps it, its exit code comes through the status pipe;
 - the child is killed, runs out of memory, segfaults: the same, the code is a negative signal number, and what
   faulthandler could say lies in the child's `stack`;
 - this process closes the child: `close` → SIGTERM, which unwinds the child's stack → SIGKILL, by one deadline;
 - this process ends, however it ends: the request socket closes, or, where a fork of this process keeps it open, the
-  kernel tells the seedbed (PR_SET_PDEATHSIG); it terminates its children, then kills them;
-- what a child has started itself and left behind is killed with it: a child is a process group;
-- the seedbed is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code.
+  kernel tells the server (PR_SET_PDEATHSIG); it terminates its children, then kills them;
+- signals to this process's group (`timeout`, a closed terminal) end this process, and so the line above follows;
+- what a child has started itself and left behind is killed with it (see fork_server.py);
+- the server is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code, and
+  whoever sees that here kills what they had started.
 
-Nothing of the parent is imported again in a child: targets travel by cloudpickle, so scripts need no main guard, and
-lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left alone.
+Nothing of the parent is imported again in a child: targets travel by cloudpickle (pickling.py), so scripts need no main
+guard, and lambdas, closures and notebooks work. The parent's start method, threads, signals and environment are left
+alone; a child has its environment as it is then (process_state.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
-import faulthandler
-import functools
-import gc
+import errno
 import math
 import os
 import pickle
+import secrets
 import select
-import selectors
 import signal
 import socket
 import struct
@@ -41,37 +42,28 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, NoReturn
-
-import cloudpickle
+from typing import Any, Literal
 
 from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap.fork_server import GRACE, REQUEST, WORD, end_programs_of
+from reap.forks import guard
+from reap.pickling import OwnedFd, Parcel, dumps, send_fds
+from reap.process_state import state_for_child
 
 StartMethod = Literal["forkserver", "spawn"]
 
-_WORD = struct.Struct("q")
-_FORK = b"fork"
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
-_GRACE = 1.0  # seconds a child has to clean up once its parent is gone
-MOST_FDS = 200  # a child may be given; what it is started with comes to these
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
 
 
-def dumps(thing: Any, what: str) -> bytes:
-    """`thing` as bytes for another process; an error that names it if that cannot be."""
-    try:
-        return bytes(cloudpickle.dumps(thing))
-    except Exception as cause:
-        raise UsageError(f"{what} cannot be sent to another process: {cause}") from cause
-
-
 def send(connection: Connection, thing: Any) -> None:
     """Send anything, read by `Line.hear`. Not `connection.send`: that would share tensors, not send them."""
-    connection.send_bytes(cloudpickle.dumps(thing))
+    connection.send_bytes(dumps(thing, "what a child says"))
 
 
 class Line:
@@ -180,7 +172,7 @@ class Raised:
     text: str
 
     @classmethod
-    def of(cls, error: Exception, doing: str = "") -> Raised:
+    def of(cls, error: BaseException, doing: str = "") -> Raised:
         """The message for what was just caught; foreign errors are told as raised by `doing`."""
         if not isinstance(error, ReapError):
             foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
@@ -203,39 +195,72 @@ class Raised:
 
 def _error_bytes(error: BaseException | None) -> bytes:
     try:
-        data = cloudpickle.dumps(error)
-        cloudpickle.loads(data)  # some exceptions can be written but not read
+        data = dumps(error, "an error")
+        pickle.loads(data)  # some exceptions can be written but not read
     except Exception:
         if isinstance(error, ReapError):
             plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
-            return bytes(cloudpickle.dumps(plain))
-        return bytes(cloudpickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")))
-    return bytes(data)
+            return dumps(plain, "an error")
+        return dumps(RuntimeError(f"{type(error).__name__}: {error}"), "an error")
+    return data
 
 
 # ---- the parent's side --------------------------------------------------------------------------------------------
+
+
+_NO_ROOM = {
+    errno.EAGAIN: "the limit of processes is reached (ulimit -u, or pids.max of the cgroup)",
+    errno.ENOMEM: "there is no memory for another process",
+    errno.EMFILE: "the limit of open files is reached (ulimit -n)",
+    errno.ENFILE: "the machine's limit of open files is reached",
+}
+
+
+def _no_start(number: int | None) -> str:
+    """Why a process could not be started, in words, from an errno."""
+    return f"could not be started: {_NO_ROOM.get(number or 0) or os.strerror(number or 0)}"
+
+
+@contextlib.contextmanager
+def enough_room(who: str) -> Iterator[None]:
+    """Inside, a limit of the system that is reached is told as what `who` could not be started for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise WorkerDied(f"{who} {_no_start(error.errno)}") from error
 
 
 class _Seedbed:
     """The parent's end of the process that forks children."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
+        self.name = secrets.token_hex(8)
         path = [p for p in sys.path if isinstance(p, str)]
-        code = (
-            f"import sys; sys.path[:] = {path!r}; "
-            f"from reap.children import _seedbed; _seedbed({theirs.fileno()}, {os.getpid()}, {tuple(preload)!r})"
-        )
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+        ours, theirs = socket.socketpair()
+        arguments = theirs.fileno(), os.getpid(), self.name, tuple(preload)
+        code = f"import sys; sys.path[:] = {path!r}; from reap.fork_server import serve; serve(*{arguments!r})"
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *flags, "-c", code],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # what is sent to our process group is not for it
+                )
+        except BaseException:
+            ours.close()
+            raise
         self._socket = ours
         self.owner = os.getpid()
 
     def fork(self, fds: Sequence[int]) -> None:
-        socket.send_fds(self._socket, [_FORK], list(fds))
+        """Ask for a child that has these descriptors, and our resource tracker if we have one."""
+        tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
+        given = [*fds, *(() if tracker is None else (tracker,))]
+        socket.send_fds(self._socket, [REQUEST.pack(len(given), tracker is not None)], given)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -248,7 +273,7 @@ class _Seedbed:
         self._socket.close()
         if self.owner == os.getpid():
             try:
-                self.process.wait(2 * _GRACE)
+                self.process.wait(4 * GRACE)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -264,7 +289,7 @@ def _common_seedbed() -> _Seedbed:
     with _lock:
         if _common is None or not _common.alive:
             if _common is None:
-                atexit.register(_end)
+                atexit.register(_end_common)
             _common = _Seedbed(_PRELOAD)
         return _common
 
@@ -274,7 +299,8 @@ def get_ready() -> None:
     _common_seedbed()
 
 
-def _end() -> None:
+def _end_common() -> None:
+    wait_for_ends()
     if _common is not None:
         _common.close()
 
@@ -282,6 +308,15 @@ def _end() -> None:
 def kept_seedbed() -> tuple[int, int] | None:
     """Pid of the helper process that is kept for the next children, and our descriptor to it; if there is one."""
     return None if _common is None or not _common.alive else (_common.process.pid, _common.fileno())
+
+
+_ENDS = {
+    "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
+    "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
+    "SIGTERM": "was ended by SIGTERM (somebody asked it to: a time limit, a job scheduler, or kill)",
+    "SIGHUP": "was ended by SIGHUP (somebody asked it to: a terminal that was closed, or kill)",
+    "SIGQUIT": "was ended by SIGQUIT (somebody asked it to)",
+}
 
 
 class Child:
@@ -292,7 +327,7 @@ class Child:
 
     def __init__(
         self,
-        target: bytes,
+        target: Parcel | bytes,
         *,
         fds: Sequence[int] = (),
         start: StartMethod = "forkserver",
@@ -300,51 +335,95 @@ class Child:
     ) -> None:
         if start not in ("forkserver", "spawn"):
             raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
+        target = Parcel(target) if isinstance(target, bytes) else target
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
+        self._refused: int | None = None  # the errno, if it could not be forked
+        self._orphaned = False  # whether it went with its server
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
-        self._own = _Seedbed(()) if start == "spawn" else None
-        seedbed = self._own or _common_seedbed()
+        self._elsewhere = False  # this is a copy of it, in a fork
+        guard(self)
+        self._own: _Seedbed | None = None
+        with contextlib.ExitStack() as undo:
+            try:
+                self._start(start, fds, target.fds, undo)
+            except OSError as error:
+                raise WorkerDied(f"{name} {_no_start(error.errno)}") from error
+            undo.pop_all()
+        self.line.say(name.encode())
+        self.line.say(state_for_child())
+        self.line.say(target.data)
+
+    def in_fork(self, why: str) -> None:
+        """Its words are the parent's to hear: nothing is read or signalled from here."""
+        self._elsewhere, self._pid = True, self._pid or 0
+
+    def _start(
+        self, start: StartMethod, fds: Sequence[int], sent: Sequence[OwnedFd], undo: contextlib.ExitStack
+    ) -> None:
+        """Open what ties us to it, and ask for it; `undo` closes what was opened, should something fail."""
         ours, theirs = socket.socketpair()
+        undo.enter_context(ours)
+        with theirs:
+            self.sentinel, tell = os.pipe()
+            undo.callback(os.close, self.sentinel)
+            try:
+                self._stack = anonymous_file("reap-stack")
+                undo.callback(os.close, self._stack)
+                if start == "spawn":
+                    self._own = _Seedbed(())
+                    undo.callback(self._own.close)
+                server = self._own or _common_seedbed()
+                self._server = server.name
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # just killed: `tell` closes without a word, the child is gone
+                    server.fork([tell, theirs.fileno(), self._stack, *fds])
+            finally:
+                os.close(tell)
+        send_fds(ours, sent)  # first: nothing else is on its way yet
         self.line = Line(ours)
-        self.sentinel, tell = os.pipe()
-        self._stack = anonymous_file("reap-stack")
-        try:
-            seedbed.fork([theirs.fileno(), tell, self._stack, *fds])
-        except OSError:  # it has just been killed: `tell` closes without a word, and so this child is gone
-            pass
-        finally:
-            theirs.close()
-            os.close(tell)
-        self.line.say(pickle.dumps((sys.path, os.getcwd(), name)))
-        self.line.say(target)
 
     @property
     def pid(self) -> int:
-        """Its number; 0 if it never lived. Waits until the seedbed has forked it."""
+        """Its number; 0 if it never lived. Waits until the server has forked it."""
         with self._word_lock:
             if self._pid is None:
-                self._pid = self._word() or 0
-            return self._pid
+                self._hear_pid()
+            return self._pid or 0
+
+    @property
+    def label(self) -> str:
+        """Its number as errors show it, after a name; empty if it never lived."""
+        return f" (pid {self.pid})" if self.pid else ""
+
+    def _hear_pid(self) -> None:
+        word = self._word() or 0
+        self._pid, self._refused = max(word, 0), -word if word < 0 else None
 
     def _word(self) -> int | None:
-        data = os.read(self.sentinel, _WORD.size)
-        return None if len(data) < _WORD.size else int(_WORD.unpack(data)[0])
+        data = os.read(self.sentinel, WORD.size)
+        return None if len(data) < WORD.size else int(WORD.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        """Whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
+        if self._elsewhere:
+            return True
         with self._word_lock:
             if self.sentinel < 0 or self.exitcode is not None:
                 return True
             if self._pid is None:
                 if not wait([self.sentinel], timeout):
                     return False
-                self._pid = self._word() or 0
+                self._hear_pid()
             if not wait([self.sentinel], timeout):
                 return False
             code = self._word()
-            self.exitcode = -signal.SIGKILL if code is None else code  # no code: the seedbed went, and took it along
+            self.exitcode = -signal.SIGKILL if code is None else code
+            if code is None and self._pid:  # the server went, and took it along
+                self._orphaned = True
+                end_programs_of(self._pid, self._server)
             return True
 
     def how_it_ended(self) -> str:
@@ -352,11 +431,16 @@ class Child:
         code = self.exitcode
         if code is None:
             return "is still running"
+        if self._refused is not None:
+            return _no_start(self._refused)
+        if not self._pid:
+            return "could not be started: the fork server has ended"
+        if self._orphaned:
+            return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
         if code >= 0:
             return f"exited with code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        hint = {"SIGKILL": " (out of memory, or killed by somebody)", "SIGSEGV": " (a crash in native code)"}
-        return f"was killed by {name}{hint.get(name, '')}"
+        return _ENDS.get(name, f"was killed by {name}")
 
     def stack(self, since: int = 0) -> str:
         """What faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""
@@ -406,188 +490,54 @@ class Child:
             self._own.close()
 
 
-def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
-    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`."""
-    children = list(children)
-    began = time.monotonic()
+LINGER = 0.3  # seconds for which an error waits until the children that are to be ended have: most do at once
+_endings: set[threading.Thread] = set()
+
+
+def end(children: Iterable[Child], *, patience: float, deadline: float, linger: float | None = None) -> None:
+    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
+
+    With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
+    told, and a child that is deaf, or closes its env slowly, shall not hold that up.
+    """
+    began, left = time.monotonic(), list(children)
+    if linger is not None:
+        late = _still_there(left, began + linger)
+        _release(child for child in left if child not in late)
+        left = late
+        if late:
+            thread = threading.Thread(
+                target=_end, args=(late, began, patience, deadline), name="reap-ending", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
+                thread.start()
+                _endings.add(thread)
+                return
+    _end(left, began, patience, deadline)
+
+
+def _end(children: list[Child], began: float, patience: float, deadline: float) -> None:
     for until, number in ((patience, signal.SIGTERM), (0.8 * deadline, signal.SIGKILL), (deadline, None)):
-        while (left := [c for c in children if not c.gone()]) and time.monotonic() - began < until:
-            wait([c.sentinel for c in left], max(0.0, until - (time.monotonic() - began)))
+        left = _still_there(children, began + until)
         if number is not None:
             for child in left:
                 child.signal(number)
+    _release(children)
+
+
+def _still_there(children: Sequence[Child], until: float) -> list[Child]:
+    """Those that have not ended at this time, waited for."""
+    while (left := [c for c in children if not c.gone()]) and (seconds := until - time.monotonic()) > 0:
+        wait([c.sentinel for c in left], seconds)
+    return left
+
+
+def _release(children: Iterable[Child]) -> None:
     for child in children:
         child.release()
 
 
-# ---- the other side -----------------------------------------------------------------------------------------------
-
-
-class Goodbye(BaseException):
-    """Raised in a child by SIGTERM, so that it unwinds and cleans up."""
-
-
-def _seedbed(request_fd: int, parent: int, preload: Sequence[str]) -> NoReturn:
-    """The life of a seedbed: fork when asked, report ends, end when the asking side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    requests = socket.socket(fileno=request_fd)
-    for name in preload:
-        with contextlib.suppress(ImportError):
-            __import__(name)
-    if preload:
-        _warm_up()
-    settle()  # or a collection in a child writes to, and so copies, all pages it shares with us
-    wake, waker = socket.socketpair()
-    wake.setblocking(False)
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
-    # A parent that forked: somebody else holds our socket open after its death. So the kernel wakes us; where it
-    # cannot, we look. (It also does when only the thread that started us has ended: hence we ask who our parent is.)
-    pause = None if _prctl(_PDEATHSIG, signal.SIGCHLD) else 0.5
-    status: dict[int, int] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
-        selector.register(wake, selectors.EVENT_READ)
-        while os.getppid() == parent:
-            ready = {key.fileobj for key, _ in selector.select(pause)}
-            if wake in ready:
-                wake.recv(4096)
-                _reap(status)
-            if requests in ready:
-                data, fds, _, _ = socket.recv_fds(requests, len(_FORK), MOST_FDS + 3)
-                if not data:
-                    break
-                for fd in fds:
-                    os.set_inheritable(fd, False)  # programs that an env starts have no business with them
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    selector.close()
-                    for inherited in (requests, wake, waker):
-                        inherited.close()
-                    for fd in (*status.values(), fds[1]):
-                        os.close(fd)
-                    _child(fds[0], fds[2], fds[3:])
-                with contextlib.suppress(OSError):  # the parent may be gone meanwhile
-                    os.write(fds[1], _WORD.pack(pid))
-                status[pid] = fds[1]
-                for fd in (fds[0], *fds[2:]):
-                    os.close(fd)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in status:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        deadline = time.monotonic() + _GRACE
-        while status and time.monotonic() < deadline:
-            _reap(status)
-            time.sleep(0.01)
-    os._exit(0)
-
-
-def settle() -> None:
-    """What is there now will stay: the garbage collector of this process need not look through it again and again."""
-    gc.collect()
-    gc.freeze()
-
-
-def _warm_up() -> None:
-    """What every child would do first: torch sets itself up here, once, on one thread, so that forking stays safe."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    layer = torch.nn.Linear(4, 4)
-    with torch.no_grad():
-        torch.tanh(layer(torch.zeros(2, 4))).sum().item()
-    torch.set_num_threads(threads)
-
-
-def _reap(status: dict[int, int]) -> None:
-    while status:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return
-        with contextlib.suppress(OSError):  # before it is reaped: until then nobody else can have its number
-            os.killpg(ended.si_pid, signal.SIGKILL)
-        fd = status.pop(ended.si_pid, None)
-        if fd is not None:  # before it is reaped: whoever sees that it is gone finds its code
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-            with contextlib.suppress(OSError):
-                os.write(fd, _WORD.pack(code))
-            os.close(fd)
-        os.waitpid(ended.si_pid, 0)
-
-
-def _child(connection_fd: int, stack_fd: int, fds: Sequence[int]) -> NoReturn:
-    """The life of a child, from fork to exit."""
-    code = 1
-    try:
-        _prctl(_PDEATHSIG, signal.SIGKILL)  # die with the seedbed
-        wake_in_time()
-        os.setpgid(0, 0)  # whatever is started from here on can be ended with us
-        faulthandler.enable(stack_fd, all_threads=True)
-        faulthandler.register(signal.SIGUSR1, stack_fd, all_threads=True)
-        signal.signal(signal.SIGTERM, functools.partial(_goodbye, os.getpid()))
-        sys.unraisablehook = _swallowed
-        connection = Connection(connection_fd)
-        path, directory, name = pickle.loads(connection.recv_bytes())
-        sys.path[:] = path
-        with contextlib.suppress(OSError):
-            os.chdir(directory)
-        _rename(name)
-        target: Callable[[Connection, Sequence[int]], None] = cloudpickle.loads(connection.recv_bytes())
-        target(connection, fds)
-        code = 0
-    except (Goodbye, EOFError, ConnectionError):  # told to go, or nobody is there any more
-        code = 0
-    except SystemExit as request:
-        code = request.code if isinstance(request.code, int) else int(request.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _goodbye(whose: int, *_: object) -> None:
-    if os.getpid() != whose:  # a process that an env forked has nobody to say goodbye to
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: cleaning up is not to be interrupted
-    raise Goodbye
-
-
-def _swallowed(what: Any) -> None:
-    """An exception in a finalizer, which Python drops. A goodbye is said again a moment later."""
-    if what.exc_type is Goodbye:
-        signal.signal(signal.SIGALRM, _goodbye)
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-    else:
-        sys.__unraisablehook__(what)
-
-
-def _rename(name: str) -> None:
-    """What `ps` shows (Linux)."""
-    _prctl(15, name.encode()[:15])  # PR_SET_NAME
-
-
-_PDEATHSIG = 1
-
-
-def wake_in_time() -> None:
-    """Let this thread, and those it starts, wake from a sleep when it is over, not up to 50 µs later (Linux)."""
-    _prctl(29, 1)  # PR_SET_TIMERSLACK, nanoseconds
-
-
-def _prctl(what: int, value: int | bytes) -> bool:
-    """Whether the kernel did it; only Linux knows it."""
-    if sys.platform != "linux":
-        return False
-    done: int = ctypes.CDLL(None).prctl(what, value if isinstance(value, bytes) else int(value), 0, 0, 0)
-    return done == 0
+def wait_for_ends() -> None:
+    """Wait for children that are being ended while their error was told; a few seconds at most."""
+    while _endings:
+        _endings.pop().join()

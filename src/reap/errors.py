@@ -3,6 +3,8 @@
     ReapError
     ├── UsageError (ValueError)          a wrong call, raised in the caller's frame before anything starts
     │   ├── WrongArgument (TypeError)        an argument of the wrong kind, missing, or unknown
+    │   ├── CorruptState                     a dump or a state that is damaged; nothing of it was loaded
+    │   ├── WrongIndex (IndexError)          rows that a buffer does not have
     │   ├── WrongState (RuntimeError)        a right call at the wrong time (a closed collector, no policy to update)
     │   │   └── Starved                          a sample needs rows that are not there, and nobody brings them
     │   └── SpecMismatch (RuntimeError)      two sides disagree on a shape or dtype; both are printed
@@ -11,6 +13,7 @@
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
     │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    ├── NoSpace (OSError)                a disk, or the memory, does not hold what is asked for; nothing was lost
     ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
     └── MissingDependency (ImportError)  an optional library is not installed
 
@@ -54,6 +57,14 @@ class WrongArgument(UsageError, TypeError):
     """An argument of the wrong kind, a missing one, or one that does not exist."""
 
 
+class WrongIndex(UsageError, IndexError):
+    """Numbers of rows that are not there, or what is no number of rows at all."""
+
+
+class CorruptState(UsageError):
+    """A dumped buffer, or a `state_dict`, that is not as it was written. Nothing of it was loaded."""
+
+
 class WrongState(UsageError, RuntimeError):
     """A right call at the wrong time."""
 
@@ -84,6 +95,10 @@ class WorkerSilent(WorkerError):
 
 class ServerGone(WorkerError):
     """The inference server is shut down, or its process has ended: nobody will answer."""
+
+
+class NoSpace(ReapError, OSError):
+    """A disk or the memory does not hold what is asked for. What was there before is whole."""
 
 
 class NotReady(ReapError, TimeoutError):

@@ -148,6 +148,7 @@ class Look:
     dims: tuple[int, ...] | None = None  # of the lanes, where they are not one dimension
     hidden: frozenset[Key] = frozenset()  # columns that are not delivered
     inner: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)  # batch dimensions a branch has of its own
+    contiguous: bool = False  # lanes first in memory too, by a copy; else a view of memory in which time is first
 
 
 USUAL = Look()
@@ -187,6 +188,12 @@ class EnvSpec:
         return self.ready_of or self.lanes
 
 
+def own_entry(batch: Any, key: Key) -> Any:
+    """What a batch has under a name like "mask" to say about itself; None where that is an observation."""
+    value = batch.get(key, None)
+    return value if value is None or batch.get(("next", *key), None) is None else None
+
+
 def _width(leaf: Leaf) -> int:
     """How many numbers one value of the leaf's space takes, as it is encoded."""
     space = leaf.space
@@ -214,6 +221,8 @@ def _random(leaf: Leaf, count: int) -> torch.Tensor:
         return torch.randint(2, (count, *space.shape))
     if isinstance(space, gym.spaces.Box):
         return _random_box(space, count)
+    if callable(getattr(space, "rand", None)):  # a spec of TorchRL's
+        return space.rand((count,))  # type: ignore[union-attr, no-any-return]
     raise UsageError(f"no random values for space {space}")
 
 

@@ -27,8 +27,8 @@ from tensordict import (
     lazy_stack,
 )
 
-from reap.errors import UsageError
-from reap.spec import AnyKey, Key, as_key, show
+from reap.errors import SpecMismatch, UsageError
+from reap.spec import AnyKey, Key, as_key, own_entry, show
 
 FINAL: Key = ("collector", "final")  # where a compact batch keeps the successors that are no row's observation
 
@@ -61,6 +61,11 @@ def split_trajectories(
     if ids is None:
         ids = _ids_from_done(td, as_key(done_key or "done"))
         td = td.copy().set(ids_key, ids)
+    for key in (ids_key, mask_key):
+        if td.get(key, None) is not None and own_entry(td, key) is None:
+            raise SpecMismatch(
+                f"{show(key)} is an observation of this batch; ids and mask need another place: prefix='collector'"
+            )
     valid = td.get(mask_key, None)
     steps = td.batch_size[-1]
     lanes = ids.reshape(-1, steps)
@@ -262,7 +267,7 @@ class WholeTrajectories:
             old = held.get(("collector", "traj_ids")).cpu()
             flat = torch.cat([held, flat])
             ids, clock = torch.cat([old, ids]), torch.cat([torch.full_like(old, -1), clock])
-        lane = flat.get("env_index", None)  # lanes that came as they were ready stand one among another in one row
+        lane = own_entry(flat, ("env_index",))  # lanes that came as they were ready stand one among another in one row
         if lane is None:
             # A lane may make no frame in a rollout, and go on in the next.
             before = self._last.get(source, [-1] * count)

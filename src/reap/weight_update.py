@@ -9,25 +9,48 @@
 
 >>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
 ...                    weight_sync_schemes={"policy": SharedMemWeightSyncScheme()})
+
+TorchRL's own schemes of these names are taken, too.
+The first two also carry weights between processes that a script has started itself:
+
+>>> scheme.init_on_sender(model_id="policy", weights=TensorDict.from_module(policy), num_workers=2)   # here, then start
+>>> scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=0); scheme.connect()          # in worker 0
+>>> scheme.connect(); scheme.send(policy)                                                             # here
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from reap.errors import UsageError, nearest
+from torch import nn
+
+from reap.core.paths import follow
+from reap.errors import UsageError, WrongArgument, WrongState, nearest
+from reap.weights.links import Receiver, Sender, weights_of
+from reap.weights.strategy import WeightStrategy
 
 __all__ = [
+    "DistributedTransport",
     "DistributedWeightSyncScheme",
+    "MPTransport",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCTransport",
     "RPCWeightSyncScheme",
+    "RayTransport",
     "RayWeightSyncScheme",
+    "SharedMemTransport",
     "SharedMemWeightSyncScheme",
+    "TransportBackend",
+    "WeightStrategy",
     "WeightSyncScheme",
 ]
 
 Road = Literal["shared", "parcel", "none", "distributed", "rpc", "ray"]
+WeightSyncBackend = Literal[
+    "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
+]
 _NAMES = {
     "none": "NoWeightSyncScheme",
     "direct": "NoWeightSyncScheme",
@@ -39,17 +62,26 @@ _NAMES = {
     "rpc": "RPCWeightSyncScheme",
     "ray": "RayWeightSyncScheme",
 }
+_LINKED = ("shared", "parcel")  # roads a script can take by itself
 
 
 class WeightSyncScheme:
     """How weights travel. `strategy` and `sync` are accepted as in TorchRL; every form of weights works with each."""
 
-    road: ClassVar[Road]
+    road: Road
+    per_worker_weights = False
 
-    def __init__(self, strategy: str = "tensordict", sync: bool = True) -> None:
-        if strategy not in ("tensordict", "state_dict"):
-            raise UsageError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
-        self.strategy, self.sync = strategy, sync
+    def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
+        self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)  # type: ignore[arg-type]
+        self.sync = sync
+        self.model_id: str | None = None
+        self.worker_idx: int | None = None
+        self.first: Any = None  # weights to begin with, as `init_on_sender` was told: for all, or a dict by worker
+        self.context: Any = None
+        self.model: Any = None
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._on_receiver = self._connected = False
 
     @staticmethod
     def from_backend(backend: str, **options: Any) -> WeightSyncScheme:
@@ -61,18 +93,185 @@ class WeightSyncScheme:
         scheme: WeightSyncScheme = globals()[_NAMES[backend]](**options)
         return scheme
 
+    # ---- by hand: the side where weights are made -------------------------------------------------------------------
+
+    def init_on_sender(
+        self,
+        *,
+        model_id: str = "policy",
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        num_workers: int | None = None,
+        ctx: Any = None,
+        **_: Any,
+    ) -> None:
+        """Say which weights workers begin with, before they are started.
+
+        Given to a collector afterwards, its workers begin with them, and `update_policy_weights_()` sends them again.
+
+        Args:
+            model_id: what the model is called.
+            context: an object that has the model under that name, and `num_workers`.
+            weights: a TensorDict or a state dict.
+            model: a module, in place of `weights`.
+            params_map: the weights of each worker by its number, in place of `weights`.
+            devices: how many workers there are, by their devices; weights are placed where a worker's model is.
+            num_workers: how many workers there are.
+            ctx: the multiprocessing context with which processes are started.
+        """
+        each = None if params_map is None else dict(params_map)
+        given = [one for one in (weights, model, each) if one is not None]
+        if len(given) > 1:
+            raise UsageError("give the weights once: as weights, model or params_map")
+        if not given and context is None:
+            raise UsageError("init_on_sender needs weights, a model, params_map, or a context that has the model")
+        self.model_id, self.context = model_id, context
+        self.first = given[0] if given else _model_in(context, model_id)
+        count = num_workers or len(devices or ()) or int(getattr(context, "num_workers", 1))
+        workers = list(range(count)) if each is None else list(each)
+        self._sender = Sender(workers, ctx) if self.road in _LINKED else None
+
+    def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
+        """New weights for workers that have connected: a module, a TensorDict, a state dict, or one of these by worker.
+
+        None: those of the beginning, as they are now. With `sync`, it returns when workers act with them.
+        """
+        if self.road == "none":
+            return
+        sender = self._linked()
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        unknown = [w for w in ids or () if w not in sender]
+        if unknown:
+            raise UsageError(f"there is no worker {unknown[0]}; they are {sender.workers()}")
+        given = self.first if weights is None else weights
+        if ids is None:
+            by_worker = isinstance(given, dict) and all(isinstance(key, int) for key in given)
+            ids = [w for w in sender.workers() if not by_worker or w in given]
+        sender.send({w: weights_of(w, given, self.strategy) for w in ids}, wait=self.sync)
+
+    def _linked(self) -> Sender:
+        if self._sender is None or not self._connected:
+            raise WrongState("send() comes after init_on_sender() and connect()")
+        return self._sender
+
+    # ---- by hand: the side where they act ---------------------------------------------------------------------------
+
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str = "policy",
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Say which model weights are for, in a worker.
+
+        Args:
+            model_id: what the model is called.
+            context: an object that has the model under that name.
+            model: the model itself, in place of `context`.
+            worker_idx: the worker's number; it may also be given to `connect`.
+        """
+        if model is None and context is None:
+            raise UsageError("init_on_receiver needs the model, or a context that has it")
+        self.model_id, self.context, self.worker_idx = model_id, context, worker_idx
+        self.model = _model_in(context, model_id) if model is None else model
+        self._on_receiver, self._connected = True, False
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """Meet: workers have the first weights when both sides have returned; on the receiving side later ones are
+        applied as they come.
+        """
+        if self._connected:
+            raise WrongState("connect() was called already")
+        if self._on_receiver:
+            worker = worker_idx if worker_idx is not None else self.worker_idx or 0
+            if self._sender is None or worker not in self._sender:
+                raise WrongState(
+                    f"no link for worker {worker}: the scheme must come from where init_on_sender() was called"
+                )
+            self.worker_idx = worker
+            self._sender.keep(worker)
+            self._receiver = Receiver(self._sender.theirs(worker), self.apply_weights)
+        elif self.road == "none":
+            pass
+        elif self._sender is None:
+            raise WrongState(
+                "connect() comes after init_on_sender() or init_on_receiver()"
+                if self.road in _LINKED
+                else f"{type(self).__name__} is for a collector, which connects its workers itself"
+            )
+        else:
+            first = self.first if weights is None else weights
+            every = {w: weights_of(w, first, self.strategy) for w in self._sender.workers()}
+            self._sender.send(every, wait=True)
+            self._sender.keep(None)
+        self._connected = True
+
+    def receive(self, timeout: float | None = 0.0) -> Any:
+        """Weights that came since the last call; they are applied already. None: none came within `timeout` seconds."""
+        if self._receiver is None:
+            raise WrongState("receive() comes after init_on_receiver() and connect()")
+        return self._receiver.receive(timeout)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Give weights to the model of `init_on_receiver`."""
+        if self.model is None:
+            raise WrongState("apply_weights() comes after init_on_receiver()")
+        self.strategy.apply_weights(self.model, weights, inplace=inplace)
+
+    def shutdown(self) -> None:
+        """Give back what a link took. May be called twice."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender, self._connected = None, False
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether `init_on_sender` was called."""
+        return self.first is not None
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether `init_on_receiver` was called."""
+        return self._on_receiver
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker: the links, not the weights."""
+        return {**vars(self), "first": None, "context": None, "model": None, "_receiver": None, "_connected": False}
+
+
+def as_scheme(given: Any) -> Any:
+    """Return reap's scheme for one of TorchRL's own, and anything else as it is.
+
+    A subclass is not taken for the class: what it overrides would never be called.
+    """
+    kind = type(given)
+    if not kind.__module__.startswith("torchrl.weight_update") or kind.__name__ not in _NAMES.values():
+        return given
+    options = {"per_worker_weights": True} if getattr(given, "per_worker_weights", False) else {}
+    return globals()[kind.__name__](given.strategy_str, getattr(given, "sync", True), **options)
+
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
-    """One flat block in shared memory, written once per update however many workers read it; never torn."""
+    """One flat block in shared memory, written once per update however many workers read it; never torn.
 
-    road = "shared"
+    With `per_worker_weights` each worker has weights of its own: they are sent one by one.
+    """
 
-    def __init__(self, strategy: str = "tensordict", sync: bool = True, per_worker_weights: bool = False) -> None:
+    road: Road = "shared"
+
+    def __init__(
+        self, strategy: str | WeightStrategy = "tensordict", sync: bool = True, per_worker_weights: bool = False
+    ) -> None:
         super().__init__(strategy, sync)
+        self.per_worker_weights = per_worker_weights
         if per_worker_weights:
-            raise UsageError(
-                "per_worker_weights: every worker reads one block; MultiProcessWeightSyncScheme sends apart"
-            )
+            self.road = "parcel"
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
@@ -103,3 +302,99 @@ class RayWeightSyncScheme(WeightSyncScheme):
     """One object in Ray's store, pulled by every actor; the choice of `RayCollector`."""
 
     road = "ray"
+
+
+@runtime_checkable
+class TransportBackend(Protocol):
+    """What carries weights from one place to another."""
+
+    def send_weights(self, weights: Any) -> None:
+        """Bring them there."""
+
+    def receive_weights(self, timeout: float | None = None) -> Any:
+        """Wait for them."""
+
+
+class MPTransport:
+    """Weights through a queue of multiprocessing.
+
+    >>> transport = MPTransport(queue, ack_queue)
+
+    Args:
+        weight_queue: where weights are put.
+        ack_queue: where a receiver says that it has applied them; None: nobody waits for it.
+        timeout: seconds to wait for that.
+    """
+
+    def __init__(self, weight_queue: Any, ack_queue: Any = None, timeout: float = 10.0) -> None:
+        self.weight_queue, self.ack_queue, self.timeout = weight_queue, ack_queue, timeout
+
+    def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
+        """Put them into the queue."""
+        self.weight_queue.put((model_id, WeightStrategy("state_dict").extract_weights(weights)))
+
+    def send_weights(self, weights: Any, model_id: str = "policy") -> None:
+        """Put them into the queue, and wait until they are applied."""
+        self.send_weights_async(weights, model_id)
+        self.wait_ack()
+
+    def wait_ack(self) -> None:
+        """Wait until what was sent is applied."""
+        if self.ack_queue is not None:
+            self.ack_queue.get(timeout=self.timeout)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: WeightStrategy | None = None,
+    ) -> Any:
+        """Wait for weights, and apply them to `model` if there is one; queue.Empty after `timeout` seconds."""
+        _, came = self.weight_queue.get(timeout=timeout)
+        if model is not None:
+            (strategy or WeightStrategy()).apply_weights(model, came)
+        return came
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Say that they are applied."""
+        if self.ack_queue is not None:
+            self.ack_queue.put(message)
+
+    def check_connection(self) -> bool:
+        """A queue is always there."""
+        return True
+
+
+class _OfCollectors:
+    """A transport by its name: what carries weights belongs to the collector that was made with the scheme."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise UsageError(
+            f"{type(self).__name__} is no object of its own here: a collector carries weights itself, as its "
+            f"weight_sync_schemes say; between processes of your own, a scheme does (init_on_sender, connect, send)"
+        )
+
+
+class SharedMemTransport(_OfCollectors):
+    """Shared memory: a name that scripts import; see `SharedMemWeightSyncScheme`."""
+
+
+class RayTransport(_OfCollectors):
+    """Ray: a name that scripts import; see `RayWeightSyncScheme`."""
+
+
+class RPCTransport(_OfCollectors):
+    """TensorPipe: a name that scripts import; see `RPCWeightSyncScheme`."""
+
+
+class DistributedTransport(_OfCollectors):
+    """gloo: a name that scripts import; see `DistributedWeightSyncScheme`."""
+
+
+def _model_in(context: Any, model_id: str) -> Any:
+    found = context.get_model(model_id) if hasattr(context, "get_model") else follow(context, model_id)
+    if found is None:
+        raise WrongArgument(f"{type(context).__name__} has no model {model_id!r}")
+    return found

@@ -495,7 +495,7 @@ def test_weights_that_are_not_only_tensors():
             frames_per_batch=4,
             weight_sync_schemes={"policy": SharedMemWeightSyncScheme()},
         )
-    with pytest.raises(WrongArgument, match="must map 'policy' to a scheme"):
+    with pytest.raises(WrongArgument, match="must map names of models to schemes"):
         MultiSyncCollector([CountingEnv], policy, frames_per_batch=4, weight_sync_schemes="shared")
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
 
 import pytest
 import torch
+from tensordict import TensorDict
 from tests.faults.worlds import BOUND, all_gone, faulty, healthy, pids, within
 
 from reap.collectors import Collector, MultiSyncCollector
-from reap.collectors.distributed import RayAsyncCollector, RayCollector
+from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
 from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from reap.envs import GymEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WrongArgument, WrongState
 from reap.seeding import chain
-from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
 from reap.weight_update import RayWeightSyncScheme
 
@@ -267,6 +270,42 @@ def test_a_buffer_of_its_own():
         del c, buffer, sample
 
 
+@pytest.mark.parametrize("buffer", ["actor", "here"])
+def test_pause_returns_when_nothing_is_under_way(buffer):
+    """What actors were asked for is made, and in the buffer if they write there themselves."""
+    if buffer == "actor":
+        memory = RayReplayBuffer(storage=lambda: LazyTensorStorage(100_000), batch_size=8)
+    else:
+        memory = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8)
+    c = collect([healthy(), healthy(1)], replay_buffer=memory)
+    c.start()
+    memory.sample()
+    for _ in range(3):
+        with c.pause(timeout=60):
+            assert not any(remote.working for remote in c._ray.workers)
+            stats = c.stats()
+            assert stats["frames"] == memory.write_count
+            assert stats["worker_frames"] >= stats["frames"]
+            assert buffer == "here" or stats["worker_frames"] == stats["frames"]
+            before = c._ray.workers[0].frames
+        while c.stats()["frames"] == stats["frames"]:
+            memory.sample()
+        assert c._ray.workers[0].frames >= before
+    with c.pause(resume=False):
+        pass
+    count = memory.write_count
+    assert c.stats()["frames"] == count
+    c.resume()
+
+    async def end():
+        await c.async_shutdown(shutdown_ray=False)
+
+    asyncio.run(end())
+    assert ray.is_initialized()
+    assert c.stats()["worker_frames"] >= count
+    memory.shutdown() if buffer == "actor" else None
+
+
 @pytest.mark.slow
 def test_a_buffer_of_torchrls():
     """Actors write into it through its own clients."""
@@ -324,12 +363,13 @@ def test_wrong_arguments():
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 2}),
         (UsageError, "num_workers_per_collector", {"num_workers_per_collector": 0, "collector_class": "sync"}),
         (UsageError, "'sync'", {"collector_class": "synk"}),
-        (UsageError, "collector_class", {"collector_class": ReplayBuffer}),
+        (TypeError, "collector_class", {"collector_class": ReplayBuffer}),
+        (UsageError, "Own has rollout of its own", {"collector_class": type("Own", (Collector,), {"rollout": print})}),
         (UsageError, "use_env_creator", {"use_env_creator": True}),
         (UsageError, "weight_recv_schemes", {"weight_recv_schemes": {"policy": RayWeightSyncScheme()}}),
         (UsageError, "max_weight_update_interval", {"max_weight_update_interval": 0}),
         (UsageError, "update_after_each_batch", {"update_after_each_batch": True, "max_weight_update_interval": 3}),
-        (UsageError, "collector_kwargs", {"collector_kwargs": {"frames_per_batch": 3}}),
+        (UsageError, "collector_kwargs", {"collector_kwargs": 3}),
         (UsageError, "preemptive_threshold", {"preemptive_threshold": 0.5, "sync": True}),
         (WrongArgument, "return_same_td", {"replay_buffer": buffer, "return_same_td": True}),
     ):
@@ -337,3 +377,43 @@ def test_wrong_arguments():
             collect([healthy()], **wrong)
     with pytest.raises(UsageError, match="transport"):
         RayReplayBuffer(storage=lambda: LazyTensorStorage(10), transport="distributed")
+
+
+def test_an_evaluation_in_an_actor():
+    class Weighted(torch.nn.Module):
+        """The action is the weight."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, observation):
+            return self.weight.expand(*observation.shape[:-1], 1)
+
+    def env_maker():
+        class Payer(CountingEnv):
+            def step(self, action):
+                observation, _, *rest = super().step(action)
+                return observation, float(action[0]), *rest
+
+        return GymEnv(Payer((4,)))
+
+    seen = []
+    worker = RayEvalWorker(None, env_maker, lambda env: Weighted(), num_gpus=0, num_cpus=0.25, name="plays")
+    try:
+        assert worker.poll() is None
+        policy = Weighted()
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        for weights in (policy, TensorDict.from_module(policy).data):
+            worker.submit(weights, max_steps=10)
+            seen.append(worker.poll(60))
+        other = RayEvalWorker.from_name("plays")
+        other.submit(policy, max_steps=8, break_when_any_done=False)
+        seen.append(other.poll(60))
+    finally:
+        worker.shutdown()
+        worker.shutdown()
+    assert seen == [{"reward": 8.0, "frames": None}] * 3
+    with pytest.raises(WrongState, match="shut down"):
+        worker.submit(None, max_steps=1)

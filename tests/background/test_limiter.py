@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reap.buffers.ring import SAMPLED
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv
@@ -79,11 +80,78 @@ def test_a_sample_nobody_feeds_is_an_error():
         memory.sample()  # batches are taken by hand: it is known that nothing comes
     collector.next()
     memory.sample()
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_learners_loop_ends_when_the_collector_does(kind):
+    """Whoever is faster: a learner that waits for rows which will never come is let go."""
+    for _ in range(13 if kind in ("single", "ready") else 5):
+        memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, min_size=10, timeout=20))
+        collector = make(kind, memory, total_frames=80)
+        collector.start()
+        while collector.is_running():
+            check_rows(memory.sample(), 1.0)
+        assert memory.write_count == 80
+        with within(2):
+            for _ in range(20):  # nobody is there to be in proportion to
+                check_rows(memory.sample(), 1.0)
+        assert memory._memory.ring.words[SAMPLED] <= 70 + 16  # nor are they counted
+        collector.async_shutdown()
+        memory.sample()
+
+
+def test_a_sample_that_waits_is_let_go_by_shutdown():
+    memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, min_size=5000, timeout=50))
+    hold = threading.Event()
+
+    class Held(CountingEnv):
+        def step(self, action):
+            if self.episode == 9:
+                hold.wait(30)
+            return super().step(action)
+
+    collector = make("single", memory, env=Held)
     collector.start()
-    with within(10), pytest.raises(Starved, match="too many"):
-        for _ in range(100):
+    got = []
+    learner = threading.Thread(target=lambda: got.append(memory.sample()))
+    learner.start()
+    while not memory.write_count:
+        time.sleep(0.001)
+    assert not got
+    hold.set()
+    collector.async_shutdown()
+    learner.join(10)
+    check_rows(got[0], 1.0)
+
+
+def test_nothing_was_ever_written():
+    """All is over and there is no row: that is an error still."""
+    memory = buffer(limiter=SamplesPerInsert(1, timeout=20))
+    collector = make("single", memory)
+    collector.shutdown()
+    with within(2), pytest.raises(Starved, match="empty"):
+        memory.sample()
+
+
+@pytest.mark.parametrize("kind", ["single", "async"])
+def test_a_collector_that_failed_is_not_one_that_ended(kind):
+    class Boom(CountingEnv):
+        def step(self, action):
+            if self.episode == 3:
+                raise OverflowError("boom")
+            return super().step(action)
+
+    memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, timeout=30))
+    collector = make(kind, memory, env=Boom, total_frames=10_000)
+    collector.start()
+    with within(10), pytest.raises(WorkerRaised, match="boom") as caught:
+        while collector.is_running():
             memory.sample()
-    assert memory.write_count == 60
+    assert isinstance(caught.value.__cause__, OverflowError)
+    with pytest.raises(WorkerRaised, match="boom"):
+        for _ in range(1000):
+            memory.sample()
     collector.shutdown()
 
 

@@ -96,7 +96,7 @@ def test_writers_in_three_processes_readers_in_two_threads():
 
     def read(which, sampled):
         try:
-            while not over.is_set():
+            while not over.is_set() or samples[which] < 4:  # writers may be done before a reader begins
                 sample = sampled.sample()
                 check_row(sample)
                 if which:
@@ -122,7 +122,6 @@ def test_writers_in_three_processes_readers_in_two_threads():
             thread.join()
         stop(children)
     assert not errors, errors[0]
-    assert min(samples) > 3
     assert buffer.write_count == 3 * count * size + 9
     assert len(buffer) == capacity
     _starts, lengths = buffer._memory.runs.table()

@@ -180,3 +180,25 @@ def test_rows_that_fill_the_whole_ring_leave_nothing_to_read_while_they_are_writ
     assert ring.window() == (5, 5)
     ring.commit(entry)
     assert ring.window() == (5, 15)
+
+
+def test_a_lap_between_two_looks_at_the_runs_is_no_empty_buffer():
+    """A reader of slices looks at the window, sleeps, and finds all of it written over: it looks again, alone."""
+    from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+    from tests.buffers.test_replay import line
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SliceSampler(slice_len=2), batch_size=4)
+    buffer.extend(line(10))
+    ring, honest, laps = buffer._memory.ring, buffer._memory.ring.marks_of, [1]
+
+    def slow(low, high):
+        marks = honest(low, high).copy()
+        if laps[0]:
+            laps[0] -= 1
+            for _ in range(12):
+                buffer.extend(line(1))
+        return marks
+
+    ring.marks_of = slow
+    assert buffer.sample()["step"].tolist() == [0] * 4
+    assert not laps[0]

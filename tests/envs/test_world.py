@@ -155,6 +155,17 @@ def test_next_step_without_single_resets_skips_the_phantom(lengths, steps, batch
         assert_same(c.next(), world.batch(steps))
 
 
+def test_versions_a_policy_writes_move_up_with_their_frames():
+    def policy(observation):
+        return {"action": observation[..., :1], "policy_version": observation[..., 2].long()}
+
+    env = CountingVector([(3, 1), (2,)], AutoresetMode.NEXT_STEP)
+    batch = Collector(env, policy, frames_per_batch=16, track_policy_version=True).next()
+    assert not batch["collector", "mask"].all()
+    assert torch.equal(batch["policy_version"], batch["observation"][..., 2].long())
+    assert torch.equal(batch["next", "policy_version"], batch["policy_version"])
+
+
 def test_async_vector_env():
     lengths = [(3, 1), (2,)]
     for mode in MODES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -9,9 +10,10 @@ import time
 
 import pytest
 
-from reap.envs import SerialEnv
+from reap.collectors import Collector
+from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
-from reap.testing import CountingEnv, CountingWorld, assert_same, inject, no_leaks
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(60)
@@ -269,3 +271,53 @@ def test_batches_outlive_the_workers(kind):
                 assert_same(batch[w], worlds[w].batch(4))
         else:
             assert_same(batch, worlds[batch.origin.worker].batch(8))
+
+
+class Breaking(CountingEnv):
+    """Raises something that is no `Exception` at its third step."""
+
+    left = 2
+
+    def __init__(self, error):
+        super().__init__((9,), 0)
+        self.error = error
+
+    def step(self, action):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return super().step(action)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("stopped")])
+def test_an_env_that_raises_what_is_no_exception_is_told_as_any_other(error):
+    words = re.escape(f"raised {error!r}")
+    c = collect(KINDS[0], [healthy(), lambda: Breaking(error)])
+    with pytest.raises(WorkerRaised, match=words) as caught:
+        c.next()
+    assert (caught.value.step, caught.value.lane) == (2, 0)
+    assert isinstance(caught.value.__cause__, type(error))
+    assert "in step" in str(caught.value.__cause__.__cause__), "the child's traceback is missing"
+    lanes = Collector(ParallelEnv(1, lambda: Breaking(error)), EchoPolicy(), frames_per_batch=8)
+    with pytest.raises(WorkerRaised, match=words):
+        lanes.next()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_worker_that_is_asked_to_end_by_a_signal_is_told_as_that(number):
+    with no_leaks():
+        c = collect(KINDS[0], [healthy(), healthy(1)])
+        os.kill(pids(c)[1], number)
+        with pytest.raises(WorkerDied, match=rf"worker 1 .*was ended by {number.name} \(somebody"):
+            while True:
+                c.next()
+        del c
+
+
+def test_lanes_that_are_asked_to_end_by_a_signal_are_told_as_that():
+    env = ParallelEnv(2, [healthy(), healthy(1)])
+    c = Collector(env, EchoPolicy(), frames_per_batch=8)
+    os.kill(env.lanes_env.remotes[1].child.pid, signal.SIGTERM)
+    with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*was ended by SIGTERM \(somebody"):
+        while True:
+            c.next()

@@ -252,7 +252,7 @@ def test_wrong_arguments():
     for wrong, words in (
         ({"max_weight_update_interval": 0}, "max_weight_update_interval"),
         ({"update_after_each_batch": True, "max_weight_update_interval": 3}, "update_after_each_batch"),
-        ({"collector_kwargs": {"frames_per_batch": 3}}, "collector_kwargs"),
+        ({"collector_kwargs": 3}, "collector_kwargs"),
         ({"num_workers_per_collector": 2}, "num_workers_per_collector"),
         ({"preemptive_threshold": 0.5, "sync": True}, "preemptive_threshold"),
         ({"max_weight_update_interval": "3"}, "max_weight_update_interval must be a whole number, got '3'"),

@@ -120,7 +120,7 @@ def test_the_parent_is_killed(stay, number, tmp_path):
     time.sleep(0.3)
     helpers = [int(p) for p in _children_of(parent.pid)]
     assert numbers, parent.communicate()
-    forked = [p for p in helpers if stay == "fork" and b"_seedbed" not in _command(p)]
+    forked = [p for p in helpers if stay == "fork" and b"fork_server" not in _command(p)]
     parent.send_signal(number)
     # Ctrl-C unwinds the parent first, which may shut down in order; a signal that kills leaves it to the helper.
     assert all_gone(numbers, SOON if number != signal.SIGINT else BOUND + SOON)

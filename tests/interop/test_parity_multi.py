@@ -614,16 +614,17 @@ def test_the_end():
 
 
 def test_hooks():
-    """TorchRL's hooks run in the workers, reap's where the batches are used: there they can be seen."""
-    seen = []
-    with both(SYNC, total_frames=36) as made:
-        ours = made["reap"]
-        ours.set_post_collect_hook(seen.append)
-        assert ours.post_collect_hook == seen.append
-        batches = take(ours, 2)
-        ours.set_post_collect_hook(None)
-        take(ours)
-    assert len(seen) == len(batches) == 2
+    """A hook that is assigned runs in the workers, with what each has made, and what it writes is delivered."""
+
+    def negate(batch):
+        batch["observation"].neg_()
+
+    for what in (SYNC, ASYNC):
+        with both(what, total_frames=36) as made:
+            for collector in made.values():
+                collector.set_post_collect_hook(negate)
+                assert collector.post_collect_hook is negate
+                assert bool((next(iter(collector))["observation"] <= 0).all())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from pairs import actor, assert_same_batches, collectors, differs, env_makers, one_episode
+from pairs import SPACES, SpaceEnv, actor, assert_same_batches, collectors, differs, env_makers, one_episode
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
@@ -393,12 +393,40 @@ def test_policy_reads_what_it_wrote(key, lanes):
     assert_same_batches(collectors(env_makers(one_episode, lanes), lambda: act, frames_per_batch=8))
 
 
+def remembers(observation, hidden=None):
+    """Begins with a state of its own where it is given none."""
+    hidden = torch.full((*observation.shape[:-1], 2), -5.0) if hidden is None else hidden
+    return observation[..., :2] + hidden, hidden / 2 + 1
+
+
+def staggered(lane):
+    """The env "vector" with ends that never come in all lanes at once."""
+    return SpaceEnv(*SPACES["vector"], lane=lane, lengths=((3, 2), (10**6,))[lane])
+
+
+@pytest.mark.parametrize(("kind", "lanes"), [(one_episode, None), (one_episode, 2), (staggered, 2)])
+def test_an_input_nobody_provides_is_none_and_then_what_was_written(kind, lanes):
+    policy = lambda: TensorDictModule(remembers, ["observation", "hidden"], ["action", "hidden"])  # noqa: E731
+    assert_same_batches(collectors(env_makers(kind, lanes), policy, frames_per_batch=8), 3)
+
+
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_the_next_value_of_an_input_nobody_provides_is_delivered_and_not_carried(lanes):
+    policy = lambda: TensorDictModule(remembers, ["observation", "hidden"], ["action", ("next", "hidden")])  # noqa: E731
+    with pytest.warns(UserWarning, match=r"policy reads \['hidden'\], which nobody provides"):
+        compared = collectors(env_makers("vector", lanes), policy, frames_per_batch=8)
+    assert_same_batches(compared)
+
+
 @pytest.mark.parametrize("lanes", [None, 2])
 def test_function_that_returns_a_dict(lanes):
+    """TorchRL keeps the action and drops the rest; here all of it is delivered."""
+
     def act(observation):
         return {"action": observation[..., :2], "value": observation.sum(-1)}
 
-    assert_same_batches(collectors(env_makers("vector", lanes), lambda: act, frames_per_batch=8))
+    postproc = lambda batch: batch.exclude("value")  # noqa: E731
+    assert_same_batches(collectors(env_makers("vector", lanes), lambda: act, frames_per_batch=8, postproc=postproc))
 
 
 @pytest.mark.parametrize("lanes", [None, 2])

@@ -12,6 +12,7 @@ from torch import nn
 import reap.envs
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs.torchrl import WrappedGym
+from reap.envs.torchrl_captured import CapturedRows
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLRows
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
@@ -49,7 +50,7 @@ def test_a_graph_of_whole_steps_is_refused():
         ("gym", WrappedGym),
         ("gym lanes", WrappedGym),
         ("CartPole", WrappedGym),
-        ("gym with counters", TorchRLRows),
+        ("gym with counters", CapturedRows),
         ("lanes", TorchRLRows),
         ("groups", TorchRLRows),
         ("matrix of lanes", TorchRLRows),
@@ -60,7 +61,7 @@ def test_a_graph_of_whole_steps_is_refused():
 )
 def test_which_way_an_env_takes(kind, way):
     with Collector(ENVS[kind], None, frames_per_batch=4) as collector:
-        assert type(collector.env) is way
+        assert type(collector._inline.worker.env) is way
 
 
 def test_lanes_that_are_encoded_differently_are_not_joined():
@@ -79,7 +80,7 @@ class Subclass(GymWrapper):
 
 def test_gym_envs_that_are_not_bare_are_stepped_by_torchrl():
     with Collector(Subclass(CountingEnv()), None, frames_per_batch=4) as collector:
-        assert type(collector.env) is TorchRLRows
+        assert type(collector._inline.worker.env) is TorchRLRows
         assert bool((collector.next()["next", "reward"] >= 100).all())
 
 

@@ -15,6 +15,8 @@ from tensordict.nn import (
 )
 from torch import nn
 
+from reap.collectors import Collector, MultiSyncCollector
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrl import modules
@@ -102,6 +104,12 @@ def composite():
     )
 
 
+def dropping(shape):
+    drop = modules.ConsistentDropoutModule(p=0.5, in_keys=["h", "mask"], input_shape=shape)
+    act = TensorDictModule(nn.Linear(8, 1), ["h"], ["action"])
+    return TensorDictSequential(TensorDictModule(nn.Linear(3, 8), ["observation"], ["h"]), drop, act)
+
+
 def noisy(noise):
     return TensorDictSequential(modules.Actor(mlp(3, 1), spec=FORCE), noise)
 
@@ -167,6 +175,19 @@ KINDS = {
     "ActorValueOperator": (cart, actor_and_value),
     "VmapModule": (lanes, lambda: choosing(modules.VmapModule(scores(), 0))),
     "RandomPolicy": (cart, lambda: LIBRARIES["torchrl"].collectors.RandomPolicy(HOT)),
+    "RandomPolicy without spec": (cart, lambda: LIBRARIES["torchrl"].collectors.RandomPolicy()),
+    "RandomPolicy without spec, lanes": (lanes, lambda: LIBRARIES["torchrl"].collectors.RandomPolicy()),
+    "ConsistentDropoutModule": (lambda: TransformedEnv(GymEnv("Pendulum-v1")), lambda: dropping(None)),
+    "ConsistentDropoutModule of lanes": (
+        lambda: TransformedEnv(SerialEnv(2, lambda: GymEnv("Pendulum-v1"))),
+        lambda: dropping((2, 8)),
+    ),
+    "ConsistentDropoutModule, primer": (
+        lambda: TransformedEnv(
+            GymEnv("Pendulum-v1"), Compose(StepCounter(5), dropping((8,))[1].make_tensordict_primer())
+        ),
+        lambda: dropping((8,)),
+    ),
     "several groups": (
         lambda: mocks.MultiKeyCountingEnv(max_steps=4, batch_size=[2]),
         lambda: mocks.MultiKeyCountingEnvPolicy(mocks.MultiKeyCountingEnv(batch_size=[2]).full_action_spec),
@@ -225,3 +246,58 @@ def test_recurrent_modules_need_no_primer_here(net):
     got = batches("reap", lambda: cart(), lambda: recurrent(net))
     for ours, theirs in zip(got, want):
         assert_identical(ours, theirs)
+
+
+@pytest.mark.parametrize("takes", ["columns", "tensordict"])
+def test_names_of_outputs_beside_steps_kept_whole(takes):
+    """An env with text: its steps are kept as TorchRL makes them, and what the policy returns is in them."""
+
+    def parts(count):
+        return {"action": torch.ones(1, dtype=torch.int32), "seen": {"double": count * 2}}
+
+    def of_columns(observation):
+        return parts(observation)
+
+    def of_tensordict(td):
+        return parts(td["observation"])
+
+    policy = of_columns if takes == "columns" else of_tensordict
+    batch = Collector(mocks.CountingEnvWithString(max_steps=3), policy, frames_per_batch=6).next()
+    assert torch.equal(batch["seen", "double"], batch["observation"] * 2)
+    assert batch["action"].eq(1).all()
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", lambda: GymEnv("CartPole-v1")], ids=["reap's env", "TorchRL's env"])
+def test_a_random_policy_without_spec_draws_from_any_env(env):
+    policy = LIBRARIES["torchrl"].collectors.RandomPolicy()
+    batch = Collector(env, policy, frames_per_batch=50).next()
+    assert batch["action"].sum(-1).eq(1).all()
+    assert 5 < batch["action"][:, 0].sum() < 45
+    with MultiSyncCollector([env], LIBRARIES["torchrl"].collectors.RandomPolicy(), frames_per_batch=50) as c:
+        assert c.next()["action"].sum(-1).eq(1).all()
+
+
+def test_exploration_modules_find_the_spec_of_an_env_whose_gymnasium_env_is_stepped():
+    policy = noisy(modules.AdditiveGaussianModule(spec=None, sigma_init=9.0, sigma_end=9.0))
+    batch = Collector(GymEnv("Pendulum-v1"), policy, frames_per_batch=50).next()
+    assert batch["action"].abs().max() == 2  # noise is cut at the bounds of the spec
+
+
+@pytest.mark.parametrize("given", [{}, {"policy_device": "cpu"}, {"device": "cpu"}], ids=["none", "policy", "all"])
+@pytest.mark.parametrize("env", [pendulum, lambda: GymEnv("Pendulum-v1"), lanes, mocks.CountingEnvWithString])
+def test_the_device_a_policy_sees_is_its_own(env, given):
+    seen = {}
+
+    def policy(library):
+        def act(td):
+            seen.setdefault(library, set()).add(td.device)
+            return td.update(spec.rand())
+
+        return act
+
+    spec = env().full_action_spec
+    for library in ("torchrl", "reap"):
+        made = LIBRARIES[library].collectors.Collector(env(), policy(library), frames_per_batch=8, **given)
+        next(iter(made))
+        made.shutdown()
+    assert seen["reap"] == seen["torchrl"]

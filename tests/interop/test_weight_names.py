@@ -28,6 +28,7 @@ from reap.weight_update import (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchrl")
+    import torchrl.weight_update as their_schemes
     from torchrl.envs import GymWrapper, ObservationNorm, TransformedEnv
     from torchrl.envs.llm.transforms import PolicyVersion as TheirVersion
 
@@ -157,11 +158,35 @@ def test_schemes_by_backend():
     ]:
         scheme = WeightSyncScheme.from_backend(name, strategy="state_dict")
         assert type(scheme) is kind
-        assert scheme.strategy == "state_dict"
+        assert scheme.strategy.extract_as == "state_dict"
     with pytest.raises(UsageError, match="no weight scheme for backend 'carrier pigeon'"):
         WeightSyncScheme.from_backend("carrier pigeon")
-    with pytest.raises(UsageError, match="per_worker_weights"):
-        SharedMemWeightSyncScheme(per_worker_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "after"),
+    [
+        ("SharedMemWeightSyncScheme", "tensordict", 3.0),
+        ("MultiProcessWeightSyncScheme", "state_dict", 3.0),
+        ("NoWeightSyncScheme", "tensordict", 0.0),
+    ],
+)
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector])
+def test_torchrls_own_schemes_are_taken(kind, name, strategy, after):
+    scheme = getattr(their_schemes, name)(strategy)
+    policy = Constant()
+    collector = kind([env], policy, frames_per_batch=4, weight_sync_schemes={"policy": scheme})
+    collector.update_policy_weights_(Constant(3.0))
+    assert collector.next()["action"].unique().tolist() == [after]
+    collector.shutdown()
+
+
+def test_a_subclass_of_a_scheme_is_not_taken_for_the_scheme():
+    class Louder(their_schemes.SharedMemWeightSyncScheme):
+        """What it overrides would never be called."""
+
+    with pytest.raises(TypeError, match="weight_sync_schemes"):
+        MultiSyncCollector([env], Constant(), frames_per_batch=4, weight_sync_schemes={"policy": Louder()})
 
 
 @pytest.mark.parametrize("flag", [None, True, False])

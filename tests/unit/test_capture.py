@@ -226,6 +226,40 @@ class GoesThroughNumpy(nn.Module):
         return torch.from_numpy(np.tanh(x.numpy()))
 
 
+SEEN = []
+CALLS = 0
+
+
+class TellsAGlobal(nn.Module):
+    def forward(self, x):
+        SEEN.append(x.shape)
+        return x * 2
+
+
+class CountsInAGlobal(nn.Module):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        return x * 2
+
+
+def tells_its_maker():
+    seen = []
+
+    class Tells(nn.Module):
+        def forward(self, x):
+            seen.append(1)
+            return x * 2
+
+    return Tells()
+
+
+def hooked():
+    model = net(2)
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
 class NeedsGradients(nn.Module):
     def __init__(self):
         super().__init__()
@@ -252,6 +286,10 @@ class NeedsGradients(nn.Module):
         RollsItsOwnDice,
         GoesThroughNumpy,
         NeedsGradients,
+        TellsAGlobal,
+        CountsInAGlobal,
+        tells_its_maker,
+        hooked,
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     ],
     ids=lambda m: getattr(m, "__name__", ""),
@@ -299,6 +337,19 @@ def test_a_changed_module_is_seen(change):
     replay = captured(model)
     assert replay.bind()
     change(model)
+    assert not replay.bind()
+
+
+def test_a_variable_of_the_program_that_is_replaced_is_seen():
+    gain = torch.tensor(2.0)
+
+    class Scales(nn.Module):
+        def forward(self, x):
+            return x * gain
+
+    replay = captured(Scales())
+    assert replay.bind()
+    gain = torch.tensor(3.0)
     assert not replay.bind()
 
 

@@ -2,8 +2,12 @@
 
 import threading
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import nn
 
 from reap.collectors import Evaluator
@@ -108,7 +112,8 @@ def test_in_the_background_with_the_weights_of_that_moment(policy):
         go.set()
         found = evaluator.wait(30)
         assert (found["test/reward"], found["test/twice"], found["test/step"]) == (4, 2, 1)
-        assert results == [found]
+        (told,) = results
+        assert {name: value.item() for name, value in told.items()} == pytest.approx(found)
         assert not evaluator.pending
 
 
@@ -216,3 +221,135 @@ def test_bad_input(policy):
     evaluator.shutdown()
     with pytest.raises(WrongState, match="closed"):
         evaluator.evaluate()
+
+
+# ---- as scripts use it ----------------------------------------------------------------------------------------------
+
+
+class Counted(CountingEnv):
+    """Counts what was played of it."""
+
+    def __init__(self, lengths=(3,), lane=0):
+        super().__init__(lengths, lane)
+        self.resets = self.steps = 0
+
+    def reset(self, **options):
+        self.resets += 1
+        return super().reset(**options)
+
+    def step(self, action):
+        self.steps += 1
+        return super().step(action)
+
+
+def test_results_are_told_as_a_tensordict_and_numbered(policy):
+    told = []
+    with Evaluator(payer(), policy, num_trajectories=1, on_result=told.append) as evaluator:
+        numbers = [evaluator.evaluate(step=step)["eval/step"] for step in (None, None, 10, None)]
+        assert evaluator.trigger_eval()
+        numbers.append(evaluator.wait(30)["eval/step"])
+    assert numbers == [0, 1, 10, 2, 3]
+    assert [one["eval/step"].item() for one in told] == numbers
+    assert all(isinstance(one, TensorDict) for one in told)
+    assert (told[0]["eval/reward"].dtype, told[0]["eval/num_episodes"].dtype) == (torch.float32, torch.int64)
+
+
+def test_a_callback_that_raises_is_logged_and_ends_nothing(policy, caplog):
+    def bad(result):
+        raise ValueError("no disk left")
+
+    with Evaluator(payer(), policy, num_trajectories=1, on_result=bad) as evaluator:
+        assert evaluator.evaluate()["eval/num_episodes"] == 1
+        assert evaluator.trigger_eval()
+        assert evaluator.wait(30)["eval/num_episodes"] == 1
+    assert caplog.text.count("no disk left") >= 2
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_a_policy_may_be_made_of_the_env(backend):
+    made = []
+
+    def of_the_env(env):
+        made.append(env.action_spec.shape)
+        return Constant()
+
+    with Evaluator(payer(), policy_factory=of_the_env, num_trajectories=1, backend=backend) as evaluator:
+        assert evaluator.evaluate()["eval/reward"] == 0
+    assert made == [(1,)]
+
+
+@pytest.mark.parametrize("wanted", [1, 4, 5])
+def test_so_many_episodes_are_played_and_no_more(policy, wanted):
+    env, steps = Counted(), []
+    with Evaluator(
+        GymEnv(env), policy, num_trajectories=wanted, metrics_fn=lambda batch: steps.append(len(batch)) or {}
+    ) as evaluator:
+        before = env.resets
+        for evaluation in (1, 2):
+            assert evaluator.evaluate()["eval/num_episodes"] == wanted
+            assert env.steps == evaluation * 3 * wanted
+            assert env.resets == before + evaluation * wanted
+    assert steps == [3 * wanted] * 2, "metrics_fn saw steps nobody made"
+
+
+def test_lanes_share_the_episodes(policy):
+    envs = [Counted((2,)), Counted((2,)), Counted((2,))]
+    with Evaluator(
+        SerialEnv(3, [lambda env=env: GymEnv(env) for env in envs]), policy, num_trajectories=4
+    ) as evaluator:
+        assert evaluator.evaluate()["eval/num_episodes"] == 4
+    assert [env.steps for env in envs] == [4, 4, 4]  # the first has two episodes to play, the others go on beside it
+
+
+def test_weights_by_path(policy):
+    other = Constant()
+    with torch.no_grad():
+        other.weight.fill_(3.0)
+    with Evaluator(payer(), policy, num_trajectories=1) as evaluator:
+        assert evaluator.evaluate(weights_dict={"policy": Evaluator.extract_weights(other)})["eval/reward"] == 12
+        assert evaluator.trigger_eval(weights_dict={"policy": other})
+        assert evaluator.wait(30)["eval/reward"] == 12
+        with pytest.raises(TypeError, match="weights_dict must be a mapping of paths to weights, got list"):
+            evaluator.evaluate(weights_dict=[other])
+
+
+@pytest.mark.parametrize("form", ["cat", "padded"])
+def test_whole_episodes_for_the_metrics(policy, form):
+    seen = []
+    with Evaluator(
+        payer((2, 4)),
+        policy,
+        num_trajectories=2,
+        collector_kwargs={"traj_format": form},
+        metrics_fn=lambda batch: seen.append(tuple(batch.batch_size)) or {},
+    ) as evaluator:
+        found = evaluator.evaluate()
+    assert (found["eval/num_episodes"], found["eval/episode_length"]) == (2, 3)
+    assert seen == [(6,) if form == "cat" else (2, 4)]
+
+
+def test_an_env_may_count_its_steps_itself(policy):
+    class Own(CountingEnv):
+        def __init__(self):
+            super().__init__((9,))
+            self.observation_space = gym.spaces.Dict(
+                {"observation": self.observation_space, "step_count": gym.spaces.Box(0, 9, (1,), np.int64)}
+            )
+
+        def _say(self, observation, count):
+            return {"observation": observation, "step_count": np.array([count])}
+
+        def reset(self, **options):
+            observation, info = super().reset(**options)
+            self.count = 0
+            return self._say(observation, 0), info
+
+        def step(self, action):
+            observation, *rest = super().step(action)
+            self.count += 1
+            return self._say(observation, self.count), *rest
+
+    act = TensorDictModule(policy, in_keys=["observation"], out_keys=["action"])
+    for limit, length in ((None, 9), (4, 4)):
+        with Evaluator(lambda: GymEnv(Own()), act, num_trajectories=2, max_steps=limit) as evaluator:
+            assert evaluator.evaluate()["eval/episode_length"] == length

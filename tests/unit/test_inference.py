@@ -17,9 +17,9 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from reap.children import Child, dumps, end, send
-from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
-from reap.errors import ServerGone, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.requests import Line, Request
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
@@ -451,13 +451,51 @@ def test_a_client_is_a_policy():
 
 def test_a_client_is_a_policy_in_worker_processes():
     with InferenceServer(EchoPolicy()) as server:
-        client = server.client("process", policy_version_key=None)
+        client = server.client("process")
         options = {"frames_per_batch": 20, "total_frames": 60}
         with MultiSyncCollector([lanes(0), lanes(2)], client, **options) as c:
             got = [batch.clone() for batch in c]
         with MultiSyncCollector([lanes(0), lanes(2)], EchoPolicy(), **options) as c:
-            assert all((one == other).all() for one, other in zip(got, c))
+            assert all((one.exclude("policy_version") == other).all() for one, other in zip(got, c))
         assert len(got) == 3
+        assert all((batch["policy_version"] == 0).all() for batch in got)
+
+
+@pytest.mark.parametrize("options", [{}, {"track_policy_version": True}], ids=["as it is", "tracked"])
+def test_frames_name_the_version_of_the_server_that_acted(options):
+    """As the server's client is documented, its version and all; the collector's own updates are others."""
+    with InferenceServer(EchoPolicy()) as server:
+        with Collector(lanes(0), server.client(), frames_per_batch=20, **options) as c:
+            first = c.next()
+            server.update_policy_weights_()
+            second = c.next()
+        with Collector(lanes(0), EchoPolicy(), frames_per_batch=20) as direct:
+            for batch, version in ((first, 0), (second, 1)):
+                assert (batch["policy_version"] == version).all()
+                assert batch["policy_version"].shape == batch.batch_size
+                assert (("next", "policy_version") in batch.keys(True)) == bool(options)
+                rest = batch.exclude("policy_version", ("next", "policy_version"))
+                assert (rest == direct.next()).all()
+    if options:
+        assert (second["next", "policy_version"] == 1).all()
+
+
+def test_versions_stay_beside_their_frames_where_lanes_are_taken_as_they_come():
+    with InferenceServer(EchoPolicy(), timeout=0.0) as server:
+        envs = [lambda: GymEnv(CountingEnv((3, 1)))] * 3
+        with AsyncBatchedCollector(envs, server.client(), frames_per_batch=12) as c:
+            assert (c.next()["policy_version"] == 0).all()
+            server.update_policy_weights_()
+            c.next()  # begun with the old ones, ended with the new
+            batch = c.next()
+    assert (batch["policy_version"] == 1).all()
+    assert (batch["next", "policy_version"] == 1).all()
+
+
+def test_a_version_of_another_kind_is_refused():
+    policy = lambda observation: {"action": observation[..., :1], "policy_version": observation}  # noqa: E731
+    with pytest.raises(SpecMismatch, match="policy writes 'policy_version' as"):
+        Collector(lanes(0), policy, frames_per_batch=20)
 
 
 def test_bad_arguments_are_named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import time
@@ -14,8 +15,17 @@ from torch import nn
 
 from reap.collectors import MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
-from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WorkerSilent, WrongArgument, WrongState
-from reap.modules import ProcessInferenceServer
+from reap.errors import (
+    NotReady,
+    ServerGone,
+    SpecMismatch,
+    UsageError,
+    WorkerRaised,
+    WorkerSilent,
+    WrongArgument,
+    WrongState,
+)
+from reap.modules import InferenceServer, ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 
 
@@ -139,3 +149,47 @@ def test_a_factory_that_takes_too_long_is_given_up():
     with no_leaks(), pytest.raises(WorkerSilent, match=r"has not returned after 0\.5 s \(startup_timeout\)"):
         ProcessInferenceServer(slow, startup_timeout=0.5)
     assert time.monotonic() - began < 30  # not as long as a process may take to import
+
+
+def test_a_client_waits_as_long_as_it_was_told():
+    """For a server that is stopped, when it is asked and when it is first met; the next answer is its own again."""
+    with no_leaks():
+        with ProcessInferenceServer(Scale, timeout=0.001) as server:
+            known, new = (server.client(timeout=0.2) for _ in range(2))
+            assert known(row(1))["action"].item() == 2
+            os.kill(server._child.pid, signal.SIGSTOP)
+            large = TensorDict({"observation": torch.zeros(1_000_000)})  # more than the socket takes at once
+            for client, given in ((known, row(3)), (new, row(3)), (known, large)):
+                with pytest.raises(NotReady, match=r"did not answer within 0.2 s"):
+                    client(given)
+            os.kill(server._child.pid, signal.SIGCONT)
+            patient = server.client(timeout=20)
+            for client in (patient, pickle.loads(pickle.dumps(patient))):
+                assert client(row(5))["action"].item() == 10
+                client.close()
+            known.close(), new.close()
+        for wrong in (0, -1, float("inf"), float("nan"), "5", True):
+            with pytest.raises(UsageError, match="timeout must be"):
+                server.client(timeout=wrong)
+
+
+def test_a_client_in_a_thread_waits_as_long_as_it_was_told():
+    go, began = threading.Event(), threading.Event()
+
+    def policy(observation):
+        began.set()
+        go.wait()
+        return observation * 2
+
+    with no_leaks(), InferenceServer(policy, timeout=0.001) as server:
+        hasty, patient = server.client(timeout=0.1), server.client()
+        with pytest.raises(TimeoutError, match="did not answer within 0.1 s"):
+            hasty(row(1))
+        assert began.is_set()
+        go.set()
+        assert hasty(row(4))["action"].item() == 8
+        assert patient(row(5))["action"].item() == 10
+        for wrong in (0, float("inf"), "5"):
+            with pytest.raises(UsageError, match="timeout must be"):
+                server.client("process", timeout=wrong)
+        hasty.close(), patient.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
-from reap.collectors import Collector
+from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
@@ -148,7 +148,7 @@ def test_losing_the_carry_is_an_error():
     undeclared = TensorDictModule(lambda o: (o[..., :1], o), ["observation"], ["action", ("next", "h")])
     with pytest.raises(UsageError, match="nothing says how that begins.*carry ="):
         Collector(lanes(), undeclared, frames_per_batch=12)
-    unknown = TensorDictModule(lambda o, h: (o[..., :1], h), ["observation", "h"], ["action", ("next", "h")])
+    unknown = TensorDictModule(lambda o, h: (o[..., :1], h + 1), ["observation", "h"], ["action", ("next", "h")])
     with pytest.raises(UsageError, match="policy reads.*'h'.*carry ="):
         Collector(lanes(), unknown, frames_per_batch=12)
     clash = Steps()
@@ -195,3 +195,57 @@ def test_versions_of_numpy_and_dtypes():
     batch = Collector(lanes(), policy, frames_per_batch=12).next()
     assert batch["seen"].dtype is torch.float64
     assert np.array_equal(batch["seen"].numpy(), batch["observation"][..., 2:].double().numpy())
+
+
+def begins_by_itself(observation, hidden=None):
+    hidden = observation.new_full((*observation.shape[:-1], 1), -5.0) if hidden is None else hidden
+    return hidden, hidden + 1
+
+
+def optional():
+    return TensorDictModule(begins_by_itself, ["observation", "hidden"], ["action", "hidden"])
+
+
+@pytest.mark.parametrize("make", [lambda: lanes(((3,), (4,))), lambda: GymEnv(CountingEnv((3,)))], ids=["lanes", "one"])
+def test_an_input_nobody_provides_is_none_at_first_and_where_all_lanes_have_ended(make):
+    """A lane that ends while others go on finds zeros."""
+    c = Collector(make(), optional(), frames_per_batch=16)
+    batch = c.next()
+    first, new = (batch[0], 0) if batch.ndim == 2 else (batch, -5)
+    assert first["action"][:7, 0].tolist() == [-5, -4, -3, new, new + 1, new + 2, new]
+    c.reset()
+    assert c.next()["action"][..., 0].reshape(-1)[0] == -5
+    assert torch.equal(batch["hidden"], batch["action"] + 1)
+
+
+def test_seeds_make_the_first_value_again():
+    c = Collector(lanes(((3,), (4,))), optional(), frames_per_batch=8)
+    c.set_seed(1)
+    first = c.next()["action"].clone()
+    c.set_seed(1)
+    assert torch.equal(c.next()["action"], first)
+
+
+def test_random_frames_leave_nothing_where_an_input_is_none_at_first():
+    c = Collector(lanes(((9,), (9,))), optional(), frames_per_batch=8, init_random_frames=8)
+    c.next()
+    assert c.next()["action"][:, 0, 0].tolist() == [-5, -5]
+
+
+def test_cells_of_torch_begin_by_themselves():
+    cell = TensorDictModule(nn.GRUCell(3, 8), ["observation", "hidden"], ["hidden"])
+    policy = TensorDictSequential(cell, TensorDictModule(nn.Linear(8, 1), ["hidden"], ["action"]))
+    batch = Collector(lanes(((3,), (4,))), policy, frames_per_batch=8).next()
+    hidden = None
+    for t in range(3):
+        hidden = policy[0].module(batch["observation"][:, t], hidden)
+        assert torch.allclose(batch["hidden"][:, t], hidden, atol=1e-6)
+
+
+def test_lanes_taken_as_they_come_remember_each_its_own():
+    envs = [lambda: GymEnv(CountingEnv((99,)))] * 3
+    with AsyncBatchedCollector(envs, optional(), frames_per_batch=30, min_batch_size=3) as c:
+        batch = c.next()
+    for n in range(3):
+        of = batch[batch["env_index"] == n]
+        assert of["action"][:, 0].tolist() == [-5.0 + t for t in range(len(of))]

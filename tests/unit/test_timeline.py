@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, ProfileConfig
 from reap.envs import GymEnv
@@ -84,3 +86,63 @@ def test_a_file_that_cannot_be_written_leaves_no_env_open(tmp_path):
     with pytest.raises(FileNotFoundError):
         collector.shutdown()
     assert env.closed
+
+
+def operators(path):
+    return {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+
+
+def test_a_trace_of_the_rollouts_by_torchs_profiler(tmp_path):
+    collector = Collector(env, nn.Linear(3, 1), frames_per_batch=4)
+    collector.enable_profile(num_rollouts=2, save_path=tmp_path / "trace.json", activities=["cpu"], with_stack=False)
+    config, trace = collector.profile_config, tmp_path / "trace_0.json"
+    collector.next()
+    assert not trace.exists(), "warm-up was traced"
+    collector.next()
+    assert any("addmm" in name or "linear" in name for name in operators(trace))
+    written = trace.stat().st_mtime_ns
+    collector.next()
+    collector.shutdown()
+    assert trace.stat().st_mtime_ns == written
+    assert config.get_save_path(0) == trace
+    assert (tmp_path / "trace.json").exists(), "the timeline lies beside it"
+
+
+def test_traces_of_workers_are_made_where_they_are(tmp_path):
+    collector = MultiSyncCollector([env] * 2, nn.Linear(3, 1), frames_per_batch=8)
+    collector.enable_profile(
+        workers=[1],
+        num_rollouts=2,
+        save_path=str(tmp_path / "of_{worker_idx}.json"),
+        activities=["cpu"],
+        with_stack=False,
+    )
+    for _ in range(3):
+        collector.next()
+    collector.shutdown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of_1.json", "of_timeline.json"]
+    assert any("addmm" in name or "linear" in name for name in operators(tmp_path / "of_1.json"))
+
+
+def test_a_trace_ends_with_disable_profile(tmp_path):
+    collector = Collector(env, nn.Linear(3, 1), frames_per_batch=4)
+    collector.enable_profile(
+        num_rollouts=9, warmup_rollouts=0, save_path=tmp_path / "trace.json", activities=["cpu"], with_stack=False
+    )
+    collector.next()
+    collector.disable_profile()
+    assert operators(tmp_path / "trace_0.json")
+    collector.shutdown()
+
+
+def test_the_members_of_a_config():
+    config = ProfileConfig(workers=[0, 2], activities=["CPU"])
+    assert [config.should_profile_worker(n) for n in range(3)] == [True, False, True]
+    assert config.get_activities() == [torch.profiler.ProfilerActivity.CPU]
+    assert str(config.get_save_path(2)) == "collector_profile_2.json"
+    assert str(ProfileConfig(save_path="a/{worker_idx}.json").get_save_path(3)) == "a/3.json"
+    assert ProfileConfig().activities == ["cpu", "cuda"]
+    assert ProfileConfig().should_profile_worker(7)
+    for wrong in ({"activities": ["tpu"]}, {"warmup_rollouts": -1}, {"num_rollouts": 2.5}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            ProfileConfig(**wrong)

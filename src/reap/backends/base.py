@@ -39,6 +39,9 @@ class Backend(Protocol):
 
     on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
+    def profile(self, settings: Any) -> None:
+        """Let workers trace their rollouts: settings by worker (core/profiling.py), None to end it."""
+
     def start(self) -> None:
         """Build the workers. Errors of their construction are raised here."""
 

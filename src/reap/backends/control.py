@@ -8,6 +8,7 @@ step      where each worker is in its rollout                            its wor
 lane      which of its lanes is being stepped, if it can tell            its worker writes
 made      frames and rollouts each worker has finished, running free     its worker writes
 told      what each worker has to say about its episodes                 its worker writes
+ended     when its last episodes ended, their returns and lengths        its worker writes, then counts them
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from reap.core.shared import SharedFile
-from reap.core.stats import RECENT
+from reap.core.stats import RECENT, Episodes, EpisodeWindow
 
 NOWHERE = -1  # the step of a worker that is in no rollout
 ALL = 2**62
 _FLAGS = 3
+_RING = 4 * RECENT  # episodes of a worker that are kept: whoever reads the last hundred is not overtaken
 _TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")
 
 
@@ -30,11 +32,12 @@ class Control:
     """The words, as one process sees them."""
 
     def __init__(self, file: SharedFile, workers: int) -> None:
-        words = file.map(8 * (_FLAGS + (5 + len(_TOLD)) * workers)).view(np.int64)
+        words = file.map(8 * (_FLAGS + (6 + len(_TOLD) + 3 * _RING) * workers)).view(np.int64)
         self.file, self._flags = file, words[:_FLAGS]
-        each = words[_FLAGS:][: 5 * workers].reshape(5, workers)
-        self.claimed, self.step, self.lane, self._frames, self._rollouts = each
-        self._told = words[_FLAGS + 5 * workers :].view(np.float64).reshape(workers, len(_TOLD))
+        each = words[_FLAGS:][: 6 * workers].reshape(6, workers)
+        self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count = each
+        told, ended = np.split(words[_FLAGS + 6 * workers :].view(np.float64), [workers * len(_TOLD)])
+        self._told, self._ended = told.reshape(workers, len(_TOLD)), ended.reshape(workers, _RING, 3)
 
     @property
     def stop(self) -> bool:
@@ -74,16 +77,25 @@ class Control:
             self.claimed[worker] += frames
         return before
 
-    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any]) -> None:
+    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], episodes: Episodes) -> None:
         """A rollout is where it belongs. What was claimed and not made is for others to make."""
         self.claimed[worker] += frames - claimed
         self._told[worker] = numbers_of(stats)
+        count = int(self._count[worker])
+        self._ended[worker, (count + np.arange(len(episodes))) % _RING] = episodes
+        self._count[worker] = count + len(episodes)
         self._rollouts[worker] += 1
         self._frames[worker] += frames  # last: who has seen all frames has seen all else
 
     def made(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Frames and rollouts of each worker: `[2, workers]`, a copy."""
         return np.stack([self._frames, self._rollouts])
+
+    def ended(self, worker: int, since: int) -> tuple[Episodes, int]:
+        """The last episodes of a worker after the first `since`, a hundred at most, and how many there were in all."""
+        count = int(self._count[worker])
+        new = np.arange(max(since, count - RECENT), count)
+        return self._ended[worker, new % _RING], count
 
     def stats(self, worker: int) -> dict[str, Any]:
         """What it has to say; empty before its first rollout."""
@@ -98,27 +110,17 @@ def numbers_of(stats: dict[str, Any]) -> list[float]:
 
 
 def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """And back."""
+    """The statistics encoded by `numbers_of`."""
     told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, numbers.tolist())}
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
 
 
-def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over everybody's recent episodes."""
-    if not stats:
-        return {}
-    ended = [s for s in stats if s["mean_return"] is not None]
-    recent = [min(s["episodes"], RECENT) for s in ended]
-    rates = [s["frames_per_second"] for s in stats]
-
-    def mean(name: str) -> float | None:
-        return sum(s[name] * n for s, n in zip(ended, recent)) / sum(recent) if ended else None
-
+def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
+    """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
     return {
         "episodes": sum(s["episodes"] for s in stats),
-        "mean_return": mean("mean_return"),
-        "mean_length": mean("mean_length"),
+        **window.means(),
         "nan_rewards": sum(s["nan_rewards"] for s in stats),
-        "collect_seconds": max(s["collect_seconds"] for s in stats),
-        "frames_per_second": sum(rates),
+        "collect_seconds": max((s["collect_seconds"] for s in stats), default=0.0),
+        "frames_per_second": sum(s["frames_per_second"] for s in stats),
     }

@@ -1,6 +1,6 @@
 """Door: the one thing that listens to other machines. Nobody passes without the secret, and nothing is read before.
 
-    peer ── dial ──► door: nonce ◄─► nonce, each side proves that it knows the secret ──► what the peer asked for
+    peer ── dial ──► door (see reap/listener.py) ──► what the peer asked for
                        └── a stranger: refused, logged
 
     program ──► tunnel (loopback) ──► door of another machine ──► port (loopback) ──► program
@@ -11,134 +11,51 @@ Behind a door everything listens on the loopback address alone: stores and agent
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
-import secrets
 import selectors
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
+from reap import listener
 from reap.errors import UsageError
+from reap.listener import Listener, Refused, Visitor, settled
+
+__all__ = ["LOOPBACK", "Door", "Pump", "Refused", "Service", "Tunnel", "Visitor", "dial"]
 
 LOOPBACK = "127.0.0.1"
-_PATIENCE = 5.0  # seconds a peer has to prove itself
-_NONCE, _PROOF, _NAME = 32, 32, 16  # bytes
 _PIECE = 1 << 20  # bytes carried at once
 _log = logging.getLogger("reap")
 
-Service = Callable[["Visitor"], None]
-
-
-class Refused(ConnectionError):
-    """One of the two sides does not know the secret."""
-
-
-class Visitor(NamedTuple):
-    """A connection whose other side has proved itself, and a key that only the two know."""
-
-    socket: socket.socket
-    key: bytes
-    host: str  # the other side's
+Service = Callable[[Visitor], None]
 
 
 def dial(host: str, port: int, secret: bytes, service: str) -> Visitor:
     """Ask a door for something."""
-    connection = socket.create_connection((host, port), timeout=_PATIENCE)
-    try:
-        theirs, ours, name = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE), _named(service)
-        connection.sendall(ours + _proof(secret, b"visitor", theirs, ours, name) + name)
-        try:
-            proof = _exactly(connection, _PROOF)
-        except ConnectionError:
-            raise Refused(f"{host}:{port} refused us: it has another secret, or no {service!r} for us") from None
-        if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, name)):
-            raise Refused(f"{host}:{port} does not know the secret")
-        return Visitor(_settled(connection), _proof(secret, b"key", theirs, ours, name), host)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _welcome(connection: socket.socket, secret: bytes) -> tuple[str, bytes]:
-    """The door's side of `dial`: what is asked for, and the common key."""
-    connection.settimeout(_PATIENCE)
-    ours = secrets.token_bytes(_NONCE)
-    connection.sendall(ours)
-    said = _exactly(connection, _NONCE + _PROOF + _NAME)
-    theirs, proof, name = said[:_NONCE], said[_NONCE:-_NAME], said[-_NAME:]
-    if not hmac.compare_digest(proof, _proof(secret, b"visitor", ours, theirs, name)):
-        raise Refused("it does not know the secret")
-    connection.sendall(_proof(secret, b"door", ours, theirs, name))
-    return name.rstrip(b"\0").decode(), _proof(secret, b"key", ours, theirs, name)
-
-
-def _proof(secret: bytes, role: bytes, one: bytes, other: bytes, name: bytes) -> bytes:
-    return hmac.digest(secret, b"|".join((b"reap", role, one, other, name)), "sha256")
-
-
-def _named(service: str) -> bytes:
-    return service.encode().ljust(_NAME, b"\0")[:_NAME]
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise ConnectionError("the other side hung up")
-        data += piece
-    return data
-
-
-def _settled(connection: socket.socket) -> socket.socket:
-    connection.settimeout(None)
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    return listener.dial((host, port), secret, service)
 
 
 class _Listening:
-    """A socket and the thread that accepts; each connection is received in a thread of its own."""
+    """A port, and what carries bytes for those who came through it."""
 
-    def __init__(self, host: str, port: int, name: str) -> None:
+    def __init__(self, host: str, port: int, name: str, secret: bytes | None) -> None:
         try:
-            self._listening = socket.create_server((host, port), backlog=1024)
+            listening = socket.create_server((host, port), backlog=1024)
         except OSError as error:
             raise UsageError(f"cannot listen on {host}:{port}: {error}") from None
-        self.host, self.port = host, int(self._listening.getsockname()[1])
-        self._receiving: dict[threading.Thread, socket.socket] = {}
-        self._open = True
+        self.host, self.port = host, int(listening.getsockname()[1])
         self._pump = Pump(name)
-        self._thread = threading.Thread(target=self._accept, name=f"reap-{name}", daemon=True)
-        self._thread.start()
+        self._listener = Listener(listening, name, secret, self._receive, self._knows)
 
-    def _accept(self) -> None:
-        while self._open:
-            try:
-                connection, (host, *_) = self._listening.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._receive, args=(connection, host), daemon=True)
-            self._receiving = {t: c for t, c in self._receiving.items() if t.is_alive()} | {thread: connection}
-            thread.start()
-
-    def _receive(self, connection: socket.socket, host: str) -> None:
+    def _receive(self, visitor: Visitor, service: str) -> None:
         raise NotImplementedError
+
+    def _knows(self, service: str) -> bool:
+        return True
 
     def close(self) -> None:
         """Everything that came through it ends too."""
-        self._open = False
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-        self._thread.join()
-        for thread, connection in self._receiving.items():
-            if thread.is_alive():  # a stranger that says nothing
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            thread.join(_PATIENCE)
+        self._listener.close()
         self._pump.close()
 
 
@@ -146,25 +63,21 @@ class Door(_Listening):
     """Listens on an address the user has named. `services` say what visitors can ask for."""
 
     def __init__(self, host: str, port: int, secret: bytes, services: Mapping[str, Service]) -> None:
-        self._secret, self._services = secret, services
-        super().__init__(host, port, "door")
+        self._services = services
+        super().__init__(host, port, "door", secret)
 
-    def _receive(self, connection: socket.socket, host: str) -> None:
-        try:
-            service, key = _welcome(connection, self._secret)
-            serve = self._services[service]
-        except (OSError, KeyError, UnicodeDecodeError) as error:
-            _log.warning("refused a connection from %s at %s:%d: %s", host, self.host, self.port, error)
-            connection.close()
-            return
-        serve(Visitor(_settled(connection), key, host))
+    def _knows(self, service: str) -> bool:
+        return service in self._services
+
+    def _receive(self, visitor: Visitor, service: str) -> None:
+        self._services[service](visitor)
 
     def lead_to(self, port: int) -> Service:
         """A service: a port of the loopback address."""
 
         def serve(visitor: Visitor) -> None:
             try:
-                self._pump.join(visitor.socket, _settled(socket.create_connection((LOOPBACK, port))))
+                self._pump.join(visitor.socket, settled(socket.create_connection((LOOPBACK, port))))
             except OSError:
                 visitor.socket.close()
 
@@ -176,14 +89,14 @@ class Tunnel(_Listening):
 
     def __init__(self, host: str, port: int, secret: bytes, service: str, *, at: int = 0) -> None:
         self._to = (host, port, secret, service)
-        super().__init__(LOOPBACK, at, "tunnel")
+        super().__init__(LOOPBACK, at, "tunnel", None)
 
-    def _receive(self, connection: socket.socket, host: str) -> None:
+    def _receive(self, visitor: Visitor, service: str) -> None:
         try:
-            self._pump.join(_settled(connection), dial(*self._to).socket)
+            self._pump.join(visitor.socket, dial(*self._to).socket)
         except OSError as error:
             _log.warning("no way to %s:%d: %s", *self._to[:2], error)
-            connection.close()
+            visitor.socket.close()
 
 
 class _Way:

@@ -28,12 +28,14 @@ from torch import Tensor
 from reap.backends.base import Rollout
 from reap.backends.control import NOWHERE, Control
 from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack, parcel_size
-from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend, joined
+from reap.backends.joined import joined
+from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend
 from reap.backends.remote import Remote
-from reap.children import BOOT, Child, dumps
+from reap.children import BOOT, Child
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
+from reap.pickling import pack_bytes
 from reap.weights.shared import Packing, SharedWeights
 
 _GRACE = 2.0  # seconds a worker may live when its road is over
@@ -100,7 +102,8 @@ class FarRemote(Remote):
 
     @property
     def name(self) -> str:
-        return f"{self.index} (pid {self.child.pid}{getattr(self.child, 'where', '')})"
+        where = getattr(self.child, "where", "")
+        return f"{self.index} (pid {self.child.pid}{where})" if self.child.pid else f"{self.index}{where}"
 
     def messages(self) -> list[Any]:
         found = []
@@ -242,7 +245,7 @@ class FarBackend(ProcessBackend):
         """A process of this machine for each, with memory for weights; known, and so ended, from its first moment."""
         self._near = self._file("weights")
         for index, target in enumerate(targets):
-            packed, name = dumps(target, "a worker"), f"reap-worker-{index}"
+            packed, name = pack_bytes(target, "a worker"), f"reap-worker-{index}"
             self._children.append(Child(packed, fds=[self._near.fd], start=self._start_method, name=name))
         for child in self._children:
             child.line.finish()
@@ -250,7 +253,8 @@ class FarBackend(ProcessBackend):
     def _job(self, index: int, plan: Any, count: int) -> FarJob:
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
         writer: Any = self._writer  # of this kind needs no descriptors
-        return FarJob(index, count, plan, self._threads, int(entropy), self._init, self._station, writer)
+        like_all = self._threads, self._init, self._hooks, self._station, writer
+        return FarJob(index, count, plan, int(entropy), *like_all)
 
     def _make_words(self, count: int) -> None:
         self.control = Control(self._file("control"), count)

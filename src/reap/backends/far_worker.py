@@ -26,6 +26,7 @@ from reap.backends.host import Full, Host, Job, Writer
 from reap.children import Raised
 from reap.core.shared import SharedFile
 from reap.core.slot import Slot
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -61,9 +62,10 @@ class News(NamedTuple):
 
     @classmethod
     def of_rollout(cls, full: Full, block: np.ndarray[Any, Any]) -> News:
-        """A full slot. References and finals have no fixed size: they are bytes beside it."""
-        loose = bool(full.loose) or full.finals is not None
-        data = bytes(cloudpickle.dumps((full.finals, full.loose))) if loose else b""
+        """A full slot. References, finals and episodes have no fixed size: they are bytes beside it."""
+        ended = full.episodes is not None and len(full.episodes)
+        more = bool(full.loose) or full.finals is not None or ended
+        data = bytes(cloudpickle.dumps((full.finals, full.loose, full.episodes))) if more else b""
         header = np.zeros(_WORDS, np.int64)
         header[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
         numbers = numbers_of(full.stats)
@@ -81,11 +83,11 @@ class Header:
 
     def full(self, more: bytes) -> Full:
         """The rollout it speaks of."""
-        finals, loose = pickle.loads(more) if more else (None, {})
+        finals, loose, episodes = pickle.loads(more) if more else (None, {}, None)
         frames, version, since = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
-        return Full(self.slot, frames, version, stats, finals, loose, since, (begun, ended))
+        return Full(self.slot, frames, version, stats, finals, loose, since, (begun, ended), episodes)
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -219,7 +221,7 @@ class Station(Host):
         seed_process(job.entropy)
         if job.init is not None:
             job.init()
-        super().__init__(job.plan, job.index, job.workers, job.writer)
+        super().__init__(job, job.plan, job.writer)
         self._road, self._weights, self._at_least = road, weights, 0
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
@@ -237,7 +239,7 @@ class Station(Host):
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
         full = self._full(number, slot, self._collect(slot, random=random))
-        if self._writer is None:
+        if self.writer is None:
             self._road.send(News.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
             self._slots.put(slot)
@@ -268,10 +270,13 @@ def run_station(job: FarJob, road: Road, weights: Weights) -> None:
             station.obey(order)
     except ConnectionError:  # nobody is there any more
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         road.send(News.of(Raised.of(error, "building it" if station is None else station.doing)), _nothing)
         road.finish()
     finally:
+        no_more_goodbyes()
         if station is not None:
             station.worker.close()
 

@@ -32,6 +32,7 @@ class FreeRunner:
         self._before, self._pauses, self._over = 0, 0, False
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
+        self._ended: dict[int, int] = {}  # episodes of each worker that were counted
         self._failure: ReapError | None = None
         self.told = False
 
@@ -75,9 +76,11 @@ class FreeRunner:
         with self._lock:
             made = self._words.made()
             new, self._counted = made - self._counted, made
-            for remote, frames, rollouts in zip(self._backend.workers, *new.tolist()):
+            for remote, frames, rollouts in zip(self._backend.workers or self._backend.former, *new.tolist()):
                 remote.frames, remote.rollouts = remote.frames + frames, remote.rollouts + rollouts
                 remote.stats = self._words.stats(remote.index) or remote.stats
+                ended, self._ended[remote.index] = self._words.ended(remote.index, self._ended.get(remote.index, 0))
+                self._backend.episodes.add(ended)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)
 

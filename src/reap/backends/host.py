@@ -4,27 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import cloudpickle
 from torch import Tensor, nn
 
-from reap.children import Raised, dumps
+from reap.backends.worker_view import WorkerView
+from reap.children import Raised
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
+from reap.core.profiling import RolloutTracer, TraceSettings
+from reap.core.ragged import assembler
 from reap.core.slot import Layout, Slot
+from reap.core.stats import Episodes
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
+from reap.pickling import dumps
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
+
+Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # before a rollout, and with each batch
+
+
+def changed(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
+    """These hooks, but for those in `new`, by their names."""
+    before, after = hooks or (None, None)
+    return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
 
 
 class Writer(Protocol):
     """What brings full slots to where they belong."""
 
     before: Callable[[], Any] | None  # called before each rollout
+    hook: Callable[[Any], Any] | None  # called with each batch
+    postproc: Callable[[Any], Any] | None
+    buffer: Any
 
     @property
     def wanted(self) -> bool:
@@ -36,9 +51,6 @@ class Writer(Protocol):
     def forget(self) -> None:
         """What is held back belongs to the time before."""
 
-    def set_hook(self, packed: bytes) -> None:
-        """What to call with each batch from now on."""
-
 
 @dataclass(frozen=True)
 class Job:
@@ -47,9 +59,10 @@ class Job:
     index: int
     workers: int
     plan: Plan
-    threads: int
     entropy: int
+    threads: int
     init: Callable[[], Any] | None = None
+    hooks: Hooks | None = None  # None: none, or with a writer as it has them
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Full:
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
+    episodes: Episodes | None = None  # that ended in it, by the clock of `span`
 
 
 @dataclass(frozen=True)
@@ -89,16 +103,29 @@ _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
 
 class Host:
-    """A worker, by its number among so many. With a writer, its rollouts go where that brings them."""
+    """A worker, by its number among so many. With a writer, its rollouts go where that brings them, and its hooks are
+    the writer's.
+    """
 
-    def __init__(self, plan: Plan, index: int, workers: int, writer: Callable[[], Writer] | None = None) -> None:
-        self.index = index
+    interruptor: Any = None  # what may stop its rollouts
+
+    def __init__(self, job: Job, plan: Plan, writer: Callable[[], Writer] | None = None) -> None:
+        self.index = job.index
         self.doing = "starting"
         self.since = 0  # the call it began anew with
-        self._writer: Writer | None = None
-        self._build(plan, workers)
+        self.writer: Writer | None = None
+        self._tracer: RolloutTracer | None = None
+        self._build(plan, job.workers)
+        self._hooks: Hooks = job.hooks or (None, None)
         if writer is not None:
-            self._writer = writer()
+            self.writer = writer()
+            if job.hooks is not None:
+                self.writer.before, self.writer.hook = job.hooks
+
+    @property
+    def hooks(self) -> Hooks:
+        """What it calls before a rollout, and with each batch."""
+        return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
@@ -128,14 +155,19 @@ class Host:
 
     def _collect(self, slot: Slot, *, random: bool) -> int:
         """One rollout, brought where the writer says if there is one; returns the frames made."""
-        self.doing, writer = "collecting", self._writer
-        if writer is not None and writer.before is not None:
-            writer.before()
+        before, after = self.hooks
+        if before is not None:
+            self.doing = "in pre_collect_hook"
+            before()
+        self.doing = "collecting"
         self._refresh()
         frames = self._rollout(slot, random=random)
-        if writer is not None:
+        if self.writer is not None:
             self.doing = "writing to the replay buffer"
-            writer.write(slot)
+            self.writer.write(slot)
+        elif after is not None:
+            self.doing = "in post_collect_hook"
+            after(assembler(slot.layout)(slot.arrays, slot.layout))
         return frames
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
@@ -144,14 +176,15 @@ class Host:
     def _full(self, number: int, slot: Slot, frames: int) -> Full:
         """What is said of it."""
         worker = self.worker
-        loose, finals = ({}, None) if self._writer is not None else (slot.hand_over(), slot.finals)
+        loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         stats, version = worker.stats.summary(), worker.loop.version
-        return Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span)
+        ended = worker.stats.ended_since()
+        return Full(number, frames, version, stats, finals, loose, self.since, worker.stats.span, ended)
 
     def _forget(self) -> None:
         """What is held back belongs to the time before."""
-        if self._writer is not None:
-            self._writer.forget()
+        if self.writer is not None:
+            self.writer.forget()
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         """So many of its frames were taken: those nobody has taken are not wanted any more."""
@@ -169,13 +202,14 @@ class Host:
 
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
-        return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
+        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        return {**state, "policy_version": self.worker.loop.version}  # of these weights
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         self.worker.ledger.counter.skip_to(first_id)
         if self.about.weighs and state.get("policy_state_dict"):
-            self._load(state["policy_state_dict"], version)
+            self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
         self.worker.reset()  # episodes that were open elsewhere do not go on here
         self._count_on(taken, loaded=True)
         self._forget()
@@ -187,9 +221,8 @@ class Host:
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
-        worker = self.worker
         try:
-            found = follow(SimpleNamespace(policy=worker.model, env=worker.env, worker_idx=self.index), path)
+            found = follow(WorkerView(self, self.interruptor), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)
@@ -198,9 +231,17 @@ class Host:
         except Exception as error:
             return Raised.of(error, path)
 
-    def do_hook(self, packed: bytes) -> None:
-        if self._writer is not None:
-            self._writer.set_hook(packed)
+    def do_profile(self, settings: TraceSettings | None) -> None:
+        """Trace the rollouts to come; None: no more."""
+        if self._tracer is not None:
+            self._tracer.end()
+        self._tracer = None if settings is None else RolloutTracer(self.worker, settings)
+
+    def do_hooks(self, packed: bytes) -> None:
+        """Other hooks from now on: a mapping with those that change."""
+        self._hooks = changed(self.hooks, cloudpickle.loads(packed))
+        if self.writer is not None:
+            self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()

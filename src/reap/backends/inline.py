@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from reap.backends.base import Halted, Rollout
 from reap.core.device_worker import DeviceWorker, device_worker
+from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
 from reap.errors import WrongState
 from reap.weight_update import Road
@@ -24,6 +25,8 @@ class InlineBackend:
     def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False, road: Road | None = None) -> None:
         self._plan, self._source, self._same_slot, self._road = plan, source, same_slot, road
         self.worker: Worker | DeviceWorker
+        self._tracer: RolloutTracer | None = None
+        self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
 
     def start(self) -> None:
@@ -38,7 +41,7 @@ class InlineBackend:
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
-        slot = worker.pool.acquire()
+        slot = self.filling = worker.pool.acquire()
         began = time.perf_counter()
         try:
             frames = worker.fill(slot, random=random)
@@ -73,6 +76,13 @@ class InlineBackend:
         self.worker.loop.version += 1
         return self.worker.loop.version
 
+    def profile(self, settings: Mapping[int, TraceSettings | None]) -> None:
+        """Trace the rollouts to come, by worker; None: no more."""
+        if self._tracer is not None:
+            self._tracer.end()
+        chosen = settings.get(0)
+        self._tracer = None if chosen is None else RolloutTracer(self.worker, chosen)
+
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         self.worker.reset(lanes)
 
@@ -96,5 +106,6 @@ class InlineBackend:
         loop.version = int(state.get("policy_version", loop.version))
 
     def close(self) -> None:
+        self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()

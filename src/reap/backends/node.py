@@ -21,8 +21,9 @@ from typing import Any
 
 from reap.backends.door import Refused, Tunnel, dial
 from reap.backends.wire import Wire
-from reap.children import Child, dumps, end, get_ready
+from reap.children import Child, end, get_ready
 from reap.errors import UsageError
+from reap.pickling import pack_bytes
 
 DEADLINE = 5.0  # seconds within which a node has ended its workers
 _ROADS = {  # what a worker can be: imported by itself, so that a node is light
@@ -86,7 +87,7 @@ class Node:
             case {"start": index, "road": road, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
                 target = functools.partial(_run, road=_ROADS[road], job=data, index=index, address=address, more=more)
-                child = Child(dumps(target, "a worker"), name=f"reap-worker-{index}")
+                child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
                 self._children[index] = child
                 child.line.finish()
                 self._wire.say(pid=index, number=child.pid)

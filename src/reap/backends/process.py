@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,24 +31,28 @@ import torch
 
 from reap.backends.base import Halted, Rollout
 from reap.backends.control import ALL, NOWHERE, Control
-from reap.backends.host import Answer, Full, Writer
+from reap.backends.host import Answer, Full, Hooks, Writer, changed
+from reap.backends.joined import joined, joined_finals
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room
 from reap.core.shared import SharedFile, SharedSlots
-from reap.core.slot import Finals, Layout, Pool, Slot
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
+from reap.core.slot import Pool, Slot
+from reap.core.stats import EpisodeWindow
+from reap.errors import NotReady, ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.seeding import chain
 from reap.spec import Key
 from reap.weight_update import Road
-from reap.weights.local import fitting
+from reap.weights.local import as_named, fitting
 from reap.weights.shared import SharedWeights
 
 DEADLINE = 5.0  # seconds within which `close` has ended every worker
 OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
 _AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
+_LEAVE = 2.0  # seconds a thread that waits for workers has to leave when they are closed
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
@@ -71,21 +74,24 @@ class ProcessBackend:
         start_method: StartMethod = "forkserver",
         random_frames: int = 0,
         road: Road | None = None,
-        writer: Callable[[Sequence[int]], Writer] | None = None,
+        writer: Callable[[Sequence[int], int], Writer] | None = None,
         buffer: Sequence[int] = (),
+        hooks: Hooks | None = None,
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
         self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
-        self._threads, self._init, self._start_method = threads, init, start_method
+        self._threads, self._init, self._start_method, self._hooks = threads, init, start_method, hooks
         self._random_frames, self._road = random_frames, road
         self._writer, self._buffer = writer, tuple(buffer)  # workers write their rollouts themselves, through these
         self.wanted: float = ALL  # frames that may still be asked for, where they are written as they are made
         self._halted = False
         self.version = 0
         self.workers: list[Remote] = []
+        self.former: list[Remote] = []  # who they were, once it is closed
+        self.episodes = EpisodeWindow()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self._files: list[SharedFile] = []
         self._pending: int | None = None  # the slot given to all workers, not whole yet (sync)
@@ -104,17 +110,15 @@ class ProcessBackend:
 
     def start(self) -> None:
         """Start all workers at once, learn from them what a slot looks like, and give them the memory."""
-        with self._interrupts.held():
+        with self._interrupts.held(), enough_room("the workers"):
             self._start()
 
     def _start(self) -> None:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
-        jobs = [
-            ProcessJob(w, count, plan, self._threads, int(entropy[w]), self._init, self._enough < count, self._writer)
-            for w, plan in enumerate(self._plans)
-        ]
-        targets = [dumps(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
+        like_all = self._threads, self._init, self._hooks, self._enough < count, self._writer
+        jobs = [ProcessJob(w, count, plan, int(entropy[w]), *like_all) for w, plan in enumerate(self._plans)]
+        targets = [pack(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
         self.control = Control(control, count)
         self.control.step[:] = self.control.lane[:] = NOWHERE
@@ -139,6 +143,7 @@ class ProcessBackend:
             self._selector.register(child.sentinel, selectors.EVENT_READ, remote)
             self._selector.register(child.line, selectors.EVENT_READ, remote)
             self._flush(remote)
+        del jobs[:], targets[:], self._plans[:]  # and with them our duplicates of the descriptors in them
         for remote, about in zip(self.workers, self._answers(self.workers, FIRST, grace=BOOT)):
             remote.about = about
         self._share_memory(common, slots, weights)
@@ -181,30 +186,45 @@ class ProcessBackend:
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self._interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
-            workers, self.workers = self.workers, []
-            self._end(workers)
-            if hasattr(self, "_selector"):
-                self._selector.close()
-            for file in self._files:
-                file.close()
-            self._interrupts.close()
+            alone = self._talking.acquire(blocking=False)
+            if not alone:  # another thread waits for workers: it leaves before what it waits on is closed
+                self.breaker()()
+                alone = self._talking.acquire(timeout=_LEAVE)
+            try:
+                self._close()
+            finally:
+                if alone:
+                    self._talking.release()
+
+    def _close(self) -> None:
+        workers, self.workers = self.workers, []
+        self.former = workers or self.former
+        self._end(workers)
+        if hasattr(self, "_selector"):
+            self._selector.close()
+        for file in self._files:
+            file.close()
+        self._interrupts.close()
 
     def _end(self, workers: Sequence[Remote]) -> None:
         for remote in workers:
             remote.free.close()
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
-        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE)
+            remote.child.signal(signal.SIGCONT)  # or stopped: now it hears that
+        linger = None if self._failure is None else LINGER
+        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE, linger=linger)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
-    def _listen(self, *, first: bool = False, now: bool = False) -> None:
+    def _listen(self, *, first: bool = False, within: float | None = None) -> None:
         """Wait until some worker speaks, or is gone; file it. `first`: what has arrived goes before a failure.
 
-        `now`: file what is there, and do not wait.
+        `within`: wait so many seconds at most; 0: file what is there.
         """
         if self._failure is None:
-            ready = self._speaking(0 if now else self._patience())
+            waits = [seconds for seconds in (within, self._patience()) if seconds is not None]
+            ready = self._speaking(min(waits, default=None))
             self._interrupts.let_in()
             if self._halted:
                 raise Halted
@@ -240,11 +260,13 @@ class ProcessBackend:
             if message == HELLO:
                 continue
             if isinstance(message, Raised):
-                self._failure = self._failure or message.unpack().at(worker=remote.name)
+                self._failure = self._failure or message.unpack().at(worker=remote.name, **self._place(remote))
                 return
             if isinstance(message, Full):
                 remote.working.discard(message.slot)
                 remote.stats = message.stats
+                if message.episodes is not None:  # the last moment of a rollout is, by our clock, now
+                    self.episodes.add(message.episodes, shift=time.perf_counter() - message.span[1])
                 remote.frames, remote.rollouts = remote.frames + message.frames, remote.rollouts + 1
                 self._arrived.append((remote, message))
                 if self.on_rollout is not None:
@@ -346,7 +368,9 @@ class ProcessBackend:
         arrays = self._pool.lend(slot)
         for key in parts[0].loose:
             arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
-        return Rollout(arrays, slot.layout, frames, version, finals=self._finals(parts, slot.layout))
+        lanes = [remote.about.layout.lanes for remote in self.workers]
+        finals = joined_finals([part.finals for part in parts], lanes, slot.layout)
+        return Rollout(arrays, slot.layout, frames, version, finals=finals)
 
     def _wait_for_all(self) -> None:
         while len(self._arrived) < len(self.workers):
@@ -363,18 +387,6 @@ class ProcessBackend:
     def _apart(self, remote: Remote, full: Full) -> Rollout:
         arrays = {**remote.slots.slot(full.slot).copied(), **full.loose}
         return Rollout(arrays, remote.about.layout, full.frames, full.version, worker=remote.index)
-
-    def _finals(self, parts: Sequence[Full], layout: Layout) -> Finals | None:
-        if any(part.finals is None for part in parts):
-            return None
-        first = np.cumsum([0, *(remote.about.layout.lanes for remote in self.workers)])
-        return Finals(
-            lane=np.concatenate([part.finals.lane + start for part, start in zip(parts, first)]),
-            step=np.concatenate([part.finals.step for part in parts]),
-            values={k: np.concatenate([part.finals.values[k] for part in parts]) for k in parts[0].finals.values},
-            steps=layout.steps,
-            size=layout.batch_size,
-        )
 
     def _take_first(self) -> Rollout:
         if self._writer is not None:
@@ -430,11 +442,20 @@ class ProcessBackend:
 
         return break_off
 
-    def settle(self) -> tuple[int, int]:
-        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+    def drain(self, within: float | None = None) -> None:
+        """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
+        began, left = time.monotonic(), within
         with self._talking, self._interrupts.held():
             while any(remote.working for remote in self.workers):
-                self._listen()
+                self._listen(within=left)
+                left = None if within is None else max(began + within - time.monotonic(), 0)
+                if left == 0:
+                    raise NotReady(f"workers are still busy after {within} s")
+
+    def settle(self, within: float | None = None) -> tuple[int, int]:
+        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+        with self._talking, self._interrupts.held():
+            self.drain(within)
             found = sum(full.frames for _, full in self._arrived), len(self._arrived)
             slot = self._filled()
             if slot is not None:
@@ -445,7 +466,7 @@ class ProcessBackend:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
         if self._talking.acquire(blocking=False):  # else somebody listens already
             try:
-                self._listen(now=True)
+                self._listen(within=0)
             finally:
                 self._talking.release()
 
@@ -455,16 +476,17 @@ class ProcessBackend:
         """New weights for all workers, or for some; returns their version."""
         if self._road == "none":
             return self.version
-        per_worker = isinstance(weights, dict) and bool(weights) and all(isinstance(k, int) for k in weights)
-        if per_worker and worker_ids is not None:
+        given = self._source if weights is None else weights
+        per_worker = isinstance(given, dict) and bool(given) and all(isinstance(k, int) for k in given)
+        if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        chosen = list(weights) if per_worker else list(range(len(self.workers)) if worker_ids is None else worker_ids)
+        every = list(given) if per_worker else list(range(len(self.workers)))
+        chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
         unknown = [w for w in chosen if not 0 <= w < len(self.workers)]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
-        given = self._source if weights is None else weights
         for w in chosen:
             if not self.workers[w].about.weighs:
                 raise WrongState("this policy has no weights to update")
@@ -492,7 +514,10 @@ class ProcessBackend:
             about = self.workers[w].about
             if about.packing is not None:
                 fitting(given, about.packing.shapes, about.needed)
-            calls[w] = (self._parcel(w, dumps(given, "weights")), version)
+            calls[w] = (
+                self._parcel(w, dumps(as_named(given), "weights")),
+                version,
+            )  # a module may hold what cannot travel
         self.call("load_weights", calls)
 
     def _parcel(self, worker: int, data: bytes) -> Any:
@@ -509,6 +534,14 @@ class ProcessBackend:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
             raise
+
+    def profile(self, settings: Mapping[int, Any]) -> None:
+        self.call("profile", {worker: (one,) for worker, one in settings.items()})
+
+    def set_hooks(self, new: Mapping[str, Any]) -> None:
+        """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`."""
+        self.call("hooks", self.everyone(dumps(dict(new), " and ".join(new))))
+        self._hooks = changed(self._hooks, new)  # of those to come
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
@@ -581,17 +614,3 @@ class ProcessBackend:
                 remote.frames = int(own[w].get("frames", 0)) + frames
                 remote.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-
-
-def joined(layouts: Sequence[Layout]) -> Layout:
-    """One layout with the lanes of all."""
-    first = layouts[0]
-    for w, layout in enumerate(layouts):
-        for key in {**first.columns, **layout.columns}:
-            one, other = first.columns.get(key), layout.columns.get(key)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise SpecMismatch(f"workers 0 and {w} differ in {key}: {one} and {other}")
-        if layout.steps != first.steps:
-            raise SpecMismatch(f"workers 0 and {w} differ in steps per batch: {first.steps} and {layout.steps}")
-    look = replace(first.look, dims=None)  # how lanes are arranged is the collector's affair
-    return Layout(first.columns, first.steps, sum(layout.lanes for layout in layouts), batched=True, look=look)

@@ -17,16 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 import torch
 
 from reap.backends.control import NOWHERE, Control
 from reap.backends.host import Host, Job, Writer
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.graphed import pin
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap.pickling import dumps
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -39,7 +42,7 @@ class ProcessJob(Job):
     """What a worker's process is started with."""
 
     preempted: bool = False
-    writer: Callable[[Sequence[int]], Writer] | None = None  # from descriptors
+    writer: Callable[[Sequence[int], int], Writer] | None = None  # from descriptors, for a worker
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,48 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
         host.serve(free)
     except (EOFError, ConnectionError):
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.worker.close()
+
+
+class _Interruptor:
+    """Whether enough workers are done, so that the others leave it at what they have."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def collection_stopped(self) -> bool:
+        """Asked after every step."""
+        return self._control.stop
+
+    def start_collection(self) -> None:
+        """Rollouts go on to their end."""
+        self._control.stop = False
+
+    def stop_collection(self) -> None:
+        """Rollouts end where they are."""
+        self._control.stop = True
+
+    def __reduce__(self) -> Any:
+        """Seen from another process, it is what it says now."""
+        return _Says, (self.collection_stopped(),)
+
+
+class _Says:
+    """An interruptor as it was when it was asked for."""
+
+    def __init__(self, stopped: bool) -> None:
+        self._stopped = stopped
+
+    def collection_stopped(self) -> bool:
+        """What it said then."""
+        return self._stopped
 
 
 class _Host(Host):
@@ -91,9 +131,9 @@ class _Host(Host):
             job.init()
         plan = job.plan
         if job.preempted:
-            words = self._control
-            plan = replace(plan, stop=lambda: words.stop)
-        super().__init__(plan, job.index, job.workers, job.writer and partial(job.writer, buffer))
+            self.interruptor = _Interruptor(self._control)
+            plan = replace(plan, stop=self.interruptor.collection_stopped)
+        super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
         self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
@@ -133,7 +173,7 @@ class _Host(Host):
     def _fill(self, slot: Slot) -> None:
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
-        self._connection.send_bytes(cloudpickle.dumps(full) if full.loose else pickle.dumps(full))
+        self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
@@ -144,16 +184,17 @@ class _Host(Host):
         """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
         if self._resting or self._control.claimed.sum() >= self._control.total:
             return None
-        return 0 if self._writer is not None and self._writer.wanted else _LOOK
+        return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
         words, index = self._control, self._job.index
-        if self._writer is None or not self._writer.wanted:
+        if self.writer is None or not self.writer.wanted:
             return
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
-            words.finish(index, frames, self._size, self.worker.stats.summary())
+            stats = self.worker.stats
+            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
 
     @property
     def _size(self) -> int:
@@ -175,7 +216,7 @@ class _Host(Host):
         self._resting = resting
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        if loaded or self._writer is None:  # what was written to a buffer is there, wanted or not
+        if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
             self._control.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:

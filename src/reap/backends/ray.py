@@ -9,13 +9,14 @@ An actor that dies is named; or replaced, if `restart` is True: what it was aske
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +29,12 @@ from reap.backends.far_worker import FarJob, News, Order
 from reap.backends.mail import MailStation
 from reap.backends.process import DEADLINE, FIRST, OWN_SLOTS
 from reap.backends.remote import Remote
-from reap.children import BOOT, dumps, until_ready
+from reap.children import BOOT, until_ready
 from reap.core.shared import SharedSlots
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
+from reap.pickling import dumps
 
+_log = logging.getLogger("reap")
 _ASKED = 2  # news asked for at a time: one is fetched while another is read
 _GROUPS = {"orders": 1, "news": 1, "weights": 1}  # calls of a group follow one another, groups run side by side
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
@@ -67,7 +70,8 @@ class _Cluster:
 
     def _connect(self, ray: Any, config: Mapping[str, Any]) -> None:
         try:
-            ray.init(**{"include_dashboard": False, **config})
+            with _on_loopback(ray) if _starts_one(ray, config) else contextlib.nullcontext():
+                ray.init(**{"include_dashboard": False, **config})
         except ConnectionError as cause:
             raise UsageError(
                 f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
@@ -81,6 +85,35 @@ class _Cluster:
             if end or (self._ours and not self._users):
                 self._ours, self._users = False, 0
                 engine().shutdown()
+
+
+def _starts_one(ray: Any, config: Mapping[str, Any]) -> bool:
+    """Whether `ray.init` will start a cluster here, rather than find one; and no address was named for it."""
+    address = config.get("address") or os.environ.get("RAY_ADDRESS")
+    if address is None:
+        with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may go
+            address = ray._private.services.get_ray_address_from_environment(None, config.get("_temp_dir")) or "local"
+    return address == "local" and config.get("_node_ip_address") is None
+
+
+@contextlib.contextmanager
+def _on_loopback(ray: Any) -> Iterator[None]:
+    """Inside, a cluster that is started listens on the loopback address and nowhere else.
+
+    Ray puts the machine's own address in the place of 127.0.0.1, and listens on all interfaces then; only where it is
+    told that there are no clusters of several machines it does not.
+    """
+    constants = getattr(getattr(ray, "_private", None), "ray_constants", None)
+    usual = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    if constants is None or usual is None:
+        _log.warning("this version of Ray listens on all interfaces; see docs/ray.md, Whom it trusts")
+        yield
+        return
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = usual
 
 
 CLUSTER = _Cluster()
@@ -347,7 +380,7 @@ class RayBackend(FarBackend):
         remote.working.clear()
         remote.free.close()
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
-        job = replace(self._jobs[remote.index], entropy=int(entropy))
+        job = replace(self._jobs[remote.index], entropy=int(entropy), hooks=self._hooks)
         actor = self._actor(job)
         remote.move(actor, *self._places([job], [actor]))
         (remote.about,) = self._answers([remote], FIRST, grace=BOOT)

@@ -12,6 +12,7 @@ from typing import Any
 from reap.backends.host import About
 from reap.children import Child
 from reap.core.shared import SharedSlots
+from reap.core.stats import Stats
 
 
 class Free:
@@ -48,7 +49,7 @@ class Remote:
         self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
         self.working: set[int] = set()  # slots it may fill; single operations only, finalizers come in between
         self.asked: int | None = None  # the call it has not answered yet
-        self.stats: dict[str, Any] = {}
+        self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
         self.frames = self.rollouts = 0  # made so far
 
     @property
@@ -85,4 +86,4 @@ class Remote:
     @property
     def name(self) -> str:
         """By which it is known in errors."""
-        return f"{self.index} (pid {self.child.pid})"
+        return f"{self.index}{self.child.label}"

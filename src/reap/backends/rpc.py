@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import selectors
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,8 +34,10 @@ from reap.backends.rpc_worker import (
     send,
 )
 from reap.backends.stores import loopback_store
-from reap.children import dumps, end
+from reap.children import end
 from reap.errors import UsageError, WorkerDied
+from reap.pickling import dumps
+from reap.temporary import TemporaryFolder
 
 THREADS = 2  # an agent needs at least: one waits for news, and orders must pass
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
@@ -115,8 +115,8 @@ class RPCBackend(FarBackend):
             remote.listen()  # type: ignore[attr-defined]
 
     def _meet_here(self, packed: Sequence[bytes]) -> None:
-        self._meeting = tempfile.mkdtemp(prefix="reap-rpc-")
-        file, count = f"{self._meeting}/agents", len(packed)
+        self._meeting = TemporaryFolder("rpc")
+        file, count = f"{self._meeting.path}/agents", len(packed)
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
@@ -168,4 +168,4 @@ class RPCBackend(FarBackend):
         if self._company is not None:
             self._company.close(DEADLINE)
         if hasattr(self, "_meeting"):
-            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting.close()

@@ -20,7 +20,8 @@ from torch import Tensor
 from reap.backends.control import together
 from reap.backends.far_worker import FarJob, Station
 from reap.backends.host import About
-from reap.backends.process import ProcessBackend, joined
+from reap.backends.joined import joined
+from reap.backends.process import ProcessBackend
 from reap.children import Raised
 from reap.core.slot import TRAJ_IDS, Slot, State
 from reap.core.worker import Plan
@@ -47,7 +48,7 @@ class TeamStation(Station):
 
     def __init__(self, job: FarJob, *road: Any, team: Team) -> None:
         self._job, self._team = job, team
-        super().__init__(job, *road)
+        super().__init__(replace(job, hooks=None), *road)  # they run in the workers
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = _Crew(self._job, self._team)
@@ -57,14 +58,15 @@ class TeamStation(Station):
 
     def do_state(self) -> dict[str, Any]:
         state = self.worker.state()
-        return {**state, "policy_state_dict": self.do_weights()} if self.about.weighs else state
+        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        return {**state, "policy_version": self.worker.latest}
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
         self._forget()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
         if self.about.weighs and state.get("policy_state_dict"):
-            self._load(state["policy_state_dict"], version)
+            self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """Of every worker, as a list."""
@@ -72,6 +74,10 @@ class TeamStation(Station):
             return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
         except Exception as error:
             return Raised.of(error, path)
+
+    def do_hooks(self, packed: bytes) -> None:
+        """Hooks run in the workers."""
+        self.worker.set_hooks(packed)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()
@@ -97,6 +103,7 @@ class _Crew:
             sync=team.sync,
             threads=job.threads,
             init=job.init,
+            hooks=job.hooks,
             random_frames=0 if team.sync else team.random_frames,
         )
         try:
@@ -147,7 +154,11 @@ class _Crew:
         return rollout.frames
 
     def summary(self) -> dict[str, Any]:
-        return together([remote.stats for remote in self._backend.workers if remote.stats])
+        return together([remote.stats for remote in self._backend.workers], self._backend.episodes)
+
+    def ended_since(self) -> Any:
+        """Episodes of all of them."""
+        return self._backend.episodes.ended_since()
 
     @property
     def version(self) -> int:
@@ -159,6 +170,11 @@ class _Crew:
         """`tensors` hold the weights of this version from here on."""
         names = [] if self.about.packing is None else [entry[0] for entry in self.about.packing.entries]
         self.publish(dict(zip(names, self.tensors)), version)
+
+    @property
+    def latest(self) -> int:
+        """The version of the weights that act from here on."""
+        return self._backend.version
 
     def publish(self, weights: Any, version: int) -> None:
         """New weights for all."""
@@ -183,6 +199,11 @@ class _Crew:
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         with self._named():
             return self._backend.set_seed(seed, static=static)
+
+    def set_hooks(self, packed: bytes) -> None:
+        """Other hooks from now on."""
+        with self._named():
+            self._backend.call("hooks", self._backend.everyone(packed))
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""

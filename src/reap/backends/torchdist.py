@@ -32,8 +32,9 @@ from reap.backends.reception import Guest
 from reap.backends.seal import Seal
 from reap.backends.stores import loopback_store
 from reap.backends.torchdist_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
-from reap.children import dumps, end
+from reap.children import end
 from reap.errors import WorkerDied, WorkerSilent
+from reap.pickling import dumps
 from reap.weights.shared import Packing
 
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more

@@ -1,7 +1,9 @@
 """Feed: who brings rows in the background, and what a reader does when there are too few.
 
 sample ──► too few rows ──► is somebody bringing more? ──► yes: wait, look again
-                                                     └──► no: the error that says why, theirs if they failed
+                                                     ├──► not now: the error that says why
+                                                     ├──► they failed: their error
+                                                     └──► never again: what is there is all there is; nobody to wait for
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ class Source(Protocol):
     def bringing(self) -> bool:
         """Whether rows are still to come. What went wrong with it is raised."""
 
+    def over(self) -> bool:
+        """Whether it will never bring another row."""
+
 
 class Feed:
     """The sources of a buffer, if it has any. They are not kept alive."""
@@ -33,18 +38,22 @@ class Feed:
         """From now on rows come from there too."""
         self._sources.add(source)
 
-    def wait(self, why: Starved, since: float, patience: float | None = None) -> None:
+    def wait(self, why: Starved, since: float, patience: float | None = None) -> bool:
         """Rows have been missing `since` then: return when it is worth a look, or raise `why`.
 
-        `patience`: how long to wait for writers that nobody knows; None: not at all.
+        True: the last look, all sources have ended. `patience`: how long to wait for writers that nobody knows; None:
+        not at all.
         """
         sources = list(self._sources)
         if not sources and patience is None:
             raise why
         more = [source.bringing() for source in sources]  # all are asked: one may have failed
         if more and not any(more):
+            if all(source.over() for source in sources):
+                return True
             raise why
         waited, limit = time.monotonic() - since, _PATIENCE if patience is None else patience
         if waited > limit:
             raise Starved(f"{why}; nothing came for {waited:.0f} s")
         time.sleep(_LOOK)
+        return False

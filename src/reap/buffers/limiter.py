@@ -11,10 +11,9 @@ batches and samples, and what is overshot is at most one of them.
 
 from __future__ import annotations
 
-from typing import Any
-
+from reap.buffers.arguments import number, whole
 from reap.buffers.ring import COUNT, SAMPLED, Ring
-from reap.errors import Starved, UsageError
+from reap.errors import Starved
 
 
 class SamplesPerInsert:
@@ -24,7 +23,8 @@ class SamplesPerInsert:
     >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256, limiter=limiter)
 
     A collector in the background rests while the learner is behind; `sample` waits while it is ahead, and raises
-    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds.
+    `Starved` if nobody is there to write, or nothing comes for `timeout` seconds. Once the collector has made all its
+    frames, or is shut down, there is nothing to be in proportion to: samples are drawn at once, and not counted.
 
     Args:
         ratio: rows sampled per row written, on average.
@@ -36,16 +36,9 @@ class SamplesPerInsert:
     def __init__(
         self, ratio: float, *, tolerance: float | None = None, min_size: int = 1, timeout: float = 60.0
     ) -> None:
-        if not _number(ratio) or ratio <= 0:
-            raise UsageError(f"ratio is a number of samples per row > 0, got {ratio!r}")
-        if tolerance is not None and (not _number(tolerance) or tolerance < 0):
-            raise UsageError(f"tolerance is a number of samples >= 0, got {tolerance!r}")
-        if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
-            raise UsageError(f"min_size is a number of rows >= 1, got {min_size!r}")
-        if not _number(timeout) or timeout <= 0:
-            raise UsageError(f"timeout is a number of seconds > 0, got {timeout!r}")
-        self.ratio, self.min_size, self.timeout = float(ratio), min_size, float(timeout)
-        self.tolerance = 1000.0 * self.ratio if tolerance is None else float(tolerance)
+        self.ratio, self.min_size = number(ratio, "ratio", 0, above=True), whole(min_size, "min_size", 1)
+        self.timeout = number(timeout, "timeout", 0, above=True, endless=True)
+        self.tolerance = 1000.0 * self.ratio if tolerance is None else number(tolerance, "tolerance", 0)
 
     def behind(self, ring: Ring) -> float:
         """How many samples the learner is behind; below 0: ahead."""
@@ -74,7 +67,3 @@ class SamplesPerInsert:
 
     def __repr__(self) -> str:
         return f"SamplesPerInsert({self.ratio:g}, tolerance={self.tolerance:g}, min_size={self.min_size})"
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -5,7 +5,8 @@
     lock    nothing                                             only locked, never mapped: see gate.py
 
 The first writer knows the columns and writes them down; whoever comes later, in whatever process, finds them.
-Descriptors are all another process needs: `fds` to inherit, `Memory(capacity, fds)` to open.
+Descriptors are all another process needs: `fds` to inherit, `Memory(capacity, fds, place=place)` to open. `place` says
+in words where the rows lie if that is a disk: all of its room is then taken before the first row is written.
 """
 
 from __future__ import annotations
@@ -22,39 +23,57 @@ from reap.buffers.gate import gate
 from reap.buffers.ring import HEADER, LAYOUT, Ring
 from reap.buffers.rows import RowLayout, Rows
 from reap.buffers.runs import Runs
-from reap.core.shared import SharedFile
-from reap.errors import SpecMismatch, UsageError
+from reap.core.shared import SharedFile, in_bytes
+from reap.errors import NoSpace, SpecMismatch, UsageError
 from reap.spec import Key, Leaf, show
 
+Columns = Mapping[Key, tuple[tuple[int, ...], torch.dtype]]
 _COLUMNS = 1 << 18  # bytes for the description of the columns; pages nobody touches cost nothing
 
 
 class Memory:
     """Ring and rows of one buffer, as this process sees them."""
 
-    def __init__(self, capacity: int, fds: Sequence[int] | None = None, *, path: Path | None = None) -> None:
-        self.capacity = capacity
-        book, data, lock = fds or (SharedFile("reap-book").fd, _data(path), SharedFile("reap-lock").fd)
+    def __init__(
+        self,
+        capacity: int,
+        fds: Sequence[int] | None = None,
+        *,
+        path: Path | None = None,
+        place: str | None = None,
+    ) -> None:
+        self.capacity, self.place = capacity, place
+        if fds is None:
+            data = _data(path)  # first: a name may be taken
+            fds = (SharedFile("reap-book").fd, data, SharedFile("reap-lock").fd)
+        book, data, lock = fds
         self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
         self._gate = gate(lock)
         self.fds = (book, data, lock)
-        mapped = self._book.map(HEADER + capacity + _COLUMNS)
+        weakref.finalize(self, _close, self._book, self._data)
+        mapped = self._book.map(HEADER + capacity + _COLUMNS, f"max_size={capacity} rows")
         self._columns = mapped[HEADER + capacity :]
         self.ring = Ring(mapped, self._gate, capacity)
         self.runs = Runs(self.ring)
         self._rows: Rows | None = None
-        weakref.finalize(self, _close, self._book, self._data)
 
     @property
     def rows(self) -> Rows | None:
         """The rows, once somebody has written one."""
         if self._rows is None and (length := int(self.ring.words[LAYOUT])):
-            columns = pickle.loads(self._columns[:length].tobytes())
-            layout = RowLayout({key: Leaf(shape, dtype) for key, (shape, dtype) in columns.items()}, self.capacity)
-            self._rows = Rows(layout, self._data.map(layout.nbytes))
+            self._rows = self._map(pickle.loads(self._columns[:length].tobytes()))
         return self._rows
 
-    def rows_for(self, columns: Mapping[Key, tuple[tuple[int, ...], torch.dtype]]) -> Rows:
+    def _map(self, columns: Columns) -> Rows:
+        layout = RowLayout({key: Leaf(shape, dtype) for key, (shape, dtype) in columns.items()}, self.capacity)
+        each, where = layout.nbytes // self.capacity, "" if self.place is None else f" in {self.place}"
+        what = f"max_size={self.capacity} rows of {in_bytes(each)}{where}"
+        try:
+            return Rows(layout, self._data.map(layout.nbytes, what, on_disk=self.place is not None))
+        except NoSpace as error:
+            raise NoSpace(f"{error}: fewer rows, or a scratch_dir with more room") from None
+
+    def rows_for(self, columns: Columns) -> Rows:
         """The rows for data like this; the first to ask decides what they look like."""
         if self.rows is None:
             with self._gate.locked():
@@ -62,6 +81,7 @@ class Memory:
                     text = pickle.dumps(dict(columns))
                     if len(text) > _COLUMNS:
                         raise UsageError(f"{len(columns)} columns are more than a buffer can describe")
+                    self._rows = self._map(columns)  # first: rows that do not fit leave no trace
                     self._columns[: len(text)] = memoryview(text)
                     self.ring.words[LAYOUT] = len(text)
         assert self.rows is not None

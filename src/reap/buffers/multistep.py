@@ -10,6 +10,7 @@ is there yet. It is never longer, and `steps_to_next_obs` says how long it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from reap.buffers import arguments
 from reap.buffers.memory import Memory
 from reap.buffers.runs import Cuts, Marker
-from reap.buffers.samplers import nothing
+from reap.buffers.samplers import nothing, refuse_taken
 from reap.errors import UsageError, WrongArgument
-from reap.spec import Key, as_key
+from reap.spec import Key, as_key, own_entry
 
 Array = np.ndarray[Any, Any]
 _MASKS: tuple[Key, ...] = (("collector", "mask"), ("mask",))
@@ -44,11 +46,8 @@ class MultiStep:
     """
 
     def __init__(self, gamma: float, n_steps: int) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma <= 1:
-            raise UsageError(f"gamma is a number from 0 to 1, got {gamma!r}")
-        if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
-            raise UsageError(f"n_steps is a whole number >= 1, got {n_steps!r}")
-        self.gamma, self.n_steps = float(gamma), n_steps
+        self.gamma = arguments.number(gamma, "gamma", 0, most=1)
+        self.n_steps = arguments.whole(n_steps, "n_steps", 1, most=arguments.LARGEST)
 
     def read(self, memory: Memory, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
         """The rows at these positions, with what lies ahead of them; `cuts` are those they were written with."""
@@ -75,6 +74,7 @@ class MultiStep:
             return batch
         window, steps = self._window(np.arange(shape.numel()), _ends(batch))
         after = batch["next"].reshape(-1)
+        self.check_names([as_key(key) for key in batch.keys(True, True)])
         keys = [("next", *as_key(key)) for key in after.keys(True, True)]
         rewards = {key: after[key[1:]][torch.from_numpy(window)] for key in _rewards(keys)}
         after = after[torch.from_numpy(np.ascontiguousarray(window[:, -1]))]
@@ -86,14 +86,20 @@ class MultiStep:
             out[key] = value.reshape(*shape, *value.shape[1:])
         return out
 
+    def check_names(self, columns: Iterable[Key]) -> None:
+        """Raise if one of these columns has a name that a sample uses for what lies ahead."""
+        columns = list(columns)
+        rewards = [(*key[:-1], "original_reward") for key in columns if key[0] == "next" and key[-1] == "reward"]
+        refuse_taken(columns, [("gamma",), ("steps_to_next_obs",), *rewards], "MultiStep adds to a sample")
+
     def _window(self, at: Array, ends: Array) -> tuple[Array, Array]:
-        """`[count, n_steps]` places from each on, the last one again and again after its end; how many there are."""
+        """`[count, ≤ n_steps]` places from each on, the last one again and again after its end; how many there are."""
         steps = np.clip(ends - at, 1, self.n_steps)  # 1: one that was overwritten meanwhile; it is drawn again
-        return at[:, None] + np.minimum(np.arange(self.n_steps), steps[:, None] - 1), steps
+        return at[:, None] + np.minimum(np.arange(steps.max()), steps[:, None] - 1), steps
 
     def _fold(self, columns: dict[Key, Tensor], rewards: dict[Key, Tensor], steps: Array) -> None:
         """Rewards `[count, n_steps, …]` into one for each row, and what there is to say about it."""
-        ahead = np.arange(self.n_steps)
+        ahead = np.arange(steps.max())
         weights = torch.from_numpy(np.where(ahead < steps[:, None], self.gamma**ahead, 0.0))
         for key, each in rewards.items():
             dtype = each.dtype if each.is_floating_point() else torch.get_default_dtype()
@@ -119,7 +125,7 @@ def _ends(batch: TensorDictBase) -> Array:
     """Where the run of each row of a batch ends, counted over all of it."""
     marks = Marker(Cuts()).marks(batch, None)[0].astype(bool)
     for key in _MASKS:
-        if (mask := batch.get(key, None)) is not None:  # what is no frame is no part of a window
+        if (mask := own_entry(batch, key)) is not None:  # what is no frame is no part of a window
             frame = mask.detach().cpu().numpy().reshape(-1)
             marks[1:] |= frame[1:] != frame[:-1]
     starts = np.flatnonzero(marks)

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from reap.errors import Starved, WorkerSilent
+from reap.forks import guard
 from reap.threads import join
 
 T = TypeVar("T")
@@ -38,7 +39,12 @@ class Prefetch(Generic[T]):
         atexit.unregister(_stop_all)  # once is enough
         atexit.register(_stop_all)  # a daemon would be cut off in the middle of native code
         _all.add(self)
+        guard(self)
         self._thread.start()
+
+    def in_fork(self, why: str) -> None:
+        """The thread is not here: there is nothing to stop."""
+        _all.discard(self)
 
     def next(self, make: Callable[[], T]) -> T:
         """The oldest sample; those after it are being made by `make` meanwhile."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import threading
 import time
@@ -25,23 +24,28 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from reap.buffers import arguments
+from reap.buffers.arguments import LARGEST
 from reap.buffers.feed import Feed
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.memory import Memory
 from reap.buffers.multistep import MultiStep
 from reap.buffers.prefetch import Prefetch
-from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
-from reap.buffers.rows import Rows, as_array, as_tensordict
+from reap.buffers.ring import BASE, COUNT, HEAD, HOLE
+from reap.buffers.rows import Rows, as_array, as_tensordict, storable
 from reap.buffers.runs import Marker
-from reap.buffers.samplers import PrioritizedSampler, RandomSampler, Sampler, nothing
+from reap.buffers.samplers import RandomSampler, Sampler, nothing
+from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
-from reap.errors import Starved, UsageError, WrongArgument, WrongState
-from reap.spec import AnyKey, Key, as_key, show
+from reap.errors import NoSpace, ReapError, SpecMismatch, Starved, UsageError, WrongArgument, WrongIndex, WrongState
+from reap.forks import renew
+from reap.spec import Key, Leaf, as_key, show
 
-_MASK: Key = ("collector", "mask")
+MASK: Key = ("collector", "mask")
 _PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
 _PATIENCE = 4  # reads that may be overtaken before writers are held off for one
-_DEFAULT_SIZE = 1000
+DEFAULT_SIZE = 1000
+_MOST_AHEAD = 1000  # samples that a thread prepares
 
 
 class ReplayBuffer:
@@ -66,6 +70,7 @@ class ReplayBuffer:
     """
 
     _as_index = False
+    _named = False  # whether it is known that the columns go with what a sample says
 
     def __init__(
         self,
@@ -85,28 +90,34 @@ class ReplayBuffer:
         delayed_init: bool | None = None,
         limiter: SamplesPerInsert | None = None,
     ) -> None:
-        self._storage: Storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        self._sampler: Sampler = _made(sampler, Sampler, RandomSampler)
-        if writer is not None and "RoundRobin" not in getattr(writer, "__name__", type(writer).__name__):
-            raise UsageError(f"rows are written in turn; {writer!r} would choose another order")
-        if batch_size is not None:
-            _check_count(batch_size, "batch_size", least=1)
-        if prefetch is not None:
-            _check_count(prefetch, "prefetch", least=0)
-        self._batch_size, self._pin, self._generator = batch_size, pin_memory, generator
+        self._storage: Storage = made("storage", storage, Storage, lambda: LazyTensorStorage(DEFAULT_SIZE))
+        self._sampler: Sampler = made("sampler", sampler, Sampler, RandomSampler)
+        if writer is not None and "RoundRobin" not in str(getattr(writer, "__name__", type(writer).__name__)):
+            raise UsageError(f"writer: rows are written in turn; {arguments.shown(writer)} would choose another order")
+        self._batch_size = None if batch_size is None else arguments.whole(batch_size, "batch_size", 1, LARGEST)
+        prefetch = 0 if prefetch is None else arguments.whole(prefetch, "prefetch", 0, most=_MOST_AHEAD)
+        self._pin, self._generator = (
+            arguments.flag(pin_memory, "pin_memory"),
+            arguments.generator(generator, "generator"),
+        )
+        for name, value in (("shared", shared), ("compilable", compilable), ("delayed_init", delayed_init)):
+            arguments.flag(value, name, optional=True)
+        if dim_extend is not None:
+            arguments.whole(dim_extend, "dim_extend", 0)
         self._set_transforms([] if transform is None else [transform])
-        self._collate = collate_fn
+        self._collate = arguments.function(collate_fn, "collate_fn")
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
             raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
         if limiter is not None and limiter.min_size > self._storage.max_size:
-            raise UsageError(f"min_size={limiter.min_size} rows never fit into {self._storage.max_size}")
+            raise UsageError(f"min_size={limiter.min_size} rows never fit into max_size={self._storage.max_size}")
         self.limiter, self.feed = limiter, Feed()
         self._memory: Memory = self._storage.open()
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
-        self._prefetch, self._last = prefetch or 0, False
+        self._prefetch, self._last = prefetch, False
         self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
+        renew(self, _sampling=threading.RLock, _pool=lambda: None)  # rows are shared with forks; threads are not
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -120,16 +131,27 @@ class ReplayBuffer:
 
     def add(self, data: TensorDictBase | Tensor) -> int:
         """Write one frame; its row's number."""
+        if not isinstance(data, (Tensor, TensorDictBase)):
+            raise WrongArgument(f"add takes a TensorDict or a tensor, got {type(data).__name__}")
         batch = self._batch(data.unsqueeze(0))
         return int(self._write(batch)[0])
 
     def _batch(self, data: Any) -> TensorDictBase:
         if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
-            data = torch.stack(list(data))
+            try:
+                data = torch.stack(list(data))
+            except (RuntimeError, TypeError, KeyError) as error:
+                raise SpecMismatch(f"data is a list of frames that do not go together: {error}") from None
         if isinstance(data, Tensor):
+            if not data.ndim:
+                raise UsageError("extend needs a batch dimension; add takes a single frame")
             return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
         if not is_tensor_collection(data):
             raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
+        if data.get(_PLAIN, None) is not None:
+            raise SpecMismatch(
+                f"the column {_PLAIN[0]!r} has the name under which a buffer keeps bare tensors; rename it"
+            )
         for transform in reversed(self._transforms):
             if (inverse := getattr(transform, "inv", None)) is not None:
                 data = inverse(data)
@@ -141,19 +163,23 @@ class ReplayBuffer:
         ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
         if not batch.batch_size.numel():
             return np.zeros(0, np.int64)
-        mask = batch.get(_MASK, None)
+        mask = batch.get(MASK, None)
         keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
         values, columns = {}, {}
         for name, value in batch.items(True, True):
             key = as_key(name)
             if not isinstance(value, Tensor):
                 raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
+            if value.layout is not torch.strided or value.is_quantized or not storable(value.dtype):
+                raise UsageError(f"{show(key)} is {value.dtype} ({value.layout}); a buffer's columns are dense tensors")
             columns[key] = tuple(value.shape[lead:]), value.dtype
             array = as_array(value)
             array = array.reshape(batch.batch_size.numel(), *array.shape[lead:])
             values[key] = array if keep is None else array[keep]
         if not columns:
             raise UsageError("this batch has no tensors to write")
+        if not self.initialized:
+            self._check_names({key: Leaf(*kind) for key, kind in columns.items()})
         rows = self._memory.rows_for(columns)  # before anything is reserved: a wrong batch costs nothing
         marks, identity, ended = self._marker.marks(batch, keep)
         count = len(marks)
@@ -186,7 +212,7 @@ class ReplayBuffer:
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """The next sample; with `return_info`, also the rows' numbers and what else the sampler says."""
         if batch_size is not None:
-            _check_count(batch_size, "batch_size", least=1)
+            batch_size = arguments.whole(batch_size, "batch_size", 1, LARGEST)
         count = batch_size or self._batch_size
         if count is None:
             raise WrongState("no batch_size: give one to the buffer or to sample()")
@@ -201,20 +227,29 @@ class ReplayBuffer:
 
     def _sample(self, count: int, closing: Callable[[], bool] | None = None) -> tuple[Any, dict[Any, Any], bool]:
         """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
-        limiter, since = self.limiter, None
+        since, released = None, False
         while True:
             try:
-                with self._sampling:
-                    if limiter is not None:
-                        limiter.check(self._memory.ring)
-                    rows, info, columns = self._draw(count)
-                    last = self._sampler.ran_out
-                break
+                return self._sample_now(count, limited=not released)
             except Starved as why:
-                if closing is not None and closing():
+                if released or (closing is not None and closing()):
                     raise
                 since = since or time.monotonic()
-                self.feed.wait(why, since, None if limiter is None else limiter.timeout)
+                released = self.feed.wait(why, since, None if self.limiter is None else self.limiter.timeout)
+
+    def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
+        """The same, or `Starved`. Not `limited`: there is no collector any more to be in proportion to."""
+        limiter = self.limiter if limited else None
+        with self._sampling:
+            if limiter is not None:
+                limiter.check(self._memory.ring)
+            try:
+                rows, info, columns = self._draw(count)
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, ReapError) or "alloc" not in str(error).lower():
+                    raise
+                raise NoSpace(f"batch_size={count}: such a sample does not fit into memory ({error!r:.200})") from None
+            last = self._sampler.ran_out
         count = len(rows)  # fewer at the end of a round, and where episodes are short
         if limiter is not None:
             limiter.count(self._memory.ring, count)
@@ -234,20 +269,26 @@ class ReplayBuffer:
         ring = memory.ring
         for _ in range(0 if sampler.alone else _PATIENCE):
             low = ring.low
-            positions, info = sampler.draw(memory, count, generator)
+            try:
+                positions, info = sampler.draw(memory, count, generator)
+            except Starved:
+                break  # or so it seems: a whole lap may have gone by between two looks
             rows, columns = self._read(positions)
             # The first question is the cheap one: nothing drawn is below `low`.
             if ring.intact(low) or ring.intact(int(positions.min())):
-                break
-        else:
-            with ring.gate.locked():  # nobody reserves what we read
-                positions, info = sampler.draw(memory, count, generator)
-                rows, columns = self._read(positions)
+                info["index"] = torch.from_numpy(rows)
+                return rows, info, columns
+        with ring.gate.locked():  # nobody reserves what we read
+            positions, info = sampler.draw(memory, count, generator)
+            rows, columns = self._read(positions)
         info["index"] = torch.from_numpy(rows)
         return rows, info, columns
 
     def _read(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[Key, Tensor]]:
         rows = positions % self._memory.capacity
+        if not self._named:  # once: another process may have written them, which does not know what a sample needs
+            self._check_names(self._rows().layout.columns)
+            self._named = True
         if self._ahead is not None:
             return rows, self._ahead.read(self._memory, positions, self._cuts)
         return rows, self._rows().read(rows)
@@ -282,16 +323,26 @@ class ReplayBuffer:
             raise nothing()
         return rows
 
+    def _check_names(self, columns: Mapping[Key, Leaf]) -> None:
+        """Raise if rows with these columns have a name that a sample uses for something else."""
+        if self._as_index:
+            self._sampler.check_columns(columns)
+        if self._ahead is not None:
+            self._ahead.check_names(columns)
+
     def __getitem__(self, index: Any) -> Any:
         """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
         if not len(self):
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
-            index = index.cpu().numpy()
+            index = _array(index, "index")
         ring = self._memory.ring
         with ring.gate.locked():  # nobody reserves what we read
             low, high = ring.window()
-            chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            try:
+                chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            except Exception as error:  # whatever NumPy, or the thing itself, has against it
+                raise WrongIndex(f"index {arguments.shown(index)} names no rows of this buffer: {error}") from None
             if high < ring.words[HEAD] or ring.holes(low):
                 whole = np.zeros(ring.capacity, bool)
                 whole[np.arange(low, high)[ring.marks_of(low, high) != HOLE] % ring.capacity] = True
@@ -324,10 +375,9 @@ class ReplayBuffer:
 
     def update_priority(self, index: Any, priority: Any) -> None:
         """New priorities for these rows; nothing happens where the sampler has none."""
-        if isinstance(index, tuple):
+        if isinstance(index, tuple) and index:
             index = index[0]
-        rows = np.atleast_1d(torch.as_tensor(index).detach().cpu().numpy())
-        values = np.atleast_1d(torch.as_tensor(priority).detach().cpu().double().numpy())
+        rows, values = np.atleast_1d(_array(index, "index")), np.atleast_1d(_array(priority, "priority", torch.float64))
         with self._sampling:
             self._sampler.update_priority(self._memory, rows, values)
 
@@ -344,17 +394,27 @@ class ReplayBuffer:
         >>> buffer = ReplayBuffer.open(fds, description)  # there, with the numbers the descriptors have there
         """
         about = {"capacity": self._memory.capacity, "cuts": self._cuts, "batch": self._batch_size}
-        return self._memory.fds, {**about, "limiter": self.limiter}
+        return self._memory.fds, {**about, "place": self._memory.place, "limiter": self.limiter}
 
     @classmethod
     def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
         """A buffer that another process made. It owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
-        storage.memory = Memory(description["capacity"], fds)
+        storage.memory = Memory(description["capacity"], fds, place=description["place"])
         known = {"batch_size": description["batch"], "limiter": description["limiter"]}
         buffer = cls(storage=storage, **{**known, **options})
         buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])
         return buffer
+
+    def watch(self, timeout: float | None, worker: int | None = None) -> None:
+        """Wait for `timeout` seconds at most for a writer or reader that does not finish: `WorkerSilent`, by name.
+
+        `worker`: by which number others call this process. A collector tells its buffer and its workers.
+        """
+        if timeout is not None:
+            timeout = arguments.number(timeout, "timeout", 0, above=True, endless=True)
+        self._memory.ring.gate.patience = timeout
+        self._memory.ring.worker = None if worker is None else arguments.whole(worker, "worker", 0)
 
     def __reduce__(self) -> Any:
         raise UsageError("a buffer is not copied to another process: send buffer.handle(), ReplayBuffer.open it there")
@@ -363,61 +423,26 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
-        with self._sampling, self._memory.ring.gate.locked():
-            ring, rows = self._memory.ring, self._memory.rows
-            low, high = ring.window()
-            used = np.arange(low, high) % ring.capacity
-            return {
-                "capacity": ring.capacity,
-                "words": {"head": high, "holes": int(ring.words[HOLES]), "base": int(ring.words[BASE])},
-                "count": self.write_count,
-                "sampled": int(ring.words[SAMPLED]),
-                "marks": torch.from_numpy(ring.marks_of(low, high).copy()),
-                "rows": {} if rows is None else rows.read(used),
-                "sampler": self._sampler.state_dict(),
-            }
+        with self._sampling:
+            return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was."""
-        memory, ring = self._memory, self._memory.ring
-        if state["capacity"] != ring.capacity:
-            raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {ring.capacity}")
-        columns, marks = state["rows"], state["marks"].numpy()
-        with self._sampling, ring.gate.locked():
-            if lacking := self._sampler.state_dict().keys() - state["sampler"].keys():
-                raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
-            shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
-            rows = memory.rows_for(shapes) if columns else None  # other columns are an error before anything is lost
-            self.empty()
-            shift = int(ring.words[BASE])  # positions only grow: the old ones come back some laps later
-            if rows is not None:
-                first = state["words"]["head"] + shift - len(marks)
-                ring.mark(first, marks)
-                rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})
-            self._sampler.load_state_dict(state["sampler"], shift)
-            words = {name: value + shift for name, value in state["words"].items()}
-            ring.words[HOLES], ring.words[BASE] = words["holes"], words["base"]
-            ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
-            ring.words[HEAD] = words["head"]
-            ring.words[FRONTIER] = words["head"]  # last: now they may be read
+        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was.
+
+        A state that is damaged, or of another kind of buffer, is an error and changes nothing.
+        """
+        with self._sampling:
+            restore(self._memory, self._sampler, state)
+            if self._pool is not None:
+                self._pool.forget()
 
     def dumps(self, path: str | Path) -> None:
-        """Write everything to a directory."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "buffer.json").unlink(missing_ok=True)  # what was there before ends here
-        state = self.state_dict()
-        torch.save({"rows": state["rows"], "marks": state["marks"], "sampler": state["sampler"]}, path / "rows.pt")
-        about = {name: state[name] for name in ("capacity", "words", "count", "sampled")}
-        (path / "buffer.json").write_text(json.dumps(about))  # last: a directory without it is not complete
+        """Write everything to a directory. The dump that is there already stays whole until the new one is."""
+        dump(path, self.state_dict())
 
     def loads(self, path: str | Path) -> None:
-        """Read back what `dumps` wrote."""
-        path = Path(path)
-        if not (path / "buffer.json").exists():
-            raise UsageError(f"{path} holds no dumped buffer")
-        about = json.loads((path / "buffer.json").read_text())
-        self.load_state_dict({**about, **torch.load(path / "rows.pt", weights_only=True)})
+        """Read back what `dumps` wrote. A dump that is damaged is a `CorruptState` and changes nothing."""
+        self.load_state_dict(undump(path))
 
     dump = save = dumps
     load = loads
@@ -465,22 +490,31 @@ class ReplayBuffer:
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
         """One more transform, before the one at `index`."""
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+            raise WrongArgument(f"index is a whole number, got {arguments.shown(index)}")
         transforms = self._transforms.copy()
-        transforms.insert(index, transform)
+        transforms.insert(max(-len(transforms), min(int(index), len(transforms))), transform)
         self._set_transforms(transforms)
         return self
 
     def _set_transforms(self, transforms: list[Any]) -> None:
+        for transform in transforms:
+            if not callable(transform):
+                raise WrongArgument(
+                    f"transform is something that can be called with a sample, got {arguments.shown(transform)}"
+                )
         if any(isinstance(transform, MultiStep) for transform in transforms[1:]):
             raise UsageError(
                 "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
             )
+        self._named = False
         ahead = transforms[0] if transforms else None
-        self._transforms, self._ahead = transforms, ahead if isinstance(ahead, MultiStep) else None
+        self._transforms = transforms
+        self._ahead: MultiStep | None = ahead if isinstance(ahead, MultiStep) else None
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""
-        self._generator = generator
+        self._generator = arguments.generator(generator, "generator")
 
     def shutdown(self) -> None:
         """End the thread that prepares samples."""
@@ -498,100 +532,26 @@ class ReplayBuffer:
         return f"{type(self).__name__}({parts}, rows={len(self)}, written={self.write_count})"
 
 
-class TensorDictReplayBuffer(ReplayBuffer):
-    """A buffer whose samples carry their `index`, weights and slice ends, and whose priorities come in a TensorDict.
-
-    >>> sample["td_error"] = loss_per_row
-    >>> buffer.update_tensordict_priority(sample)
-    """
-
-    _as_index = True
-
-    def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
-        super().__init__(**options)
-        self._priority_key = as_key(priority_key)
-
-    def extend(self, data: Any) -> Tensor:
-        index = super().extend(data)
-        if is_tensor_collection(data) and isinstance(self._sampler, PrioritizedSampler):
-            given, mask = data.get(self._priority_key, None), data.get(_MASK, None)
-            if given is not None:
-                priority = self._reduced(given, data.ndim)
-                self.update_priority(index, priority if mask is None else priority[mask.reshape(-1)])
-        return index
-
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """New priorities for the rows of a sample, which it holds under `priority_key`."""
-        priority = data.get(self._priority_key, None)
-        if priority is None:
-            raise UsageError(f"no {show(self._priority_key)} in this sample: where are its priorities?")
-        self.update_priority(data.get("index"), self._reduced(priority, data.ndim))
-
-    def update_priority(self, index: Any, priority: Any = None) -> None:
-        if priority is None and is_tensor_collection(index):
-            self.update_tensordict_priority(index)
-        else:
-            super().update_priority(index, priority)
-
-    def _reduced(self, priority: Tensor, lead: int) -> Tensor:
-        if priority.ndim == lead:
-            return priority.reshape(-1)
-        flat = priority.flatten(lead).reshape(-1, priority[(0,) * lead].numel())
-        how = self._sampler.reduction if isinstance(self._sampler, PrioritizedSampler) else "max"
-        if how == "median":
-            return flat.quantile(0.5, dim=1)
-        if how == "mean":
-            return flat.mean(dim=1)
-        return flat.amax(dim=1) if how == "max" else flat.amin(dim=1)
-
-
-class PrioritizedReplayBuffer(ReplayBuffer):
-    """A buffer that samples by priority.
-
-    >>> buffer = PrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000), batch_size=256)
-    >>> buffer.update_priority(info["index"], priority)
-    """
-
-    def __init__(
-        self, *, alpha: float, beta: float, eps: float = 1e-8, storage: Storage | None = None, **options: Any
-    ) -> None:
-        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        super().__init__(storage=storage, sampler=PrioritizedSampler(storage.max_size, alpha, beta, eps), **options)
-
-
-class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
-    """Both: samples by priority, and carries index and weights in the sample.
-
-    >>> buffer = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(100_000))
-    """
-
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        priority_key: AnyKey = "td_error",
-        eps: float = 1e-8,
-        storage: Storage | None = None,
-        reduction: str = "max",
-        **options: Any,
-    ) -> None:
-        storage = _made(storage, Storage, lambda: LazyTensorStorage(_DEFAULT_SIZE))
-        sampler = PrioritizedSampler(storage.max_size, alpha, beta, eps, reduction=reduction)
-        super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **options)
-
-
-def _made(part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
+def made(name: str, part: Any, kind: type[Any], default: Callable[[], Any]) -> Any:
     """A part of a buffer: given, given as its maker, or the usual one."""
     if isinstance(part, kind):
         return part
     part = default if part is None else part
-    made = part() if callable(part) else part
+    try:
+        made = part() if callable(part) else part
+    except TypeError as error:  # it wants arguments
+        raise WrongArgument(f"{name} is a {kind.__name__}, or makes one without arguments: {error}") from error
     if not isinstance(made, kind):
-        raise WrongArgument(f"expected a {kind.__name__} of reap.data, got {type(made).__name__}")
+        raise WrongArgument(f"{name} is a {kind.__name__} of reap.data, or makes one; got {type(made).__name__}")
     return made
 
 
-def _check_count(value: Any, name: str, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise UsageError(f"{name} is a whole number >= {least}, got {value!r}")
+def _array(value: Any, name: str, dtype: torch.dtype | None = None) -> np.ndarray[Any, Any]:
+    try:
+        tensor = torch.as_tensor(value).detach()
+        if tensor.is_complex():
+            raise TypeError
+        found: np.ndarray[Any, Any] = tensor.to("cpu", dtype).numpy()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise WrongArgument(f"{name} is a tensor, or numbers, one for each row; got {arguments.shown(value)}") from None
+    return found

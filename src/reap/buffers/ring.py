@@ -17,21 +17,23 @@ Words change in an order that lets a process die between any two of them: see th
 
 from __future__ import annotations
 
-import time
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from reap.buffers.gate import Gate
+from reap.buffers.gate import Gate, Waiting, told
 
 Array = np.ndarray[Any, Any]
 GOES_ON, BEGINS, HOLE = 0, 1, 2
 
 HEAD, FRONTIER, COUNT, HOLES, BASE, LAYOUT, SAMPLED = range(7)  # words of the header
 _ENTRIES = 64  # writers at work at the same time
-_FROM = 64  # the word where the entries begin: (from, to) each; to 0 is nobody's
-HEADER = 8 * (_FROM + 2 * _ENTRIES)
-_LAP = 0.0005  # seconds between looks at a writer that is half a ring behind
+_FROM = 64  # the word where the entries begin: (from, to, process, worker + 1) each; to 0 is nobody's
+HEADER = 8 * (_FROM + 4 * _ENTRIES)
 
 
 class Ring:
@@ -42,13 +44,18 @@ class Ring:
         self.words = book[:HEADER].view(np.int64)
         self._look = self.words.data  # plain numbers, at a third of the price
         self.marks = book[HEADER : HEADER + capacity]
-        self._entries = self.words[_FROM:].reshape(_ENTRIES, 2)
+        self._entries, self._writers = np.split(self.words[_FROM:].reshape(_ENTRIES, 4), 2, axis=1)
+        self.worker: int | None = None  # which one this process is
         self._stuck: tuple[int, int] | None = None
 
     # ---- writers ------------------------------------------------------------------------------------------------
 
     def reserve(self, count: int) -> tuple[int, int]:
-        """The next `count` positions: the first of them, and the entry to commit."""
+        """The next `count` positions: the first of them, and the entry to commit.
+
+        `WorkerSilent`, with a name, if another writer holds them for longer than the gate's patience.
+        """
+        waiting = Waiting(self.gate.patience)
         while True:
             with self.gate.locked():
                 # A writer that died between its two words below has an entry beyond the head: those rows are its own.
@@ -58,13 +65,36 @@ class Ring:
                 limit = head + count - self.capacity // 2
                 self._bury(before=limit)
                 active = self._entries[:, 1] > 0
-                if not (active & (self._entries[:, 0] < limit)).any():
+                behind = active & (self._entries[:, 0] < limit)
+                if not behind.any():
                     for entry in np.flatnonzero(~active).tolist():
                         if self.gate.claim(entry):
+                            self._writers[entry] = os.getpid(), 0 if self.worker is None else self.worker + 1
                             self._entries[entry] = head, head + count  # before the head: nobody passes it unseen
                             self.words[HEAD] = head + count
                             return head, entry
-            time.sleep(_LAP)
+                    behind = active  # as many as there may be
+            self._lap(waiting, behind)
+
+    def _lap(self, waiting: Waiting, whom: Array) -> None:
+        """Wait a little for the first of these entries."""
+        first = int(np.where(whom, self._entries[:, 0], np.iinfo(np.int64).max).argmin())
+        (start, end), (pid, worker) = self._entries[first].tolist(), self._writers[first].tolist()
+        who = functools.partial(told, pid, worker - 1 if worker else None)
+        waiting.lap((first, start), lambda: f"{who()} has been writing {end - start} rows to the replay buffer")
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While nobody writes: those who are at it finish first, as in `reserve`."""
+        waiting = Waiting(self.gate.patience)
+        while True:
+            with self.gate.locked():
+                self._bury()
+                active = self._entries[:, 1] > 0
+                if not active.any():
+                    yield
+                    return
+            self._lap(waiting, active)
 
     def commit(self, entry: int) -> None:
         """Let readers see what was written."""
@@ -120,7 +150,7 @@ class Ring:
             if self._stuck == (high, head):  # nothing moved since the last look: perhaps nobody is there to move it
                 with self.gate.locked():
                     self._bury()
-                high, head = look[FRONTIER], look[HEAD]
+                    high, head = look[FRONTIER], look[HEAD]  # inside: no lap goes by between these two
             self._stuck = high, head
         low = max(look[BASE], head - self.capacity)
         return low, max(low, high)
@@ -150,10 +180,14 @@ class Ring:
         lost = int((self.marks_of(low, high) == HOLE).sum()) if self.holes(low) else 0
         return high - low - lost
 
+    def next_lap(self) -> int:
+        """The first position from now on that is row 0."""
+        return -(-int(self.words[HEAD]) // self.capacity) * self.capacity
+
     def empty(self) -> None:
         """Forget every row: the next one is row 0 again."""
         with self.gate.locked():
-            base = -(-int(self.words[HEAD]) // self.capacity) * self.capacity
+            base = self.next_lap()
             self.words[BASE] = base  # first: from here on nothing old can be read
             self.words[HEAD], self.words[COUNT], self.words[SAMPLED] = base, 0, 0
             self._advance()

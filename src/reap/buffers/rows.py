@@ -108,6 +108,9 @@ class _Kind:
 
     def part(self, taken: Array, count: int, found: dict[Key, Any]) -> None:
         """Out of `count` records: a tensor for each leaf."""
+        if not count:
+            found.update({key: _tensor(np.empty((0, *self._shape), self._dtype), self._torch) for key in self._keys})
+            return
         block = np.ndarray((len(self._keys), count), self._opaque, taken, self._at, self._steps).copy()
         shape, at = (count, *self._shape), 0
         for key in self._keys:
@@ -152,6 +155,15 @@ def as_array(value: Tensor) -> Array:
     """A tensor's bytes as NumPy sees them."""
     value = value.detach().cpu()
     return value.view(torch.int16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
+
+
+def storable(dtype: torch.dtype) -> bool:
+    """Whether there is a place in a row for values like these."""
+    try:
+        numpy_dtype(dtype)
+    except KeyError:
+        return False
+    return True
 
 
 def _tensor(array: Array, dtype: torch.dtype | None) -> Tensor:

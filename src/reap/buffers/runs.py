@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 
 from reap.buffers.ring import BEGINS, HOLE, Ring
 from reap.errors import UsageError
-from reap.spec import Key
+from reap.spec import Key, own_entry
 
 Array = np.ndarray[Any, Any]
 
@@ -45,7 +45,7 @@ class Marker:
         count, steps = batch.batch_size.numel(), batch.batch_size[-1]
         begins = np.zeros(count, bool)
         begins[::steps] = True
-        ids = next((batch.get(key) for key in self._cuts.ids if batch.get(key, None) is not None), None)
+        ids = next((found for key in self._cuts.ids if (found := own_entry(batch, key)) is not None), None)
         flat: Array | None = None
         if ids is not None:
             flat = ids.detach().cpu().numpy().reshape(count, -1)[:, 0]

@@ -9,17 +9,20 @@ SliceSampler                 runs of rows, none over the end of an episode, a wr
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from reap.buffers.arguments import LARGEST, flag, number, whole
+from reap.buffers.arguments import key as key_of
 from reap.buffers.memory import Memory
 from reap.buffers.ring import HOLE
 from reap.buffers.runs import Cuts
 from reap.buffers.tree import SumTree
-from reap.errors import Starved, UsageError, WrongArgument, WrongState
-from reap.spec import AnyKey, Key, as_key
+from reap.errors import CorruptState, NoSpace, SpecMismatch, Starved, UsageError, WrongArgument, WrongState
+from reap.spec import AnyKey, Key, Leaf, show
 
 Array = np.ndarray[Any, Any]
 Info = dict[Any, torch.Tensor]
@@ -33,10 +36,15 @@ class Sampler:
     alone = False  # whether writers must wait while it draws and reads: for samplers that cannot draw again
     ran_out = False
     cuts = Cuts()  # what it needs runs to be cut by
+    says: tuple[Key, ...] = ()  # names of what it tells about each row of a sample
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         """Positions, which this thread's next draw may write over, and what is to be known about them."""
         raise NotImplementedError
+
+    def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
+        """Raise if samples of rows with these columns have no room for what is told about them."""
+        refuse_taken(columns, [("index",), *self.says], "a sample says about itself")
 
     def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
         """Only some samplers have priorities."""
@@ -49,7 +57,10 @@ class Sampler:
         """What must be kept to go on from here."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        """Raise `CorruptState` if `load_state_dict` could not go on from there. `head`: all positions are below it."""
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         """Go on from there, with positions that have moved on by `shift`."""
 
     def __repr__(self) -> str:
@@ -59,6 +70,18 @@ class Sampler:
 def nothing() -> Starved:
     """The error for a buffer without rows."""
     return Starved("cannot sample: the buffer is empty; extend it first")
+
+
+def refuse_taken(columns: Iterable[Key], names: Iterable[Key], who: str) -> None:
+    """Raise if a column has one of these names, or lies in it, or it would lie in a column."""
+    for name in names:
+        for key in columns:
+            if key[: len(name)] == name or name[: len(key)] == key:
+                raise SpecMismatch(f"the column {show(key)} has the name of what {who}, {show(name)}; rename it")
+
+
+def _corrupt(name: str, value: Any) -> CorruptState:
+    return CorruptState(f"the sampler's {name!r} is not what a sampler like this one has: {value!r:.80}")
 
 
 class RandomSampler(Sampler):
@@ -97,7 +120,7 @@ class SamplerWithoutReplacement(Sampler):
     alone = True
 
     def __init__(self, drop_last: bool = False, shuffle: bool = True) -> None:
-        self.drop_last, self.shuffle = drop_last, shuffle
+        self.drop_last, self.shuffle = flag(drop_last, "drop_last"), flag(shuffle, "shuffle")
         self._left = np.zeros(0, np.int64)
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
@@ -120,7 +143,16 @@ class SamplerWithoutReplacement(Sampler):
     def state_dict(self) -> dict[str, Any]:
         return {"left": torch.from_numpy(self._left.copy()), "ran_out": self.ran_out}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        left = state["left"]
+        if not isinstance(left, torch.Tensor) or left.dtype is not torch.int64 or left.ndim != 1:
+            raise _corrupt("left", left)
+        if bool(((left < 0) | (left >= head)).any()):
+            raise _corrupt("left", left)
+        if type(state["ran_out"]) is not bool:
+            raise _corrupt("ran_out", state["ran_out"])
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self._left, self.ran_out = state["left"].numpy() + shift, state["ran_out"]
 
 
@@ -137,6 +169,8 @@ class PrioritizedSampler(Sampler):
         reduction: of a priority with several values per row: "max", "min", "mean" or "median".
     """
 
+    says = (("priority_weight",),)
+
     def __init__(
         self,
         max_capacity: int,
@@ -146,13 +180,17 @@ class PrioritizedSampler(Sampler):
         dtype: torch.dtype = torch.float32,
         reduction: str = "max",
     ) -> None:
-        if alpha < 0 or beta < 0:
-            raise UsageError(f"alpha and beta are not negative, got alpha={alpha} and beta={beta}")
-        if reduction not in ("max", "min", "mean", "median"):
-            raise UsageError(f"reduction is 'max', 'min', 'mean' or 'median', got {reduction!r}")
-        self.alpha, self.beta, self.eps, self.dtype, self.reduction = alpha, beta, eps, dtype, reduction
-        self.max_size = max_capacity
-        self.empty()
+        self.max_size = whole(max_capacity, "max_capacity", 1)
+        self.alpha, self.beta, self.eps = number(alpha, "alpha", 0), number(beta, "beta", 0), number(eps, "eps", 0)
+        if not isinstance(reduction, str) or reduction not in ("max", "min", "mean", "median"):
+            raise UsageError(f"reduction is 'max', 'min', 'mean' or 'median', got {reduction!r:.80}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UsageError(f"dtype is torch.float32 or another floating point type, got {dtype!r:.80}")
+        self.dtype, self.reduction = dtype, reduction
+        try:
+            self.empty()
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise NoSpace(f"max_capacity={max_capacity}: so many priorities do not fit into memory ({error})") from None
 
     def empty(self) -> None:
         self._tree = SumTree(self.max_size)
@@ -169,7 +207,7 @@ class PrioritizedSampler(Sampler):
         self.follow(memory)
         tree, total = self._tree, self._tree.total
         if not total:
-            raise nothing()
+            raise nothing() if self._low == self._high else WrongState("every priority is zero: there is none to draw")
         rows = tree.draw(torch.rand(count, dtype=torch.float64, generator=generator).numpy())
         # Weights in float64 and as one power of the ratio: small priorities neither overflow nor lose their digits.
         weights = (tree[rows] / tree.least) ** -self.beta
@@ -185,7 +223,7 @@ class PrioritizedSampler(Sampler):
         low, high = ring.window()
         if (low, high) == (self._low, self._high):
             return
-        value = (self.default_priority + self.eps) ** self.alpha
+        value = self._power(np.array(self.default_priority))
         for first, end in _pieces(self._low, min(low, self._high), memory.capacity):
             self._tree.fill(first, end, 0.0)
         fresh = max(self._high, low)
@@ -210,15 +248,39 @@ class PrioritizedSampler(Sampler):
         if not live.all():
             index, priority = index[live], priority[live]
         if len(index):
+            powers = self._power(priority)
             self._largest, self._known = max(self._largest, float(priority.max())), True
-            self._tree[index] = (priority.astype(np.float64) + self.eps) ** self.alpha
+            self._tree[index] = powers
+
+    def _power(self, priority: Array) -> Array:
+        with np.errstate(over="ignore"):
+            powers: Array = (priority.astype(np.float64) + self.eps) ** self.alpha
+        if not np.isfinite(powers).all():
+            raise UsageError(f"priority {priority.max():g} to the power of alpha={self.alpha:g} is no number any more")
+        return powers
 
     def state_dict(self) -> dict[str, Any]:
         rows = self._tree[np.arange(self.max_size)]
         state = {"tree": torch.from_numpy(rows), "low": self._low, "high": self._high}
         return {**state, "largest": self._largest, "known": self._known}
 
-    def load_state_dict(self, state: dict[str, Any], shift: int = 0) -> None:
+    def check_state(self, state: Mapping[str, Any], head: int) -> None:
+        tree, low, high = state["tree"], state["low"], state["high"]
+        if not isinstance(tree, torch.Tensor) or tree.dtype is not torch.float64 or tree.shape != (self.max_size,):
+            raise _corrupt("tree", tree)
+        if not bool((tree.isfinite() & (tree >= 0)).all()):
+            raise _corrupt("tree", tree)
+        for name, value in (("low", low), ("high", high)):
+            if type(value) is not int or not 0 <= value <= head:
+                raise _corrupt(name, value)
+        if not 0 <= high - low <= self.max_size:
+            raise _corrupt("low", low)
+        if type(state["largest"]) is not float or not 0 <= state["largest"] < float("inf"):
+            raise _corrupt("largest", state["largest"])
+        if type(state["known"]) is not bool:
+            raise _corrupt("known", state["known"])
+
+    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self.empty()
         self._tree.fill(0, self.max_size, state["tree"].numpy())
         self._low, self._high = state["low"] + shift, state["high"] + shift
@@ -261,17 +323,21 @@ class SliceSampler(Sampler):
     ) -> None:
         if (num_slices is None) == (slice_len is None):
             raise WrongArgument(f"num_slices or slice_len, one of them: got {num_slices} and {slice_len}")
-        for name, size in (("num_slices", num_slices), ("slice_len", slice_len)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise UsageError(f"{name} is a whole number >= 1, got {size!r}")
-        self.num_slices, self.slice_len, self.strict_length = num_slices, slice_len, strict_length
-        if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-            raise UsageError(f"burn_in is a number of rows >= 0, got {burn_in!r}")
-        self.burn_in = burn_in
+        self.num_slices = None if num_slices is None else whole(num_slices, "num_slices", 1, LARGEST)
+        self.slice_len = None if slice_len is None else whole(slice_len, "slice_len", 1, LARGEST)
+        self.strict_length, self.burn_in = flag(strict_length, "strict_length"), whole(burn_in, "burn_in", 0)
+        flag(cache_values, "cache_values", optional=True)
+        self.says = (("burn_in",),) if burn_in else ()
         self._check_burn_in(slice_len)
-        self.truncated_key: Key | None = None if truncated_key is None else as_key(truncated_key)
-        ids = Cuts.ids if traj_key is None else (as_key(traj_key),)
-        self.cuts = Cuts(ids, Cuts.ends if end_key is None else (as_key(end_key),))
+        self.truncated_key: Key | None = None if truncated_key is None else key_of(truncated_key, "truncated_key")
+        ids = Cuts.ids if traj_key is None else (key_of(traj_key, "traj_key"),)
+        self.cuts = Cuts(ids, Cuts.ends if end_key is None else (key_of(end_key, "end_key"),))
+
+    def check_columns(self, columns: Mapping[Key, Leaf]) -> None:
+        super().check_columns(columns)
+        key = self.truncated_key
+        if key is not None and key in columns and columns[key].dtype is not torch.bool:
+            raise SpecMismatch(f"truncated_key marks the end of a slice in a flag; {show(key)} is {columns[key]}")
 
     def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         slices, length = self._shape(count)
@@ -310,10 +376,10 @@ class SliceSampler(Sampler):
         if slices is None:
             assert length is not None
             if count % length:
-                raise WrongState(f"a batch of {count} rows cannot be cut into slices of {length}")
+                raise WrongState(f"batch_size={count}: so many rows cannot be cut into slices of slice_len={length}")
             return count // length, length
         if count % slices:
-            raise WrongState(f"a batch of {count} rows cannot be cut into {slices} slices")
+            raise WrongState(f"batch_size={count}: so many rows cannot be cut into num_slices={slices}")
         self._check_burn_in(count // slices)
         return slices, count // slices
 

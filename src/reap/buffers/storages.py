@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from reap.buffers import arguments
 from reap.buffers.memory import Memory
-from reap.errors import UsageError
+from reap.errors import NoSpace, UsageError
+from reap.temporary import TemporaryFolder
 
 
 class Storage:
@@ -30,10 +32,10 @@ class Storage:
         shared_init: bool = False,
         compilable: bool = False,
     ) -> None:
-        if isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1:
-            raise UsageError(f"a storage holds a positive number of rows, got {max_size!r}")
-        self.max_size, self.ndim = max_size, ndim
-        self.device = torch.device("cpu" if device == "auto" else device)
+        self.max_size, self.ndim = arguments.whole(max_size, "max_size", 1), arguments.whole(ndim, "ndim", 1)
+        self.device = arguments.device(device, "device")
+        for name, value in (("shared_init", shared_init), ("compilable", compilable)):
+            arguments.flag(value, name, optional=True)
         self.memory: Memory | None = None
 
     def open(self) -> Memory:
@@ -64,7 +66,8 @@ class LazyMemmapStorage(Storage):
 
     >>> buffer = ReplayBuffer(storage=LazyMemmapStorage(10_000_000, scratch_dir="/data/replay"), batch_size=256)
 
-    Without `scratch_dir` the file has no name and goes with the buffer.
+    Without `scratch_dir` the file has no name and goes with the buffer. Room on the disk for all `max_size` rows is
+    taken when the first of them arrives; where there is not so much, that is a `NoSpace` and nothing is written.
     """
 
     def __init__(
@@ -78,16 +81,23 @@ class LazyMemmapStorage(Storage):
         shared_init: bool = False,
         compilable: bool = False,
     ) -> None:
-        super().__init__(max_size, device=device, ndim=ndim)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
-        self._existsok = existsok
+        super().__init__(max_size, device=device, ndim=ndim, shared_init=shared_init, compilable=compilable)
+        self.scratch_dir = None if scratch_dir is None else arguments.directory(scratch_dir, "scratch_dir")
+        self._existsok = arguments.flag(existsok, "existsok")
 
     def _make(self) -> Memory:
         if self.scratch_dir is None:
-            with tempfile.TemporaryDirectory(prefix="reap-") as directory:
-                return Memory(self.max_size, path=Path(directory) / "rows")  # the name goes, the file stays
-        self.scratch_dir.mkdir(parents=True, exist_ok=True)
-        path = self.scratch_dir / "rows"
-        if self._existsok:
-            path.unlink(missing_ok=True)
-        return Memory(self.max_size, path=path)
+            with TemporaryFolder("rows") as folder:
+                place = f"{tempfile.gettempdir()} (no scratch_dir is given)"
+                path = folder.path / "rows"  # the name goes, the file stays
+                return Memory(self.max_size, path=path, place=place)
+        place, path = f"scratch_dir={str(self.scratch_dir)!r}", self.scratch_dir / "rows"
+        try:
+            self.scratch_dir.mkdir(parents=True, exist_ok=True)
+            if self._existsok:
+                path.unlink(missing_ok=True)
+            return Memory(self.max_size, path=path, place=place)
+        except OSError as error:
+            if isinstance(error, NoSpace):
+                raise
+            raise UsageError(f"{place}: rows cannot be written there: {error}") from error

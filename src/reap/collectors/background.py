@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
 from reap.errors import WorkerRaised, WorkerSilent
+from reap.forks import guard
 from reap.threads import join
 
 T = TypeVar("T")
@@ -84,6 +85,11 @@ class ThreadRunner:
         self._failure: Exception | None = None
         self.told = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """The thread is not here: there is nothing to stop."""
+        _threads.discard(self)
 
     def start(self) -> None:
         atexit.unregister(_stop_all)  # once is enough

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
-from reap.backends.base import Backend, Rollout
+from reap.backends.base import Backend, Halted, Rollout
 from reap.buffers.replay import ReplayBuffer
+from reap.children import wait_for_ends
 from reap.collectors.background import Paused, Runner, ThreadRunner
 from reap.collectors.options import Options
 from reap.collectors.pushing import Pushing
@@ -31,6 +33,7 @@ from reap.core.exploration import exploration_type
 from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.forks import guard
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -41,9 +44,11 @@ _SHOWN = (
     "traj_format",
     "trajs_per_batch",
     "worker_idx",
+    "interruptor",
 )
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds a thread in the background has to end
+_LEAVE = 2.0  # seconds another thread has to leave `next` when the collector is closed
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -53,6 +58,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     options: Options
     requested_frames_per_batch: int
     _backend: Backend
+    _elsewhere: str | None = None  # why it is not this process's own
 
     def _prepare(self, options: Options) -> None:
         self.options = options
@@ -60,16 +66,25 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
-        self._busy = False
+        self._busy: int | None = None  # the thread that collects
+        self._idle = threading.Event()  # whether none does
+        self._idle.set()
+        guard(self)
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
+        self._rolling = False  # whether a subclass's own `rollout` is being asked for the next batch
+        self._last: Rollout | None = None
+        self._overrides = not type(self).rollout.__module__.startswith("reap.collectors.")
+        if self._overrides:
+            self._check_rollout()
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
+            self.replay_buffer.watch(options.timeout)
         self._runner: Runner | None = None  # who collects in the background
         self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
-        self.pre_collect_hook, self.post_collect_hook = options.pre_collect_hook, options.post_collect_hook
+        self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
         self.postproc = options.postproc
         self._updater = as_updater(options.weight_updater)
         if self._updater is not None and hasattr(self._updater, "register_collector"):
@@ -79,6 +94,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
+        self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
         for name in _SHOWN:
             setattr(self, name, getattr(options, name))
         whole = options.trajs_per_batch is not None and options.replay_buffer is None
@@ -144,33 +160,79 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._collect() if self._more() else None
 
     def rollout(self) -> TensorDictBase:
-        """One rollout as it comes: not counted, split, post-processed or written."""
+        """One rollout as it comes: not counted, split, post-processed or written.
+
+        Batches are made of what a subclass returns here, if it has its own.
+        """
+        if self._rolling:
+            batch, self._last = self._take(random=self._frames < self.options.random_frames)
+            return self._arrange(batch, self._last)
         self._in_front()
         with self._watching():
             return self._arrange(*self._take(random=self._frames < self.options.random_frames))
 
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """What is called before each batch."""
+        return self._before
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._before = hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """What is called with each batch before it is delivered."""
+        return self._after
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        self._after = hook
+
+    def _check_rollout(self) -> None:
+        """Refuse a subclass with a `rollout` of its own where that could not be heard."""
+
+    def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
+        """What the `rollout` of a subclass returns, and the one it was made of, if it was."""
+        self._last, self._rolling = None, True
+        try:
+            batch = self.rollout()
+        finally:
+            self._rolling = False
+        if not isinstance(batch, TensorDictBase):
+            raise UsageError(f"rollout() of {type(self).__name__} returned {type(batch).__name__}, not a TensorDict")
+        self._frames += batch.numel() if self._last is None else self._last.frames
+        return batch, self._last
+
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
-        self.post_collect_hook = hook
+        self._after = hook
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
             raise WrongArgument("an endless collector has no length (total_frames is -1)")
         return math.ceil(self.options.total / self.requested_frames_per_batch)
 
+    def __bool__(self) -> bool:
+        return True  # else Python asks for the length, which an endless one does not have
+
     def _collect(self) -> TensorDictBase | None:
-        if self._busy:
+        if self._busy is not None:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy, began = True, time.perf_counter()
+        self._busy, began = threading.get_ident(), time.perf_counter()
+        self._idle.clear()
         try:
             if self._ready is None:  # else Ctrl-C came when it was about to be delivered
                 self._ready = self._finish()
-        except Exception as error:
+        except (Exception, Halted) as error:
+            if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
+                raise self._closed_meanwhile() from error
             with contextlib.suppress(Exception):  # what close may raise must not hide what happened
                 self._close(f"it failed: {error!r}")
             raise
         finally:
-            self._busy = False
+            self._busy = None
+            self._idle.set()
         if self._timeline is not None:
             self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
@@ -179,20 +241,20 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def _finish(self) -> TensorDictBase | None:
         """A batch as it is delivered. Each stage is put down before the next: Ctrl-C in a hook loses none."""
         if not self._taken:
-            if self.pre_collect_hook is not None:
-                self.pre_collect_hook()
+            if self._before is not None:
+                self._before()
             self._fetch()
         if not self._taken:
             return None
         split = self._split if self.options.split_trajs else None
         if self._sink is None:
-            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self._after)
             self._batches += 1
             self._taken = []  # last: between here and `_ready` there is no loop or call in which Ctrl-C could come
             return out
         while self._taken:
             part = self._taken[0]
-            done = processed(part.batch, split=split, postproc=self.postproc, hook=self.post_collect_hook)
+            done = processed(part.batch, split=split, postproc=self.postproc, hook=self._after)
             self._sink.take(done, part.worker)
             self._taken = self._taken[1:]
         self._batches += 1
@@ -215,6 +277,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _next_batch(self) -> list[Part]:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
+        if self._watch is not None:
+            self._watch.batch_taken()
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
@@ -222,6 +286,12 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 return [Part(whole.take(wanted, self.options.traj_format or "padded"))]
             if self._frames >= self.options.total:
                 return []
+            if self._overrides:
+                batch, made = self._own_rollout()
+                if whole is None:
+                    return [Part(batch)]
+                whole.feed(batch, 0 if made is None else made.worker)
+                continue
             batch, rollout = self._take(random=self._frames < self.options.random_frames)
             self._frames += rollout.frames
             if self._sink is not None:
@@ -250,18 +320,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """A rollout as the batch it is, where batches are to be stored."""
         if self.options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
-        if self._same is None:
+        copied = rollout.layout.look.contiguous
+        if self._same is None or copied:
             batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
-            batch, delivered = self._same
+            batch = self._same[0]
         storing = self._storing
         if self._same is None:
             delivered = batch if storing is None else batch.to(storing)
             if self.options.return_same_td:
                 self._same = batch, delivered
-        elif storing is not None and storing.type != "cpu":
+            return delivered
+        delivered = self._same[1]
+        if copied or (storing is not None and storing.type != "cpu"):
             delivered.update_(batch)
         return delivered
 
@@ -313,6 +386,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             if "policy_state_dict" in state_dict and isinstance(self.policy, nn.Module):
                 self.policy.load_state_dict(state_dict["policy_state_dict"], strict=strict)
             self._backend.load_state_dict(dict(state_dict))
+            if self._watch is not None:
+                self._watch.rebase()
             self._forget()
             self._frames, self._batches = int(state_dict.get("frames", 0)), int(state_dict.get("iter", -1)) + 1
             self._version = int(state_dict.get("policy_version", self._version))
@@ -335,6 +410,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
+        self._check_owner()
         return follow(self, attr_path)(*args, **kwargs)
 
     def get_distant_attr(self, attr: str) -> Any:
@@ -355,7 +431,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self._of_first(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of the lanes being stepped; of several workers, the first one's."""
+        """An attribute of the env; of several workers, the first one's."""
         return self._of_first(f"env.{attr}")
 
     def _of_first(self, path: str) -> Any:
@@ -429,8 +505,13 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._look(again=True)
         return self.is_running()
 
+    def over(self) -> bool:
+        """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
+        return self._why_closed is not None or not (self._more() if self._runner is None else self._runner.running)
+
     def _look(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
+        self._check_owner()
         runner = self._runner
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
@@ -462,6 +543,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
         `timeout`: seconds to wait for a thread in the background that is in the middle of a step (5 by default).
         """
+        if self._elsewhere is not None:  # its owner's to end
+            return
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
@@ -470,23 +553,48 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                     self._why_closed = "its thread does not end"
                     raise
             self._close("shutdown() was called", close_env=close_env)
+            wait_for_ends()
             self._look()
         except Exception:
             if raise_on_error:
                 raise
 
-    def async_shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """`shutdown`, by the name it has for collectors that run in the background."""
-        self.shutdown(timeout, close_env, raise_on_error)
+    def async_shutdown(self, *args: Any, **options: Any) -> Ended:
+        """`shutdown`, by the name it has for collectors that run in the background.
+
+        It has ended when this returns. What it returns may be awaited, as scripts do with TorchRL's `RayCollector`.
+        """
+        self.shutdown(*args, **options)
+        return Ended()
+
+    def _check_owner(self) -> None:
+        """Refuse where this is a copy, in a fork."""
+        if self._elsewhere is not None:
+            raise WrongState(f"this {type(self).__name__} cannot be used here: {self._elsewhere}")
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
+        self._elsewhere = why
 
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._why_closed is None:
             self._why_closed = why
             try:
-                self.disable_profile()
+                self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
+                self._send_away()
                 if close_env:
                     self._backend.close()
+
+    def _send_away(self) -> None:
+        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
+        if self._busy not in (None, threading.get_ident()):
+            self._backend.breaker()()
+            self._idle.wait(_LEAVE)
+
+    def _closed_meanwhile(self) -> WrongState:
+        """The error for whoever waited while it was closed."""
+        return WrongState(f"this {type(self).__name__} was closed while it was at work: {self._why_closed}")
 
     @property
     def closed(self) -> bool:
@@ -504,6 +612,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._open()
         try:
             yield
+        except Halted as error:
+            raise self._closed_meanwhile() from error
         except WorkerError as error:
             with contextlib.suppress(Exception):
                 self._close(f"it failed: {error!r}")
@@ -513,11 +623,20 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.shutdown(raise_on_error=kind is None)
+        if kind is None or not self.closed:  # else it has failed, and its error is on the way
+            self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self.shutdown()
+            if not self.closed:
+                self.shutdown()
+
+
+class Ended:
+    """Something to await that is over already."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
 
 
 class Part(NamedTuple):

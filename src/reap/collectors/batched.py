@@ -18,12 +18,15 @@ from tensordict import TensorDictBase
 
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
-from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
+from reap.core.policy import without_steps
+from reap.core.slot import VERSION
 from reap.cores import Cores, Masks, mask, staying_on
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
+from reap.spec import AnyKey, Key, as_key, show
 from reap.trajectories import split_trajectories
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
@@ -45,13 +48,26 @@ _WITHOUT_EFFECT = (
     "weight_sync_model_id",
     "verbose",
 )
-# Not here, unless they say what is so anyway: those values, and what to do instead.
-_NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "server_config": ((None,), "the collecting loop is the server: give max_batch_size and min_batch_size"),
-    "device_config": ((None,), "give device, policy_device or storing_device"),
-    "policy_version": ((None, 0), "versions begin at 0, and grow with every update_policy_weights_()"),
-    "policy_version_key": (("policy_version",), "the version is 'policy_version'; track_policy_version=False: none"),
-}
+
+
+def _members(name: str, config: Any, members: Sequence[str]) -> list[Any]:
+    """What a config object says; refused by name if it is not one."""
+    lacking = [one for one in members if not hasattr(config, one)]
+    if lacking:
+        raise WrongArgument(f"{name} must be an object with {', '.join(members)}; {config!r} has no {lacking[0]}")
+    return [getattr(config, one) for one in members]
+
+
+def _exclusive(name: str, others: Sequence[str], given: Sequence[Any]) -> None:
+    also = [other for other, value in zip(others, given) if value is not None]
+    if also:
+        raise UsageError(f"{name} says what {' and '.join(also)} would; give one of them")
+
+
+def _checked_key(key: Any) -> Key:
+    if not isinstance(key, (str, tuple)) or not key or not all(isinstance(part, str) and part for part in as_key(key)):
+        raise WrongArgument(f"policy_version_key must be a key, a string or a tuple of them, or None; got {key!r}")
+    return as_key(key)
 
 
 class _OnCores(InlineBackend):
@@ -81,10 +97,16 @@ class AsyncBatchedCollector(Collector):
 
     Args:
         create_env_fn: a list with one factory (or Gymnasium id) for each env.
-        policy: as for `Collector`; it acts in this process.
+        policy: as for `Collector`; it acts in this process. Or `policy_factory`, and one of them there must be.
         max_batch_size: the most envs the policy decides about at a time; None: 64.
         min_batch_size: the fewest; None: 1.
         env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
+        server_config: an object with `max_batch_size` and `min_batch_size`, in place of the two (TorchRL's
+            `InferenceServerConfig`); what else it says tunes a server that is not here.
+        device_config: an object with `policy_device`, `env_device`, `output_device` and `storing_device`, in place of
+            these options (TorchRL's `InferenceDeviceConfig`).
+        policy_version: the number of the first weights.
+        policy_version_key: where a frame names the version that acted; None: nowhere.
         envs_per_worker: how many envs share a thread or process, and are stepped one after another.
         worker_threads: with processes: each env in a thread of its own there, not one after another.
         yield_completed_trajectories: deliver whole episodes `[length]`, one at a time, as they end.
@@ -111,20 +133,42 @@ class AsyncBatchedCollector(Collector):
         yield_completed_trajectories: bool = False,
         worker_affinity: Masks | None = None,
         driver_affinity: Sequence[int] | None = None,
+        server_config: Any = None,
+        device_config: Any = None,
+        policy_version: int = 0,
+        policy_version_key: AnyKey | None = "policy_version",
         **options: Any,
     ) -> None:
         self._why_closed = "it was never built"
         name = type(self).__name__
+        if server_config is not None:
+            given = (max_batch_size, min_batch_size, options.get("server_timeout"))
+            _exclusive("server_config", ("max_batch_size", "min_batch_size", "server_timeout"), given)
+            max_batch_size, min_batch_size = _members(
+                "server_config", server_config, ("max_batch_size", "min_batch_size")
+            )
+        if device_config is not None:
+            places = ("policy_device", "env_device", "storing_device", "output_device")
+            _exclusive("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
+            *chosen, output = _members("device_config", device_config, places)
+            chosen[1] = output if chosen[1] is None else chosen[1]  # actions go where the envs are
+            options.update(zip(places, chosen))
         for unused in _WITHOUT_EFFECT:
             options.pop(unused, None)
-        for other, (passes, instead) in _NOT_HERE.items():
-            if other in options and options.pop(other) not in passes:
-                raise UsageError(f"{name} does not support {other}: {instead}")
+        if policy_version is None:
+            policy_version = 0
+        if isinstance(policy_version, bool) or not isinstance(policy_version, int):
+            raise WrongArgument(f"policy_version must be a whole number, got {policy_version!r}")
+        self._version_key = None if policy_version_key is None else _checked_key(policy_version_key)
+        if self._version_key is None and options.setdefault("track_policy_version", False):
+            raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
         cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
-        if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
+        if not listed(create_env_fn) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
         if policy is not None and options.get("policy_factory") is not None:
             raise WrongArgument("give policy or policy_factory, not both")
+        if policy is None and options.get("policy_factory") is None:
+            raise WrongArgument("give policy or policy_factory: one must decide; RandomPolicy() draws at random")
         min_batch_size = 1 if min_batch_size is None else min_batch_size
         max_batch_size = 64 if max_batch_size is None else max_batch_size
         for what, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
@@ -144,6 +188,7 @@ class AsyncBatchedCollector(Collector):
             )
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=_WITHOUT)
+        policy = without_steps(policy)
         self._prepare(settings)
         device, _ = settings.devices
         pool = functools.partial(
@@ -172,10 +217,35 @@ class AsyncBatchedCollector(Collector):
         self._inline = _OnCores(cores, plan, source=policy, road=settings.road)
         self._backend = self._inline
         self._inline.start()
+        try:
+            self._name_versions(policy_version)
+        except BaseException:
+            self._inline.close()
+            raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]
+
+    def _name_versions(self, first: int) -> None:
+        """Count them from `first`, and see that the name they are to have is free."""
+        self._version = self._inline.worker.loop.version = first
+        key = self._version_key
+        self._renamed = key if self.options.track_policy_version and key != VERSION else None
+        others = self._inline.worker.layout.columns
+        if self._renamed is not None and any(self._renamed == other[: len(self._renamed)] for other in others):
+            raise UsageError(f"policy_version_key is {show(self._renamed)}, which is something else in a batch already")
+
+    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
+        batch, rollout = super()._take(random=random)
+        if self._renamed is not None:
+            for root in ((), ("next",)):
+                batch.rename_key_((*root, *VERSION), (*root, *self._renamed))
+        return batch, rollout
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         """Cut at `total_frames`: there is no env whose share would be missing."""

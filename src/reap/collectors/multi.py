@@ -22,17 +22,19 @@ from reap.backends.control import together
 from reap.backends.free import FreeRunner
 from reap.backends.process import ProcessBackend
 from reap.buffers.replay import ReplayBuffer
-from reap.children import dumps
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector, Part
-from reap.collectors.options import Options, read_options, signature
-from reap.collectors.plans import EnvMaker, Parcel, PolicyMaker, Steps, plan_for
+from reap.collectors.options import Options, listed, read_options, signature
+from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.paths import each_call
+from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.pickling import Parcel, pack, pack_bytes
 from reap.trajectories import FINAL
+from reap.weights.local import as_named
 
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
 _PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
@@ -56,6 +58,8 @@ class MultiCollector(BaseCollector):
     """
 
     _sync: bool | None = None
+    _pack = staticmethod(pack)  # how what users give is packed for the workers
+    _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
 
     def __new__(
         cls,
@@ -86,6 +90,7 @@ class MultiCollector(BaseCollector):
         name = type(self).__name__
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
+        policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
         each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
@@ -96,7 +101,7 @@ class MultiCollector(BaseCollector):
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
         frames = _frames(asked, count, sync=bool(self._sync))
-        if isinstance(asked, (list, tuple)):
+        if listed(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.interruptor is not None or settings.return_same_td:
@@ -104,9 +109,18 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        workers = [dataclasses.replace(settings, **{key: each[key][w] for key in each}) for w in range(count)]
+        if self._each is not None and len(self._each) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(self._each)} mappings for {count} workers")
+        own = self._each or [{}] * count
+        workers = [
+            dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
+        ]
         self._prepare(workers[0])
         self._policy = policy
+        self._there: dict[str, Any] = {}  # hooks that are called in the workers
+        if self._direct or settings.hooks_in_workers:
+            self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
+            self._before = self._after = None
         self._sizes = frames
         self.num_workers = count
         self.create_env_fn = makers
@@ -122,6 +136,11 @@ class MultiCollector(BaseCollector):
         except BaseException as error:
             self._close(f"it could not be built: {error!r}")
             raise
+        self._watch_policy(
+            policy,
+            "the workers still act",
+            "Call update_policy_weights_() after training, or give update_at_each_batch=True",
+        )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
@@ -136,13 +155,14 @@ class MultiCollector(BaseCollector):
         """What workers are told wherever they live."""
         return {
             "sync": bool(self._sync),
-            "source": self._policy if isinstance(self._policy, torch.nn.Module) else None,
+            "source": self._policy if isinstance(self._policy, torch.nn.Module) else settings.first_weights,
             "timeout": settings.timeout,
             "threshold": settings.preemptive_threshold if self._sync else None,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
             "random_frames": settings.random_frames,
             "road": settings.road,
+            "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
         }
 
     def _make_sink(self) -> Sink | None:
@@ -159,28 +179,36 @@ class MultiCollector(BaseCollector):
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
-        maker = WriterMaker(Way.of(options), about, buffer.transforms)
-        dumps(maker, "postproc, a hook or a transform of the replay buffer")
+        maker = WriterMaker(Way.of(options), about, buffer.transforms, options.timeout)
+        pack(maker, "postproc, a hook or a transform of the replay buffer")
         return {"writer": maker, "buffer": fds}
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        packed = {id(make): Parcel(dumps(for_workers(make), "create_env_fn")) for make in makers}
-        ours = None
+        packed = {id(make): self._pack(for_workers(make), "create_env_fn") for make in makers}
+        given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
+        kwargs = {key: self._pack(one, "create_env_kwargs") for key, one in given.items()}
+        self._pack(workers[0].init_fn, "init_fn")
+        ours: Sequence[Parcel | None] = [None] * len(workers)
+        first = workers[0].first_weights  # of policies that are made in the workers
         if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = Parcel(dumps(policy, "policy"))
+            ours = [self._pack(policy, "policy")] * len(workers)
         elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
-            ours = Parcel(dumps({k: v.detach().cpu() for k, v in policy.state_dict().items()}, "policy"))
+            ours = [_packed_weights(policy)] * len(workers)
         elif policy is not None:
             raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
+        elif isinstance(first, dict) and all(isinstance(w, int) for w in first):
+            ours = [_packed_weights(first[w]) if w in first else None for w in range(len(workers))]
+        elif first is not None:
+            ours = [_packed_weights(first)] * len(workers)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
-        made = {key: Parcel(dumps(factory, "policy_factory")) for key, factory in factories.items()}
+        made = {key: self._pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
-        for options, make, size in zip(workers, makers, frames):
+        for options, make, size, weights in zip(workers, makers, frames, ours):
             device, _ = options.devices
-            env = EnvMaker(packed[id(make)], options.create_env_kwargs, options.max_frames_per_traj)
-            acting = PolicyMaker(ours, made.get(id(options.policy_factory)), device)
+            env = EnvMaker(packed[id(make)], kwargs.get(id(options.create_env_kwargs)), options.max_frames_per_traj)
+            acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
 
@@ -214,6 +242,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._process.uninterrupted():
             self._before_batch()
+            if self._watch is not None:
+                self._watch.batch_taken()
             self._process.wanted = self.options.total - self._frames
             rollout = self._process.take(random=self._frames < self.options.random_frames)
             self._count(rollout.frames, 1)
@@ -234,15 +264,50 @@ class MultiCollector(BaseCollector):
         return FreeRunner(self._process, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
+        self._open()
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
 
+    def _check_rollout(self) -> None:
+        if self.replay_buffer is not None:
+            raise UsageError(
+                f"{type(self).__name__} overrides rollout(), which is not called for rows that workers bring to a "
+                f"replay buffer; give a postproc, or write to the buffer yourself"
+            )
+
+    # Hooks are called here, or in the workers: there where these write to a buffer, where `hooks_in_workers` says so,
+    # and those that are assigned.
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], Any] | None:
+        """What is called before each rollout; one that is assigned is called in the workers."""
+        return self._there.get("pre_collect_hook") or self._before
+
+    @pre_collect_hook.setter
+    def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
+        self._before = None
+        self._hook_workers(pre_collect_hook=hook)
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], Any] | None:
+        """What is called with each batch; one that is assigned is called in the workers, with what each has made."""
+        return self._there.get("post_collect_hook") or self._after
+
+    @post_collect_hook.setter
+    def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        self._after = None
+        self._hook_workers(post_collect_hook=hook)
+
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        super().set_post_collect_hook(hook)
-        if self._direct:
-            packed = dumps(hook, "post_collect_hook")
-            self._ask(lambda: self._process.call("hook", self._process.everyone(packed)))
+        self.post_collect_hook = hook
+
+    def _hook_workers(self, **hooks: Any) -> None:
+        for name, hook in hooks.items():
+            if hook is not None and not callable(hook):
+                raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
+        self._ask(lambda: self._process.set_hooks(hooks))
+        self._there |= hooks
 
     def _fetch(self) -> None:
         with self._process.uninterrupted():
@@ -281,7 +346,15 @@ class MultiCollector(BaseCollector):
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
         self._open()
+        if method_name.startswith("policy."):
+            self._watch = None  # whoever reaches into the workers' policies knows that they are copies
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
+        if method_name == "update_policy_weights_":  # versions are counted here
+            self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})
+            return [None] * len(calls)
+        if method_name == "reset":  # what was made before it is not delivered any more
+            self.reset()
+            return [None] * len(calls)
         return self._between(lambda: self._process.find(method_name, calls))
 
     def _of_first(self, path: str) -> Any:
@@ -303,12 +376,14 @@ class MultiCollector(BaseCollector):
         self._ask(lambda: self._process.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
-        """Counts so far; `workers` "aggregate", "per_worker" or "both". Asks nobody: workers report with each batch."""
+        """Counts so far, and means over the last hundred episodes of all workers; `workers` "aggregate", "per_worker"
+        (counts of each, means over its own last hundred) or "both". Asks nobody: workers report with each batch.
+        """
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         self.is_running()  # counts what is made in the background, and raises what went wrong there
-        remotes = self._process.workers
-        alive = sum(not remote.child.gone() for remote in remotes)
+        remotes = self._process.workers or self._process.former
+        alive = sum(not remote.child.gone() for remote in self._process.workers)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
             found |= {
@@ -319,7 +394,7 @@ class MultiCollector(BaseCollector):
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
                 "dropped_frames": self._dropped,
-                **together([remote.stats for remote in remotes if remote.stats]),
+                **together([remote.stats for remote in remotes], self._process.episodes),
             }
         if workers != "aggregate":
             for remote, size in zip(remotes, self._sizes):
@@ -467,7 +542,7 @@ class AsyncCollector(MultiAsyncCollector):
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
@@ -491,7 +566,7 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
         isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
     ):
         raise WrongArgument(f"num_workers must be a whole number ≥ 1, got {num_workers!r}")
-    if isinstance(create_env_fn, (list, tuple)):
+    if listed(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")
         return len(create_env_fn), list(create_env_fn)
@@ -502,7 +577,7 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
     """One value per worker."""
-    if not isinstance(value, (list, tuple)):
+    if not listed(value):
         return [value] * count
     if len(value) != count:
         raise SpecMismatch(f"{name} holds {len(value)} values for {count} workers")
@@ -511,12 +586,27 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     """Frames each worker makes per batch."""
-    if isinstance(value, (list, tuple)):
+    if listed(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]
     whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
     return [-(-whole // count) if sync else whole] * count
+
+
+def _packed_weights(weights: Any) -> Parcel:
+    """Weights, packed for workers."""
+    named = as_named(weights)
+    plain = {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
+    return pack_bytes(plain, "policy")
+
+
+def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The weights in the arguments of one worker's `update_policy_weights_`."""
+    given = [*args, *kwargs.values()]
+    if len(given) != 1:
+        raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")
+    return given[0]
 
 
 def _marked(index: Any, count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import numpy as np
@@ -15,13 +15,14 @@ from tensordict.nn import InteractionType
 from reap.core.exploration import exploration_type
 from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument, nearest
-from reap.weight_update import Road, WeightSyncScheme
+from reap.weight_update import Road, WeightSyncScheme, as_scheme
 
 _LEGACY = {
     "devices": "device",
     "passing_devices": "storing_device",
     "exploration_mode": "exploration_type",
 }
+_MODELS = ("policy", "env", "postproc")  # that weights can be sent to
 _LATER = {
     "collector_class",
     "weight_recv_schemes",
@@ -36,6 +37,7 @@ WORKERS_ONLY = frozenset(
         "num_sub_threads",
         "num_threads",
         "init_fn",
+        "hooks_in_workers",
         "timeout",
         "start_method",
     }
@@ -68,6 +70,8 @@ class Options:
         replay_buffer: where batches go; iterating then yields None. See docs/background.md.
         extend_buffer: False writes to the buffer step by step.
         compact_obs: store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`.
+        contiguous: True: a batch of several lanes is copied so that its memory has lanes first, and `view(-1)` works;
+            False: it is a transposed view, without a copy; None: True for TorchRL's envs, False for others.
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
@@ -88,13 +92,15 @@ class Options:
         num_sub_threads: torch threads of each worker.
         num_threads: accepted; threads of this process are left as they are.
         init_fn: called first in each worker.
-        weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
+        weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
+            Other models are named by their path, "env.transform[0].module" or "postproc.critic".
             In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
+        hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
     """
 
@@ -117,6 +123,7 @@ class Options:
     replay_buffer: Any = None
     extend_buffer: bool = True
     compact_obs: bool = False
+    contiguous: bool | None = None
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: Any = False
@@ -141,6 +148,7 @@ class Options:
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
+    hooks_in_workers: bool = False
     worker_idx: int | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +168,8 @@ class Options:
         self._check_trajectories()
         self._check_buffer()
         self._check_workers()
+        if self.contiguous is not None and not isinstance(self.contiguous, bool):
+            raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):
             raise UsageError(
                 "compact_obs goes with neither split_trajs nor return_same_td; split what with_next returns"
@@ -214,10 +224,17 @@ class Options:
             raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
         schemes = self.weight_sync_schemes
         if schemes is not None:
+            if isinstance(schemes, Mapping):
+                schemes = {model: as_scheme(scheme) for model, scheme in schemes.items()}
+                object.__setattr__(self, "weight_sync_schemes", schemes)
             if not isinstance(schemes, Mapping) or not all(isinstance(s, WeightSyncScheme) for s in schemes.values()):
-                raise WrongArgument(f"weight_sync_schemes must map 'policy' to a scheme, got {schemes!r}")
-            if set(schemes) - {"policy"}:
-                raise UsageError(f"weight_sync_schemes names {sorted(schemes)}; this collector has 'policy'")
+                raise WrongArgument(f"weight_sync_schemes must map names of models to schemes, got {schemes!r}")
+            for name in schemes:
+                if str(name).replace("[", ".").split(".")[0] not in _MODELS:
+                    raise UsageError(
+                        f"weight_sync_schemes names {name!r}; a collector has 'policy', and models by their path in "
+                        f"'env' and 'postproc', like 'env.transform[0].module'"
+                    )
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
             raise UsageError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")
         if self.start_method not in ("forkserver", "spawn"):
@@ -250,6 +267,12 @@ class Options:
         return policy, storing
 
     @property
+    def contiguous_batches(self) -> bool | None:
+        """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
+        unseen = self.postproc is None and self.post_collect_hook is None
+        return False if self.replay_buffer is not None and unseen else self.contiguous
+
+    @property
     def total(self) -> int | float:
         """Frames to deliver in all; infinite when endless."""
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
@@ -257,7 +280,14 @@ class Options:
     @property
     def road(self) -> Road | None:
         """The road for weights that was chosen by hand."""
-        return self.weight_sync_schemes["policy"].road if self.weight_sync_schemes else None
+        scheme = (self.weight_sync_schemes or {}).get("policy")
+        return None if scheme is None else scheme.road
+
+    @property
+    def first_weights(self) -> Any:
+        """The weights a scheme was given for the policy before the collector was made; for all, or a dict by worker."""
+        scheme = (self.weight_sync_schemes or {}).get("policy")
+        return None if scheme is None else scheme.first
 
     @property
     def random_frames(self) -> int:
@@ -303,17 +333,29 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     return Options(**given)
 
 
-def signature(init: Callable[..., Any], *, without: Set[str] = frozenset()) -> inspect.Signature:
-    """`init`'s own parameters followed by every option it takes, for `help` and editors."""
+def listed(value: Any) -> bool:
+    """Whether this is a list with an entry for each worker: Python's own, or a configuration file's."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def signature(
+    init: Callable[..., Any], *, without: Set[str] = frozenset(), more: Mapping[str, str] | None = None
+) -> inspect.Signature:
+    """`init`'s own parameters followed by every option it takes, for `help` and editors.
+
+    `more` names keywords, with their annotations, that it takes besides; they are None by default.
+    """
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [
         inspect.Parameter(
             f.name,
-            inspect.Parameter.KEYWORD_ONLY,
+            keyword,
             default=inspect.Parameter.empty if f.default is dataclasses.MISSING else f.default,
             annotation=f.type,
         )
         for f in dataclasses.fields(Options)
         if f.name not in without
     ]
-    return inspect.Signature(own + shown)
+    besides = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in (more or {}).items()]
+    return inspect.Signature(own + shown + besides)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 
 from reap.collectors.options import Options
@@ -14,18 +13,8 @@ from reap.core.env import Env
 from reap.core.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
-from reap.weights.local import load, placed
-
-
-@dataclass(frozen=True)
-class Parcel:
-    """Something already packed for another process, packed once however many workers it is for."""
-
-    data: bytes
-
-    def open(self) -> Any:
-        """What is inside."""
-        return cloudpickle.loads(self.data)
+from reap.pickling import Parcel
+from reap.weights.local import in_own_memory, load, placed
 
 
 @dataclass(frozen=True)
@@ -33,13 +22,13 @@ class EnvMaker:
     """Builds a worker's env."""
 
     source: Any
-    kwargs: Mapping[str, Any] | None
+    kwargs: Parcel | Mapping[str, Any] | None
     limit: int | None
 
     def __call__(self) -> Env:
         """The env, with its limit."""
-        source = self.source.open() if isinstance(self.source, Parcel) else self.source
-        return as_env(source, self.kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
+        source, kwargs = (one.open() if isinstance(one, Parcel) else one for one in (self.source, self.kwargs))
+        return as_env(source, kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
 
 
 @dataclass(frozen=True)
@@ -53,12 +42,14 @@ class PolicyMaker:
     def __call__(self) -> Any:
         """The policy, where it is to act."""
         if self.factory is not None:
-            factory = self.factory.open() if isinstance(self.factory, Parcel) else self.factory
-            made = placed(factory(), self.device)
+            sent = isinstance(self.factory, Parcel)
+            made = self.factory.open()() if sent else self.factory()
+            made = placed(in_own_memory(made) if sent else made, self.device)
             if self.policy is not None:
                 load(made, self.policy.open())
             return made
-        return placed(self.policy.open() if isinstance(self.policy, Parcel) else self.policy, self.device)
+        sent = isinstance(self.policy, Parcel)
+        return placed(in_own_memory(self.policy.open()) if sent else self.policy, self.device)
 
 
 @dataclass(frozen=True)
@@ -86,6 +77,7 @@ def plan_for(
         steps,
         exploration=exploration_type(options.exploration_type),
         policy_device=device if device is not None and device.type != "cpu" else None,
+        shown_device=device,
         trust_policy=bool(options.trust_policy),
         capture=bool(options.capture),
         compile_policy=options.compiling,
@@ -94,6 +86,7 @@ def plan_for(
         track_traj_ids=options.track_traj_ids,
         track_policy_version=bool(options.track_policy_version),
         compact=options.compact_obs,
+        contiguous=options.contiguous_batches,
         storing_device=options.devices[1],
         record=bool(options.cudagraph_policy),
         stop=None if options.interruptor is None else options.interruptor.collection_stopped,

@@ -1,7 +1,7 @@
 """Pushing: how weights come from the learner to whoever acts, in every form users give them.
 
 learner ─► update_policy_weights_ ─┬─► "policy": the backend, which counts versions; or a legacy updater, which asks us
-                                   └─► any other model: by its path in the worker
+                                   └─► any other model: by its path, "env.transform[0].module", "postproc.critic"
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from torch import nn
 
 from reap.backends.base import Backend
 from reap.collectors.options import Options
+from reap.collectors.staleness import StalenessWatch
 from reap.collectors.updaters import WeightUpdaterBase
+from reap.core.paths import follow
 from reap.errors import UsageError, WorkerRaised
+
+_PLACES = "'env' and 'postproc'"
 
 
 class Pushing:
@@ -26,6 +30,7 @@ class Pushing:
     _backend: Backend
     _version: int
     _updater: WeightUpdaterBase | None
+    _watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
     _open: Callable[[], None]
     _ask: Callable[..., Any]
     map_fn: Callable[..., Any]
@@ -67,6 +72,8 @@ class Pushing:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
         models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
+        if "policy" in models:
+            self._watch = None
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -75,29 +82,40 @@ class Pushing:
             else:
                 self._take_weights(one, worker_ids)
 
+    def _watch_policy(self, policy: Any, who: str, remedy: str) -> None:
+        """From now on, look whether the policy is trained and its copies are left behind."""
+        chosen = self.options.update_at_each_batch or self._updater is not None or self.options.road == "none"
+        if isinstance(policy, nn.Module) and not chosen:
+            self._watch = StalenessWatch(policy, who=who, remedy=remedy)
+
     def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
+        self._watch = None
         self._version = self._ask(lambda: self._publish(weights, worker_ids))
         count = getattr(self.options.track_policy_version, "increment_version", None)
         if count is not None:
             count()
 
     def _load_model(self, path: str, weights: Any) -> None:
-        """New weights for a module elsewhere than in the policy, by its path: a transform of the env."""
-        if not path.startswith("env"):
-            raise _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in 'env'")
-        if weights is None:
-            raise UsageError(f"model {path!r} needs weights; only 'policy' knows where its own come from")
-        if isinstance(weights, nn.Module):
-            weights = weights.state_dict()
-        elif isinstance(weights, TensorDictBase):
-            weights = dict(weights.flatten_keys(".").items())
+        """New weights for a module elsewhere than in the policy, by its path: in the env, or in `postproc`."""
+        head = path.replace("[", ".").split(".")[0]
+        if head not in ("env", "postproc"):
+            raise _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")
+        here = head == "postproc" or not hasattr(self, "num_workers")
         try:
-            self.map_fn(f"{path}.load_state_dict", [(weights,)] * getattr(self, "num_workers", 1))
+            module: Any = follow(self, path) if here else None
+            if weights is None and not here:
+                raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
+            state = _state_of(module if weights is None else weights)
+            if module is not None and weights is not None:
+                self._ask(lambda: module.load_state_dict(state))
+            # Workers that write to a buffer have a postproc of their own.
+            if not here or getattr(self, "_direct", False):
+                self.map_fn(f"{path}.load_state_dict", [(state,)] * getattr(self, "num_workers", 1))
         except (AttributeError, LookupError, WorkerRaised) as cause:
             if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
                 raise  # it is here, and refuses them
             raise _UnknownModel(
-                f"model {path!r} is not here; this collector has 'policy', and paths in 'env'"
+                f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}"
             ) from cause
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
@@ -125,6 +143,15 @@ class Pushing:
     def increment_version(self) -> None:
         """Say that the policy was changed: its weights are handed on, as a new version."""
         self.update_policy_weights_()
+
+
+def _state_of(weights: Any) -> Any:
+    """Weights in any form, as a module's `load_state_dict` takes them."""
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    if isinstance(weights, TensorDictBase):
+        return dict(weights.flatten_keys(".").items())
+    return weights
 
 
 class _UnknownModel(UsageError, KeyError):

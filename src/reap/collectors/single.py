@@ -11,17 +11,24 @@ from tensordict import TensorDictBase
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import mark_truncated, processed
 from reap.core.device import DeviceLayout, DeviceSlot
-from reap.core.env import Env
 from reap.core.paths import each_call, follow
-from reap.core.policy import RandomPolicy
+from reap.core.policy import RandomPolicy, without_steps
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
+from reap.weights.local import load
+
+_FRONT_DOOR = {  # where it runs: by annotation
+    "backend": "str | None",
+    "num_collectors": "int | None",
+    "sync": "bool | None",
+    "backend_options": "Mapping[str, Any] | None",
+}
 
 
 class Collector(BaseCollector):
@@ -32,17 +39,21 @@ class Collector(BaseCollector):
     ...     batch["next", "reward"].mean()
 
     A batch is a TensorDict `[T]`, or `[N, T]` for N lanes, and yours to keep. With lanes it is a transposed view of
-    time-major memory: flatten it with `reshape(-1)`.
+    time-major memory: flatten it with `reshape(-1)`, or give `contiguous=True` (the default for TorchRL's envs).
 
     Args:
         create_env_fn: an env, a Gymnasium env, a Gymnasium id, or a factory of one.
         policy: a TensorDictModule, a module or function of observations, or None for random actions.
+        backend: where it collects: "direct" (here, the default), "process", "distributed", "ray", "rpc" or "submitit".
+        num_collectors: how many workers, with another backend than "direct"; by itself it means "process".
+        sync: with workers: True: a batch holds a rollout of every one. False (the default): of one, whoever is first.
+        backend_options: further arguments of the collector over that backend, as a mapping.
         **options: see `reap.collectors.options.Options`.
     """
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
-        named = options.keys() & _FRONT_DOOR
+        named = options.keys() & _FRONT_DOOR.keys()
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
@@ -51,7 +62,7 @@ class Collector(BaseCollector):
         if backend == "direct":
             return super().__new__(cls)
         rest = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if count not in (None, len(create_env_fn)):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
@@ -63,9 +74,10 @@ class Collector(BaseCollector):
         self._why_closed = "it was never built"
         options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
+        policy = without_steps(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
-        if isinstance(create_env_fn, (list, tuple)):
+        if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise UsageError(
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
@@ -81,14 +93,22 @@ class Collector(BaseCollector):
             Steps(settings.frames_per_batch),
             device,
         )
-        self._inline = InlineBackend(plan, source=policy, same_slot=settings.return_same_td, road=settings.road)
+        first = settings.first_weights if policy is None else None
+        source = policy if first is None else first
+        self._inline = InlineBackend(plan, source=source, same_slot=settings.return_same_td, road=settings.road)
         self._backend = self._inline
         self._inline.start()
+        if first is not None:
+            load(self._inline.worker.model, first)
         self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
+        if self._inline.worker.model is not policy:
+            self._watch_policy(
+                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
+            )
 
     for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made, without=WORKERS_ONLY)  # type: ignore[union-attr]
+        _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]
 
     @property
     def policy(self) -> Any:
@@ -96,11 +116,15 @@ class Collector(BaseCollector):
         return self._inline.worker.model
 
     @property
-    def env(self) -> Env:
-        """The lanes being stepped."""
-        return self._inline.worker.env
+    def env(self) -> Any:
+        """The env as you gave it, if it is one of TorchRL's; else the lanes being stepped.
+
+        Moved by hand between two batches (`collector.env.reset()`), it begins new episodes with the next one.
+        """
+        return self._inline.worker.env.as_given
 
     def get_distant_attr(self, attr: str) -> Any:
+        self._check_owner()
         return follow(self, attr)
 
     def map_fn(
@@ -109,6 +133,7 @@ class Collector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
+        self._check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
         return [follow(self, method_name)(*args, **kwargs)]
 
@@ -147,12 +172,15 @@ class Collector(BaseCollector):
         """
         self._look()
         return {
+            "workers": 1,
+            "workers_alive": int(self._why_closed is None),
             "frames": self._frames,
             "batches": self._batches,
             "total_frames": self.options.total,
             "completed": self._frames >= self.options.total,
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self._version,
+            "dropped_frames": 0,
             **self._inline.worker.stats.summary(),
         }
 
@@ -175,7 +203,6 @@ class Collector(BaseCollector):
         )
 
 
-_FRONT_DOOR = {"backend", "num_collectors", "sync", "backend_options"}
 _BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "process"} | {
     name: name for name in ("distributed", "ray", "rpc", "submitit")
 }

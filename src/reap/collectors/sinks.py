@@ -8,7 +8,6 @@ rollout ─► batch ─► split ─► postproc ─► hook ─┬─► consu
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -180,10 +179,12 @@ class WriterMaker:
     way: Way
     description: Any
     transforms: Sequence[Any]
+    timeout: float | None
 
-    def __call__(self, fds: Sequence[int]) -> Writer:
-        """With the buffer's descriptors as they are there."""
+    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
+        """For this worker, with the buffer's descriptors as they are there."""
         buffer = ReplayBuffer.open(fds, self.description)
+        buffer.watch(self.timeout, worker)
         for transform in self.transforms:
             buffer.append_transform(transform)
         return Writer(self.way, buffer)
@@ -193,13 +194,13 @@ class Writer:
     """What a worker does with a full slot when it writes into the buffer itself."""
 
     def __init__(self, way: Way, buffer: Any) -> None:
-        self._way, self._buffer, self._sink = way, buffer, sink_for(way, buffer)
-        self.before, self.hook = way.before, way.hook
+        self._way, self.buffer, self._sink = way, buffer, sink_for(way, buffer)
+        self.before, self.hook, self.postproc = way.before, way.hook, way.postproc
 
     @property
     def wanted(self) -> bool:
         """Whether it is time for another rollout; False while the buffer's limiter has us rest."""
-        return bool(self._buffer.may_write)
+        return bool(self.buffer.may_write)
 
     def write(self, slot: Slot) -> None:
         """Write what is in it."""
@@ -208,18 +209,14 @@ class Writer:
         if way.truncate:
             mark_truncated(arrays, layout)
         batch = assembler(layout)(arrays, layout)
-        if way.postproc is not None or self.hook is not None:
+        if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # they may keep it; the slot is filled again
         split = _split if way.split else None
-        self._sink.take(processed(batch, split=split, postproc=way.postproc, hook=self.hook))
+        self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
         """Episodes that are not whole will never be."""
         self._sink.forget()
-
-    def set_hook(self, packed: bytes) -> None:
-        """Another `post_collect_hook`, packed by cloudpickle."""
-        self.hook = pickle.loads(packed)
 
 
 def _split(batch: TensorDictBase) -> TensorDictBase:

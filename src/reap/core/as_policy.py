@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,16 @@ from torch import nn
 from reap.core.cells import Cells
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
-from reap.core.policy import CallPolicy, FlatPolicy, NotFlat, Policy, RandomActions, RandomPolicy, TensorDictPolicy
+from reap.core.policy import (
+    CallPolicy,
+    FlatPolicy,
+    NotFlat,
+    Policy,
+    RandomActions,
+    RandomPolicy,
+    TensorDictPolicy,
+    TensorPolicy,
+)
 from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import Key, Leaf, as_key, show, show_keys
@@ -65,11 +75,63 @@ def untouched(policy: Any) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+_FIXED = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN)
+_SEEDS = 6  # with which an action is looked at: of two choices one may come up several times
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
 
-def _missing(absent: Sequence[Key], columns: Mapping[Key, Any]) -> UsageError:
-    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)} ({_DECLARE})")
+def waits_for_spec(policy: Any) -> bool:
+    """Whether this is TorchRL's RandomPolicy without a spec: it draws from the env's action space."""
+    return hasattr(policy, "set_action_spec_from_env") and getattr(policy, "action_spec", policy) is None
+
+
+def _samples(
+    policy: Any, candidate: TensorPolicy, first: Sequence[Any], action: Iterable[Key], kind: InteractionType | None
+) -> bool:
+    """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+
+    def decided(seed: int) -> list[Any]:
+        inputs = tuple(value if isinstance(value, Cells) else value.clone() for value in first)
+        with untouched(policy), torch.no_grad(), exploring(kind):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            random.seed(seed)
+            values = dict(zip(candidate.written, candidate.once(inputs)))
+        return [torch.as_tensor(values[key]) for key in action]
+
+    def same(one: list[Any], other: list[Any]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(one, other))
+
+    try:
+        asked = decided(0)
+        if not same(asked, decided(0)):
+            return False  # by a state of its own that cannot be put back: who knows
+        return not all(same(asked, decided(seed)) for seed in range(1, _SEEDS))
+    except Exception:  # a policy that can be called once only; what it raises when it acts is told then
+        return False
+
+
+def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception | None = None) -> UsageError:
+    without = "" if cause is None else f"; called without, it raised {cause!r}"
+    return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
+
+
+def _optional(policy: Any, columns: Mapping[Key, Any]) -> list[Key]:
+    """What a TensorDictModule reads and nobody provides: it is called with None there, as tensordict does it.
+
+    What it writes under that name it finds at the next step (see `TensorDictPolicy`).
+    """
+    if not isinstance(policy, TensorDictModuleBase):
+        return []
+    if any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
+        return []
+    written = [as_key(k) for k in getattr(policy, "out_keys", ())]
+
+    def filled(key: Key) -> bool:  # a branch, by an earlier module
+        return any(len(w) > len(key) and w[: len(key)] == key for w in written)
+
+    reads = map(as_key, getattr(policy, "in_keys", ()))
+    return [key for key in reads if key not in columns and not filled(key)]
 
 
 def as_policy(
@@ -85,6 +147,7 @@ def as_policy(
     inner: Mapping[Key, tuple[int, ...]] | None = None,
     kind: InteractionType | None,
     device: torch.device | None = None,
+    shown: torch.device | None = None,
     trust: bool = False,
     compile: Mapping[str, Any] | None = None,
     draw: Callable[[Row], None] | None = None,
@@ -93,9 +156,10 @@ def as_policy(
 
     `columns` holds one real value of every column a policy may read (`observation` and `carry` keys, flags), shaped as
     the policy will see them; `size` are their leading dimensions, those of the lanes. A carry is begun by the policy, a
-    `primed` leaf by the env; of both the policy writes the next value.
+    `primed` leaf by the env; of both the policy writes the next value. A policy of TensorDicts sees `shown` as their
+    device.
     """
-    if policy is None or isinstance(policy, RandomPolicy):
+    if policy is None or isinstance(policy, RandomPolicy) or waits_for_spec(policy):
         if isinstance(policy, RandomPolicy) and len(action) == 1:
             ((key, own),) = action.items()
             if isinstance(policy.action_spec, Leaf) and draw is None:
@@ -106,6 +170,8 @@ def as_policy(
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
 
     loose = {key: column.leaf for key, column in columns.items() if isinstance(column, Cells)}
+
+    optional = _optional(policy, columns)
 
     def probed(candidate: Any) -> Any:
         absent = [k for k in candidate.inputs if k not in columns]
@@ -118,6 +184,8 @@ def as_policy(
         except (ReapError, NotFlat):
             raise
         except Exception as cause:
+            if optional:
+                raise _missing(optional, columns, cause) from cause
             given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
             raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
         lacking = [k for k in action if k not in candidate.outputs]
@@ -129,7 +197,8 @@ def as_policy(
         lost = [k for k in carry if ("next", *k) not in candidate.outputs]
         if lost:
             raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
-        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in carry and k[1:] not in primed]
+        known = {*carry, *primed, *optional}
+        new = [k for k in candidate.outputs if k[0] == "next" and k[1:] not in known]
         if new:
             raise UsageError(f"policy writes {show_keys(new)}, but nothing says how that begins; {_DECLARE}")
         for key, leaf in candidate.outputs.items():
@@ -141,6 +210,17 @@ def as_policy(
                 raise SpecMismatch(
                     f"policy writes {show(key)} as {leaf}; it reads it as {seen.dtype}{list(seen.shape)}"
                 )
+        if (
+            kind in _FIXED
+            and type(policy).__name__ != "RandomPolicy"
+            and _samples(policy, candidate, first, action, kind)
+        ):
+            warnings.warn(
+                f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
+                f"itself, or has dropout or noise in train mode. Sample in a ProbabilisticTensorDictModule, ask "
+                f"tensordict.nn.probabilistic.interaction_type() before sampling, or call eval()",
+                stacklevel=2,
+            )
         return candidate
 
     inputs = tuple(columns)
@@ -149,7 +229,8 @@ def as_policy(
     ):  # it says what it reads: loose columns it does not are no concern of it
         reads = [as_key(k) for k in getattr(policy, "in_keys", ())]
         inputs = tuple(k for k in columns if k not in loose or any(k[: len(r)] == r for r in reads))
-    whole = TensorDictPolicy(policy, inputs, size, device, {k: leaf for k, leaf in loose.items() if k in inputs}, inner)
+    read = {k: leaf for k, leaf in loose.items() if k in inputs}
+    whole = TensorDictPolicy(policy, inputs, size, device, read, inner, shown)
 
     def as_it_is() -> Policy:
         if compile is not None:
@@ -160,7 +241,7 @@ def as_policy(
         return as_it_is()
     if isinstance(policy, TensorDictModuleBase):
         program = flatten(policy, kind)
-        if program is not None and loose.keys().isdisjoint(program.inputs):
+        if program is not None and loose.keys().isdisjoint(program.inputs) and columns.keys() >= set(program.inputs):
             try:
                 flat: FlatPolicy = probed(FlatPolicy(program, whole, device))
                 if compile is not None:
@@ -168,15 +249,15 @@ def as_policy(
                 return flat
             except NotFlat:
                 pass
-        written = [as_key(k) for k in getattr(policy, "out_keys", ())]
-        absent = [
-            k
-            for k in map(as_key, getattr(policy, "in_keys", ()))
-            if k not in columns and not any(w[: len(k)] == k for w in written)  # a branch an earlier module fills
-        ]
-        if absent and not any(getattr(part, "partial_tolerant", False) for part in policy.modules()):
-            raise _missing(absent, columns)
-        return as_it_is()
+        made = as_it_is()
+        lost = [k for k in optional if ("next", *k) in made.outputs]
+        if lost:
+            warnings.warn(
+                f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
+                f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
+                stacklevel=2,
+            )
+        return made
     names = _parameters(policy)
     if names is not None and takes_tensordict(policy):
         return as_it_is()

@@ -24,12 +24,16 @@ parameters, `train()`. A value decided by parameters alone (`if self.scale.max()
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import enum
+import inspect
 import operator
 import os
 import random
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -371,6 +375,7 @@ class Captured:
         writes: bool = False,
     ) -> None:
         self._call, self._writes = call, writes
+        _refuse_hooks(modules)
         self._relied_on = Fingerprint(modules)
         first = record(call, probes[0])
         self._outside = _from_outside(first, record(call, probes[1]))
@@ -555,16 +560,32 @@ def _compile(
 
 
 class Fingerprint:
-    """What a module's attributes, hooks and parameters are now; `holds` tells whether they still are."""
+    """What modules rely on, as it is now: attributes, hooks, parameters, and the variables their code looks up.
+
+    `holds` tells whether all of it still is the same. Of variables those are known that the methods of a user's own
+    classes name; what functions that they call look up is not.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [part for module in modules for part in module.modules()]
         self._types = [type(m) for m in self._modules]
         self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
+        self._names: list[tuple[dict[str, Any], str, Any]] = []  # and those of modules
         for hooks in _GLOBAL_HOOKS:
             self._keep(hooks, 0)
         for module in self._modules:
             self._keep(vars(module), 3)
+        theirs = [value for m in self._modules for value in vars(m).values() if isinstance(value, types.FunctionType)]
+        for function in {*theirs, *(f for kind in dict.fromkeys(self._types) for f in _methods(kind))}:
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty one
+                    self._cells.append((cell, cell.cell_contents))
+                    self._keep_if_container(cell.cell_contents)
+            for name in function.__code__.co_names:
+                if name in function.__globals__:
+                    self._names.append((function.__globals__, name, function.__globals__[name]))
+                    self._keep_if_container(function.__globals__[name])
 
     def _keep(self, container: Any, depth: int) -> None:
         """Note the objects in a container: identity tells whether one was replaced."""
@@ -575,10 +596,20 @@ class Fingerprint:
             if isinstance(value, (list, dict)):
                 self._keep(value, depth - 1)
 
+    def _keep_if_container(self, value: Any) -> None:
+        if type(value) in (list, dict, set, collections.deque, collections.defaultdict, collections.Counter):
+            self._keep(value, 0)
+
     def holds(self) -> bool:
-        """Whether every container still holds the very same objects."""
+        """Whether every variable and every container still holds the very same objects."""
         for module, kind in zip(self._modules, self._types):
             if type(module) is not kind:
+                return False
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        for names, name, value in self._names:
+            if names.get(name) is not value:
                 return False
         for container, keys, values in self._held:
             if len(container) != len(values):
@@ -588,6 +619,29 @@ class Fingerprint:
                 if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
                     return False
         return True
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    """Every function in the classes of a user's own."""
+    for cls in kind.__mro__:
+        if cls.__module__.partition(".")[0] not in ("torch", "tensordict", "torchrl", "builtins", "abc", "typing"):
+            for value in vars(cls).values():
+                value = getattr(value, "__func__", getattr(value, "fget", value))
+                value = inspect.unwrap(value) if callable(value) else value
+                if isinstance(value, types.FunctionType):
+                    yield value
+
+
+def _refuse_hooks(modules: Sequence[nn.Module]) -> None:
+    """A hook is there to be called."""
+    for module in modules:
+        for part in module.modules():
+            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
+            if not all(known) or "forward" in vars(part):
+                raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
+    if any(_GLOBAL_HOOKS):
+        raise NotCaptured("there is a hook for all modules")
 
 
 _GLOBAL_HOOKS = (

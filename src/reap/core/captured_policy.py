@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from reap.core.as_policy import untouched
 from reap.core.capture import Captured, NotCaptured
 from reap.core.exploration import exploring
-from reap.core.policy import CallPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
@@ -44,8 +44,7 @@ class CapturedPolicy(TensorPolicy):
         self.why: str | None = None
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
-        self._kept: list[Tensor] = []  # what it finds again of what it wrote at the last step, if it looks for that
-        self._keeps: list[Key] = []
+        self._keeps: list[Key] = []  # what it looks for of what it wrote at the last step
         self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs of each step, and what was checked
         self._pick: Callable[[Any], Any] = tuple
         self._rollouts, self._compares = 0, False
@@ -107,7 +106,6 @@ class CapturedPolicy(TensorPolicy):
             self._active.bind()
         if self._active is not None and self._active is not before:
             self._keeps = next(keys for c, keys in self._captures if c is self._active)
-            self._kept = []
             used = self._active.used
             self._pick = operator.itemgetter(*used) if len(used) > 1 else lambda inputs: [inputs[i] for i in used]
 
@@ -115,11 +113,12 @@ class CapturedPolicy(TensorPolicy):
         active = self._active
         if active is None:
             return self._plain.act(row)
-        if self._keeps and not self._kept:  # it begins: the module itself finds nothing
-            self._plain.act(row)
-            self._kept = [self._plain._kept[key] for key in self._keeps]  # type: ignore[union-attr]
-            return None
-        inputs = (*row.inputs, *self._kept) if self._keeps else row.inputs
+        inputs = row.inputs
+        if self._keeps:
+            kept: dict[Key, Any] = self._plain._kept  # type: ignore[union-attr]
+            if not kept:  # it begins: the module itself finds nothing
+                return self._plain.act(row)
+            inputs = (*inputs, *(kept[key] for key in self._keeps))
         if self._compares:
             self._compares = False
             if not self._still(active, inputs):
@@ -132,7 +131,7 @@ class CapturedPolicy(TensorPolicy):
                 raise self._changed(array, column, row)
             column[...] = array
         if self._keeps:
-            self._kept = list(values[ours : active.outputs])
+            self._plain._kept = dict(zip(self._keeps, values[ours : active.outputs]))  # type: ignore[union-attr]
         if active.checks:
             self._checks.append((row.inputs, values[active.outputs :]))
         return None
@@ -161,10 +160,6 @@ class CapturedPolicy(TensorPolicy):
 
     def forget(self, lanes: Sequence[int]) -> None:
         self._plain.forget(lanes)
-        size = len(self._plain._size) if isinstance(self._plain, TensorDictPolicy) else 0
-        for i, value in enumerate(self._kept):
-            self._kept[i] = value = value.clone(memory_format=torch.contiguous_format)
-            value.reshape(-1, *value.shape[size:])[list(lanes)] = 0
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)
@@ -185,14 +180,19 @@ def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
 
 def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:
     """`policy` by the torch calls its `model` makes, if that is possible; `policy` itself if not."""
-    if not isinstance(model, nn.Module) or not isinstance(policy, (CallPolicy, TensorDictPolicy)):
+    if not isinstance(model, nn.Module):
         return policy
-    if policy.device is not None and policy.device.type != "cpu":
+    plain = policy
+    if isinstance(policy, FlatPolicy) and policy.opaque:  # flat, but for modules of the user's own
+        plain = policy.as_module()
+    if not isinstance(plain, (CallPolicy, TensorDictPolicy)):
         return policy
-    first = [columns[key] for key in policy.inputs]
+    if plain.device is not None and plain.device.type != "cpu":
+        return policy
+    first = [columns[key] for key in plain.inputs]
     if not all(isinstance(value, Tensor) for value in first):
         return policy
-    made = CapturedPolicy(policy, model, [value.clone() for value in first], kind)
+    made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
     if made.captured:
         return made
     _log.info("%s is called at each step: %s", type(model).__name__, made.why)

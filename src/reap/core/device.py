@@ -19,16 +19,23 @@ from torch import Tensor
 
 from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
 from reap.core.stats import RECENT
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import USUAL, EnvSpec, Key, Leaf, Look
 
 
 class DeviceLayout(Layout):
     """A layout whose columns are tensors on a device."""
 
     def __init__(
-        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, device: torch.device
+        self,
+        columns: Mapping[Key, Leaf],
+        steps: int,
+        lanes: int,
+        *,
+        batched: bool,
+        device: torch.device,
+        look: Look = USUAL,
     ) -> None:
-        super().__init__(columns, steps, lanes, batched=batched)
+        super().__init__(columns, steps, lanes, batched=batched, look=look)
         self.device = device
 
     def tensor(self, key: Key, array: Any) -> Tensor:
@@ -212,8 +219,13 @@ class DeviceLedger:
         torch.where(done[-1], new[-1], ids[-1], out=self.ids)
         self.counter.tensor += ended
 
-    def stamp(self, slot: Slot, version: int) -> None:
-        """Every frame was made by this version."""
+    def stamp(self, slot: Slot, version: int | None) -> None:
+        """Every frame was made by this version; None: the policy has written whose it is."""
+        columns: Mapping[Key, Any] = slot.arrays
+        if version is None:
+            if ("next", *VERSION) in columns:
+                columns[("next", *VERSION)].copy_(columns[VERSION])
+            return
         for key in (VERSION, ("next", *VERSION)):
             if key in slot.arrays:
                 slot.arrays[key].fill_(version)  # type: ignore[attr-defined]

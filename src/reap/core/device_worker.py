@@ -22,7 +22,7 @@ from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.worker import Plan
 from reap.errors import UsageError
-from reap.spec import READY, Key
+from reap.spec import READY, Key, Look
 
 
 def device_worker(plan: Plan, env: Env, model: Any) -> DeviceWorker | None:
@@ -65,8 +65,9 @@ class DeviceWorker(AnyWorker):
         self.random = _Stepping(RandomActions(spec.action, self.policy.outputs))
         self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
         columns = columns_of(spec, self.policy, ids=plan.track_traj_ids, mask=False, version=plan.track_policy_version)
+        look = Look(contiguous=bool(plan.contiguous))
         self.layout = DeviceLayout(
-            columns, plan.steps(self.lanes), self.lanes, batched=spec.batched, device=self.device
+            columns, plan.steps(self.lanes), self.lanes, batched=spec.batched, device=self.device, look=look
         )
         self.pool = Pool(self.layout, limit=0, make=DeviceSlot)  # type: ignore[arg-type]
         self._recording: Recording | None = None
@@ -104,7 +105,7 @@ class DeviceWorker(AnyWorker):
         else:
             self._fill(slot, self.random if random else None)
         policy.end(slot, slot.layout.steps)
-        self.ledger.stamp(slot, self.loop.version)
+        self.ledger.stamp(slot, self.loop.stamp)
         frames = slot.layout.steps * self.lanes
         self.stats.end(frames)
         slot.state = State.FULL

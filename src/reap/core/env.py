@@ -45,6 +45,11 @@ class Env(abc.ABC):
     draws = False  # whether random actions come from `draw`, step by step
     captures = True  # whether it may record what it asks of torch, and replay that
 
+    @property
+    def as_given(self) -> Any:
+        """The env as its owner knows it: what `collector.env`, and paths that begin with "env", lead to."""
+        return self
+
     def say_lane_in(self, memory: Any) -> None:  # noqa: B027
         """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
 

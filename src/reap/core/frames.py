@@ -47,7 +47,7 @@ def assemble_frames(arrays: Arrays, layout: Layout) -> TensorDictBase:
     for w, batch in enumerate(workers):
         for key, array in own.items():
             column = torch.from_numpy(array[:, w * share : (w + 1) * share].copy())
-            batch.set(key, column.transpose(0, 1).reshape(*batch.batch_size, *column.shape[2:]))
+            batch.set(key, column.transpose(0, 1).contiguous().reshape(*batch.batch_size, *column.shape[2:]))
     return workers[0] if len(workers) == 1 else LazyStackedTensorDict.maybe_dense_stack(workers, 0)
 
 

@@ -60,14 +60,14 @@ class Ledger:
     ) -> None:
         """A rollout of so many steps is over; episodes ended at steps `when` in lanes `where`, in order of time.
 
-        `version` None: every frame knows its own already.
+        `version` None: every frame knows its own already, at its root.
         """
         arrays = slot.arrays
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
         made = None  # frames of each lane, where they are its first rows
         if mask is not None:
-            when, made = self._settle(mask, slot, steps, when, where)
+            when, made = self._settle(mask, slot, steps, when, where, version is None)
             frames = int(np.count_nonzero(mask))
         reward = arrays[self.reward][:steps]
         number = (
@@ -82,6 +82,8 @@ class Ledger:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if blank is not None:
                 np.putmask(arrays[TRAJ_IDS], blank, -1)
+        if version is None and ("next", *VERSION) in arrays:
+            arrays[("next", *VERSION)][...] = arrays[VERSION]
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
@@ -104,10 +106,13 @@ class Ledger:
         else:
             column[1:] = self.ids
 
-    def _settle(self, mask: Array, slot: Slot, steps: int, when: Array, where: Array) -> tuple[Array, Array | None]:
+    def _settle(
+        self, mask: Array, slot: Slot, steps: int, when: Array, where: Array, versions: bool
+    ) -> tuple[Array, Array | None]:
         """Finish the mask, close the gaps of skipped steps, clear rows without a frame.
 
-        Returns where ends are now and, where gaps were closed, how many frames each lane made.
+        `versions`: whether they differ from row to row, and move with their frames. Returns where ends are now
+        and, where gaps were closed, how many frames each lane made.
         """
         mask[steps:] = False
         if not self._resets:
@@ -116,7 +121,8 @@ class Ledger:
         if mask.all():
             return when, None
         made = None
-        columns = [column for key, column in slot.arrays.items() if key not in _NOT_MOVED]
+        stay = _NOT_MOVED - {VERSION} if versions else _NOT_MOVED
+        columns = [column for key, column in slot.arrays.items() if key not in stay]
         if self._rows == "skipping":
             moved, made = close_gaps(mask, columns, when, where)
             for flag in _FLAGS:  # set at ends and nowhere else

@@ -46,11 +46,18 @@ def carry_of(policy: Any) -> dict[Key, Tensor]:
                 if not isinstance(first, Tensor):
                     raise WrongArgument(f"carry {key!r} must be a tensor, one lane's first value; got {first!r}")
                 found[as_key(key)] = first.detach().cpu()
-        elif callable(getattr(part, "make_tensordict_primer", None)):  # TorchRL's recurrent modules
+        elif callable(getattr(part, "make_tensordict_primer", None)) and _writes_next(
+            part
+        ):  # TorchRL's recurrent modules
             primers = part.make_tensordict_primer().primers
             for key in primers.keys(True, True):
                 found[as_key(key)] = primers[key].zero().detach().cpu()
     return found
+
+
+def _writes_next(part: Any) -> bool:
+    """Whether a module writes a next value: others with a primer (a dropout's mask) write what they have begun."""
+    return any(as_key(key)[0] == "next" for key in getattr(part, "out_keys", ()))
 
 
 def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:

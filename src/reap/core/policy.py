@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from reap.core.cells import Cells
 from reap.core.flat import Program
+from reap.core.outputs import Getter, as_tensordict, by_name, getters, is_named
 from reap.core.ragged import frame
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, UsageError, WrongState
@@ -42,6 +44,14 @@ class RandomPolicy:
         if self.action_spec is None:
             raise WrongState("RandomPolicy was given no action_spec and has not met an env yet")
         return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
+
+
+def without_steps(policy: Any) -> Any:
+    """`policy`; for `env.rand_step` a RandomPolicy: the same actions, and the collector alone steps the env."""
+    owner = getattr(policy, "__self__", None)
+    if getattr(policy, "__name__", None) == "rand_step" and hasattr(owner, "rand_action"):
+        return RandomPolicy()
+    return policy
 
 
 class Policy:
@@ -121,6 +131,10 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
+    def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        """The values of `written` for these inputs, as at first; nothing is remembered."""
+        return self.forward(inputs)
+
     def private(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Inputs foreign code may keep or change: rows are recycled, and what was seen is data."""
         if self.device is not None:
@@ -166,7 +180,10 @@ class TensorPolicy(Policy):
 
 
 class CallPolicy(TensorPolicy):
-    """A module or function of plain tensors. The first output is the action; the rest are `output1`, `output2`, …"""
+    """A module or function of plain tensors.
+
+    A tuple is the action, then `output1`, `output2`, …, then the new carry; what has names is delivered under them.
+    """
 
     def __init__(
         self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
@@ -175,15 +192,22 @@ class CallPolicy(TensorPolicy):
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
         self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
-        self._named: list[Any] = []
+        self._getters: list[Getter] = []
+        self._names: int | None = None  # how many there are in a mapping
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if self._alone:
             out = self._call(inputs[0].clone())
         else:
             out = self._call(*self.private(inputs))
-        if self._named:
-            return [out[key] for key in self._named]
+        if self._getters:
+            try:
+                if self._names is None or len(out) == self._names:
+                    return [get(out) for get in self._getters]
+            except (AttributeError, LookupError, TypeError):
+                pass
+            now = show_keys(by_name(out, list(self.outputs)[:1]))
+            raise SpecMismatch(f"the policy returned {now} now; before there were {show_keys(self.outputs)}")
         if not self._many:
             return (out,)
         if self.outputs and len(out) != len(self.outputs):
@@ -195,10 +219,13 @@ class CallPolicy(TensorPolicy):
         (out,) = self.forward(inputs)
         if out is None:
             raise UsageError("policy returned None; the action is expected")
-        if isinstance(out, (Mapping, TensorDictBase)):
-            # As a TensorDictModule around it would: the action is taken, the rest was not asked for.
-            self._named = [k for k in out.keys() if as_key(k) in self._first]  # noqa: SIM118
-            self.learn_outputs([as_key(k) for k in self._named], [out[k] for k in self._named], size)
+        if is_named(out):
+            found = getters(out)
+            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
+            keys = [carried.get(key, key) for key in found]
+            self._names = len(out) if isinstance(out, Mapping) else None
+            self.learn_outputs(keys, [get(out) for get in found.values()], size)
+            self._getters = list(found.values())
             return
         self._many = isinstance(out, tuple)
         values = tuple(out) if self._many else (out,)
@@ -261,6 +288,19 @@ class FlatPolicy(TensorPolicy):
                 columns = [slot.layout.tensor(k, slot.arrays[k][:steps]) for k in deferred.reads]
                 slot.put(key, deferred.compute(*columns))
 
+    @property
+    def opaque(self) -> bool:
+        """Whether modules of the user's own are called in it, and no distribution that is known by heart is sampled."""
+        return self._program.opaque and not self._program.checked
+
+    def as_module(self) -> TensorDictPolicy:
+        """The same policy, called as the module it is."""
+        module = self._fallback
+        module.adopt(self.inputs, self.outputs)
+        module.outputs = self.outputs
+        module._readers = tuple(self._reader_of[key] for key in self.outputs)
+        return module
+
     def stay(self) -> None:
         super().stay()
         self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]
@@ -308,8 +348,8 @@ class NotFlat(Exception):
 class TensorDictPolicy(TensorPolicy):
     """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
 
-    What it wrote at one step it finds again at the next, as noise processes and counters expect; lanes whose episode
-    ended find zeros.
+    What it wrote at one step it finds again at the next, as noise processes and counters expect. A lane whose episode
+    ended finds zeros; where all have ended, or begin anew, it finds nothing, as at first.
     """
 
     remembers = True
@@ -322,8 +362,10 @@ class TensorDictPolicy(TensorPolicy):
         device: torch.device | None,
         loose: Mapping[Key, Leaf],
         inner: Mapping[Key, tuple[int, ...]] | None = None,
+        shown: torch.device | None = None,
     ) -> None:
         super().__init__(inputs, device)
+        self.shown = device if shown is None else shown  # as its TensorDict's device
         self.call, self._size, self._loose = call, size, loose
         # branches with batch dimensions of their own, those inside others last
         inner = {key: own for key, own in (inner or {}).items() if any(k[: len(key)] == key for k in inputs)}
@@ -334,8 +376,8 @@ class TensorDictPolicy(TensorPolicy):
     def _tensordict(self, inputs: tuple[Any, ...], size: tuple[int, ...]) -> TensorDictBase:
         if self._loose:
             lanes = size[0] if size else None
-            return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.device)
-        td = TensorDict({}, batch_size=size, device=self.device)
+            return frame(dict(zip(self.inputs, inputs)), self._loose, lanes, self.shown)
+        td = TensorDict({}, batch_size=size, device=self.shown)
         for key, value in zip(self.inputs, inputs):
             td.set(key, value)
         for key, own in self._inner:
@@ -345,6 +387,9 @@ class TensorDictPolicy(TensorPolicy):
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         values, self._kept = self.answer(inputs, self._kept, self._size)
         return values
+
+    def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        return self.answer(inputs, {}, self._size)[0]
 
     def answer(
         self, inputs: tuple[Tensor, ...], kept: Mapping[Key, Any], size: tuple[int, ...]
@@ -373,6 +418,8 @@ class TensorDictPolicy(TensorPolicy):
         return ((key, td.get(key)) for key in keys if key not in self._loose)
 
     def forget(self, lanes: Sequence[int]) -> None:
+        if len(lanes) >= math.prod(self._size):
+            self._kept = {}
         for key, value in self._kept.items():
             if isinstance(value, Tensor):
                 self._kept[key] = value = value.clone(memory_format=torch.contiguous_format)
@@ -386,12 +433,15 @@ class TensorDictPolicy(TensorPolicy):
         td = self._tensordict(self.private(inputs), self._size)
         before = dict(self._entries(td))
         copies = {k: v.clone() for k, v in before.items()}
+        declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
         out = self.call(td)
         out = td if out is None else out
+        if is_named(out) and not isinstance(out, TensorDictBase):
+            self.call = _returning_tensordict(self.call)
+            out = as_tensordict(out, td.batch_size)
         if not isinstance(out, TensorDictBase):
             raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
         after = dict(self._entries(out))
-        declared = {as_key(k) for k in getattr(self.call, "out_keys", ())}
         # In a copy, flags and all, every object is another: there only other values tell what was written.
         copied = out is not td or any(after.get((f,)) is not before.get((f,)) for f in FLAGS)
         written = {
@@ -417,6 +467,11 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
             columns[key] = torch.from_numpy(array).reshape((*spec.size, *leaf.shape))
     shown = [(flag,) for flag in FLAGS if (flag,) not in spec.look.hidden]
     return columns | {flag: torch.zeros((*spec.size, 1), dtype=torch.bool) for flag in shown}
+
+
+def _returning_tensordict(call: Callable[..., Any]) -> Callable[[TensorDictBase], TensorDict]:
+    """`call`, which takes a TensorDict and returns its outputs by name in another form."""
+    return lambda td: as_tensordict(call(td), td.batch_size)
 
 
 def _same(a: Any, b: Any) -> bool:

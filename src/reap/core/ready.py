@@ -59,10 +59,10 @@ class Sorter:
         """How many frames are missing at least, until every lane has so many."""
         return int(np.maximum(steps - self._count, 0).sum())
 
-    def feed(self, log: Slot, version: int, steps: int) -> None:
-        """The first `steps` rows of a log, as they were filled."""
+    def feed(self, log: Slot, version: int | None, steps: int) -> None:
+        """The first `steps` rows of a log, as they were filled; `version` None: the policy has written it."""
         arrays = {key: array[:steps] for key, array in log.arrays.items()}
-        if VERSION in arrays:
+        if VERSION in arrays and version is not None:
             arrays[VERSION][...] = version
         flat = {key: arrays[key].reshape(-1, *arrays[key].shape[2:]) for key in (*self._roots, *self._nexts)}
         if (
@@ -107,8 +107,6 @@ class Sorter:
             left[key] = column[rest]
         self._held = [(lanes[rest], left)] if len(rest) else []
         self._count -= steps
-        if VERSION in slot.arrays:
-            slot.arrays[_VERSION_NEXT][...] = slot.arrays[VERSION]
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
         ledger.close(slot, steps, when, where, due=(), version=None)
 

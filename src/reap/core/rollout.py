@@ -11,7 +11,7 @@ about 2–4 µs. Flags are cleared, trajectory ids and versions written once per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from reap.core.env import Env
 from reap.core.exploration import exploring
 from reap.core.ledger import Ledger
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
+from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
-from reap.spec import EnvSpec, Key, Leaf, show
+from reap.spec import READY, EnvSpec, Key, Leaf, show
 
 
 class RolloutLoop:
@@ -48,9 +48,15 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
+        self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
         self.me = env.driver = object()  # as whoever drives the env is known there
+
+    @property
+    def stamp(self) -> int | None:
+        """The version to stamp frames with; None: the policy has written it."""
+        return self.version if self._stamps else None
 
     def reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         """New episodes in `lanes`, at the border between two rollouts."""
@@ -152,7 +158,7 @@ class RolloutLoop:
         if self.ledger is not None:
             when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
             where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
-            self.ledger.close(slot, t + 1, when, where, due=due, version=self.version)
+            self.ledger.close(slot, t + 1, when, where, due=due, version=self.stamp)
         self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
@@ -173,20 +179,25 @@ def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[
     return [leaf.column(lanes) for leaf in observation.values()]
 
 
-RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version"}
+RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version", FRAME[-1]}
+
+
+def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
+    """Raise if an observation has a name that a batch uses for something else, or one of `more`."""
+    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action or key in more]
+    if taken:
+        raise SpecMismatch(
+            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
+        )
 
 
 def columns_of(
     spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
-    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action]
-    if taken:
-        raise SpecMismatch(
-            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
-        )
+    check_names(spec, {READY} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
-    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action]
+    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
     if taken:
         raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
     flag = Leaf((1,), torch.bool)
@@ -196,6 +207,12 @@ def columns_of(
     columns.update({("next", *key): leaf for key, leaf in spec.observation.items() if not compact or leaf.loose})
     columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
     whole = Leaf((), torch.int64)
+    said = policy.outputs.get(VERSION, whole)
+    if (said.shape, said.dtype) != ((), torch.int64):
+        raise SpecMismatch(
+            f"policy writes {show(VERSION)} as {said}; a batch has the version of the weights that acted under that "
+            f"name, an int64 for each lane: write that, or rename it"
+        )
     if ids:
         columns[TRAJ_IDS] = whole
     if mask or spec.rows != "whole":

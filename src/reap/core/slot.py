@@ -90,6 +90,8 @@ class Layout:
                 continue
             tensor = self.tensor(key, array)
             tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
+            if self.look.contiguous:
+                tensor = tensor.contiguous()  # the slot is free again as soon as all columns are copied
             found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
 
@@ -275,8 +277,9 @@ class Slot:
 class RowKeys:
     """Which columns a row shows to whom, in which order."""
 
-    def __init__(self, spec: EnvSpec, inputs: Sequence[Key] = (), outputs: Sequence[Key] = ()) -> None:
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+    def __init__(self, spec: EnvSpec, inputs: Sequence[Key] = (), outputs: Sequence[Key] | None = None) -> None:
+        # Where no policy is at hand (lanes in threads and processes, steps by hand) only actions come from outside.
+        self.inputs, self.outputs = tuple(inputs), tuple(spec.action if outputs is None else outputs)
         self.action, self.observation, self.reward = tuple(spec.action), tuple(spec.observation), tuple(spec.reward)
 
 

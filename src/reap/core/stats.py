@@ -1,4 +1,7 @@
-"""Stats: what a worker has seen, counted once per rollout with whole-array arithmetic."""
+"""Stats: what a worker has seen, counted once per rollout with whole-array arithmetic.
+
+worker ──► Stats ──► episodes that ended, how long ago ──► EpisodeWindow ──► means over the last hundred of all workers
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,44 @@ import numpy as np
 from reap.core.gaps import running
 
 RECENT = 100
+Episodes = np.ndarray[
+    Any, np.dtype[np.float64]
+]  # [n, 3]: when each ended (seconds, perf_counter), its return and length
+_NONE: Episodes = np.zeros((0, 3))
+
+
+class EpisodeWindow:
+    """The last hundred episodes of several workers, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self._kept = self._untold = _NONE
+
+    def add(self, episodes: Episodes, *, shift: float = 0.0) -> None:
+        """Episodes that have ended; `shift` is what their clock is behind ours."""
+        if not len(episodes):
+            return
+        new = episodes + (shift, 0.0, 0.0) if shift else episodes
+        self._kept = _latest(self._kept, new)
+        self._untold = _latest(self._untold, new)
+
+    def ended_since(self) -> Episodes:
+        """Those that were added since this was asked before, a hundred at most."""
+        found, self._untold = self._untold, _NONE
+        return found
+
+    def means(self) -> dict[str, Any]:
+        """Mean return and length (None before the first one ends)."""
+        _, returns, lengths = self._kept.T
+        some = len(returns) > 0
+        return {
+            "mean_return": float(returns.mean()) if some else None,
+            "mean_length": float(lengths.mean()) if some else None,
+        }
+
+
+def _latest(kept: Episodes, new: Episodes) -> Episodes:
+    both = np.concatenate([kept, new])
+    return both[np.argsort(both[:, 0], kind="stable")[-RECENT:]]
 
 
 class Stats:
@@ -29,6 +70,8 @@ class Stats:
         self.open_length = np.zeros(lanes, np.int64)
         self._began = 0.0
         self.span = (0.0, 0.0)  # of the last rollout
+        self._fresh = _NONE  # episodes that ended in the last rollout: when (as a share of it), return, length
+        self._untold = _NONE  # episodes that nobody was told of: when, return, length
 
     def begin(self) -> None:
         """A rollout starts."""
@@ -38,6 +81,10 @@ class Stats:
         """A rollout is full."""
         self.span = (self._began, time.perf_counter())
         self.seconds += self.span[1] - self._began
+        if len(self._fresh):
+            self._fresh[:, 0] = self._began + self._fresh[:, 0] * (self.span[1] - self._began)
+            self._untold = np.concatenate([self._untold, self._fresh])[-RECENT:]
+            self._fresh = _NONE
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes cut short by a reset are not counted."""
@@ -81,6 +128,8 @@ class Stats:
             recent = back[-RECENT:]  # in time, not by lane
             self.returns.extend(returns[recent].tolist())
             self.lengths.extend(lengths[recent].tolist())
+            at = (t[recent] + 1) / len(total)
+            self._fresh = np.stack([at, returns[recent], lengths[recent].astype(np.float64)], 1)
             self.episodes += len(when)
             last = np.r_[lane[1:] != lane[:-1], True]
             open_return, open_length = total[-1] + self.open_return, self.open_length + in_all
@@ -98,6 +147,13 @@ class Stats:
         self.episodes += len(returns)
         self.returns.extend(returns[-RECENT:].tolist())
         self.lengths.extend(lengths[-RECENT:].tolist())
+        recent = [np.asarray(values[-RECENT:], np.float64) for values in (returns, lengths)]
+        self._fresh = np.stack([np.arange(1, len(recent[0]) + 1) / max(len(recent[0]), 1), *recent], 1)
+
+    def ended_since(self) -> Episodes:
+        """The last hundred episodes that ended since this was asked before: when, return and length of each."""
+        found, self._untold = self._untold, _NONE
+        return found
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

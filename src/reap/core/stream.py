@@ -43,7 +43,7 @@ class Stream(Sorter):
         lanes = lanes[:frames]
         self._count -= np.bincount(lanes, minlength=self._lanes)
         arrays[ENV_INDEX][...] = lanes
-        if VERSION in arrays:
+        if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
         if TRAJ_IDS in arrays:

@@ -40,7 +40,8 @@ class Plan:
     make_policy: Callable[[], Any]
     steps: Callable[[int], int]  # lanes → steps per rollout
     exploration: InteractionType = InteractionType.RANDOM
-    policy_device: torch.device | None = None
+    policy_device: torch.device | None = None  # where inputs must be brought
+    shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
     trust_policy: bool = False
     capture: bool = True  # replay what policy and env ask of torch, where that is the same
     compile_policy: dict[str, Any] | None = None
@@ -50,6 +51,7 @@ class Plan:
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
     compact: bool = False
+    contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
     storing_device: torch.device | None = None
     record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
@@ -125,7 +127,8 @@ class Worker(AnyWorker):
         if plan.stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
         lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
-        look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner})
+        contiguous = spec.look.contiguous if plan.contiguous is None else plan.contiguous
+        look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner}, contiguous=contiguous)
         self.layout = Layout(columns, steps, lanes, batched=batched, look=look)
         if same_slot and self.layout.loose:
             raise UsageError(
@@ -164,7 +167,7 @@ class Worker(AnyWorker):
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
-        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device)
+        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
         policy = own or as_policy(
             self.model,
@@ -178,6 +181,7 @@ class Worker(AnyWorker):
             inner=spec.look.inner,
             kind=plan.exploration,
             device=plan.policy_device,
+            shown=plan.shown_device,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
@@ -202,6 +206,7 @@ class Worker(AnyWorker):
             self.loop.fill(slot, policy)
         else:
             self._fill_sorted(slot, self.sorter, policy)
+        self.env.driver = self.loop.me  # an env that was handed out takes our own steps for somebody's
         self.stats.end()
         slot.state = State.FULL
         return self.stats.frames - before
@@ -216,7 +221,7 @@ class Worker(AnyWorker):
         try:
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
-                sorter.feed(self._log, self.loop.version, self.loop.fill(self._log, policy))
+                sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
         except BaseException:  # broken off (Ctrl-C): every lane begins anew

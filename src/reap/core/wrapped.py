@@ -23,6 +23,11 @@ class Wrapped(Env):
         return getattr(self._env, name)
 
     @property
+    def as_given(self) -> Any:
+        inner = self._env.as_given
+        return self if inner is self._env else inner
+
+    @property
     def pending_seeds(self) -> Sequence[int] | None:
         return self._env.pending_seeds
 

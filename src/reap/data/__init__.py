@@ -8,12 +8,7 @@
 
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.multistep import MultiStep
-from reap.buffers.replay import (
-    PrioritizedReplayBuffer,
-    ReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from reap.buffers.replay import ReplayBuffer
 from reap.buffers.samplers import (
     PrioritizedSampler,
     RandomSampler,
@@ -22,6 +17,11 @@ from reap.buffers.samplers import (
     SliceSampler,
 )
 from reap.buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+from reap.buffers.tensordict_replay import (
+    PrioritizedReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from reap.data.ray import RayReplayBuffer
 
 __all__ = [

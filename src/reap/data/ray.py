@@ -24,8 +24,9 @@ from torch import Tensor
 from reap.backends.ray import CLUSTER, engine
 from reap.buffers.feed import Feed
 from reap.buffers.replay import ReplayBuffer
-from reap.children import dumps
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
+from reap.forks import guard
+from reap.pickling import dumps
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
 
@@ -74,6 +75,12 @@ class _Keeper:
     def call(self, name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         given = [one.unpack(copy=False) if isinstance(one, _Columns) else one for one in arguments]
         return _packed(getattr(self._buffer, name)(*given, **options))
+
+    def sample_now(self, batch_size: int | None, return_info: bool, limited: bool) -> Any:
+        """A sample, or `Starved`: whoever asks knows better than the actor whether there is somebody to wait for."""
+        count = self._buffer.batch_size if batch_size is None else batch_size
+        sample, info, _ = self._buffer._sample_now(count, limited=limited)
+        return _packed((sample, info) if return_info else sample)
 
     def show(self, name: str) -> Any:
         return len(self._buffer) if name == "len" else getattr(self._buffer, name)
@@ -174,9 +181,10 @@ class RayReplayBuffer(_Client):
                 raise UsageError(f"{name}: rows travel through Ray's object store; leave it out")
         if not callable(replay_buffer_cls):
             raise WrongArgument(f"replay_buffer_cls must be a class, got {replay_buffer_cls!r}")
-        self.batch_size, self.feed = options.get("batch_size"), Feed()
+        self.batch_size, self.feed, self._limiter = options.get("batch_size"), Feed(), options.get("limiter")
         ray = CLUSTER.enter(ray_init_config or {})
         self._open = True
+        guard(self)
         settings = {"num_cpus": 0, **(remote_config or {}), "max_concurrency": _THREADS}
         try:
             made = dumps(functools.partial(replay_buffer_cls, **options), "what the replay buffer is made of")
@@ -192,12 +200,17 @@ class RayReplayBuffer(_Client):
 
     def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
         """Frames, as the buffer's sampler draws them; waits for the first while a collector brings them."""
-        began = time.monotonic()
+        began, released = time.monotonic(), False
+        patience = None if self._limiter is None else self._limiter.timeout
         while True:
             try:
-                return super().sample(batch_size, return_info)
+                if patience is None or (batch_size or self.batch_size) is None:
+                    return super().sample(batch_size, return_info)
+                return _unpacked(self._ask(self._actor.sample_now, batch_size, return_info, not released))
             except Starved as why:
-                self.feed.wait(why, began)
+                if released:
+                    raise
+                released = self.feed.wait(why, began, patience)
 
     def empty(self) -> None:
         """Forget all rows."""
@@ -223,6 +236,10 @@ class RayReplayBuffer(_Client):
         if not self._open:
             raise WrongState("this RayReplayBuffer is closed; make a new one")
         return super()._ask(method, *arguments)
+
+    def in_fork(self, why: str) -> None:
+        """The actor is its owner's to end."""
+        self._open = False
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the actor, and its rows with it. May be called twice."""

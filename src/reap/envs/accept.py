@@ -15,22 +15,28 @@ from reap.envs.envpool import envpool_lanes, is_envpool
 from reap.envs.gymnasium import GymEnv, GymLanes
 from reap.envs.gymnasium_vector import VectorLanes
 from reap.envs.jax import JaxEnv, is_brax, is_gymnax
-from reap.envs.limit import StepLimit
+from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.envs.puffer import PufferLibEnv, is_puffer
 from reap.envs.torchrl import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
+from reap.spec import Key
 
 _FOREIGN = (is_envpool, is_dm, is_pettingzoo, is_gymnax, is_brax, is_puffer)
 
 
-def as_env(source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None) -> Env:
-    """Whatever a collector accepts, as lanes the engine can step; episodes of at most `limit` steps, if it is given."""
+def as_env(
+    source: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
+) -> Env:
+    """Whatever a collector accepts, as lanes the engine can step.
+
+    With `limit`, episodes of at most so many steps, which are counted under the key `count`.
+    """
     source, kwargs = _made(source, kwargs)
     if is_torchrl(source):
-        return torchrl_lanes(source, kwargs, limit)
+        return torchrl_lanes(source, kwargs, limit, count)
     env = _lanes(source, kwargs)
-    return env if limit is None else StepLimit(env, limit)
+    return env if limit is None else StepLimit(env, limit, count)
 
 
 def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:

@@ -33,6 +33,7 @@ from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState, nearest
+from reap.forks import guard
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
@@ -123,7 +124,12 @@ class AsyncEnvPool(EnvBase):
         self._action: dict[Key, Leaf] | None = None
         self._begun = np.zeros(self.num_envs, bool)
         self._failure: str | None = None
+        guard(self)
         self._restart_book()
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the envs, and what they answer, are its owner's."""
+        self._failure = why
 
     def _restart_book(self) -> None:
         self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it

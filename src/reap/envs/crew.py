@@ -14,14 +14,16 @@ has read its flags clears them: nobody else touches flags that are False.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reap.core.env import Rows
 from reap.core.slot import Row
-from reap.envs.lane_host import BEGIN
+from reap.envs.lane_host import BEGIN, DRAW, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.forks import guard, refuse
 from reap.spec import EnvSpec, Key, Leaf
 
 _TOKENS = 200
@@ -53,14 +55,22 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
         single_steps=all(spec.single_steps for spec in specs),
         single_resets=all(spec.single_resets for spec in specs),
         side=first.side,
+        look=dataclasses.replace(first.look, dims=None),
+        primed=first.primed,
     )
     return joint, bounds
+
+
+def joint_traits(traits: Sequence[Traits]) -> Traits:
+    """What groups of lanes do beside stepping, as one env."""
+    return Traits(tidies=any(one.tidies for one in traits), draws=all(one.draws for one in traits))
 
 
 class Crew(abc.ABC):
     """Groups of lanes elsewhere. `timeout` is how many seconds a group may take for one answer."""
 
     spec: EnvSpec  # of all lanes, as if they were in step
+    traits: Traits
     bounds: list[tuple[int, int]]  # the lanes of each group: first, last + 1
     first: Rows  # first observations of episodes
     timeout: float | None
@@ -69,6 +79,11 @@ class Crew(abc.ABC):
     def __init__(self) -> None:
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: whoever steps the lanes is not here, or its owner's."""
+        refuse(self, ("ring", "answered", "begin", "settle", "expect"), why)
 
     @property
     def away(self) -> int:
@@ -98,6 +113,18 @@ class Crew(abc.ABC):
                 self._away.pop(group, None)
             if found or (deadline is not None and time.monotonic() >= deadline):
                 return found
+
+    def draw(self, groups: Sequence[int]) -> list[int]:
+        """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""
+        self.ring(groups, DRAW)
+        left, others = {*groups}, []
+        while left:
+            for group in self.answered():
+                if group in left:
+                    left.remove(group)
+                else:
+                    others.append(group)
+        return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
         """New episodes in all lanes, whoever was under way; their first observations are in `first` afterwards."""

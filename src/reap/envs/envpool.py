@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
+from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_leaves
@@ -116,6 +117,7 @@ class EnvPoolReady(EnvPoolLanes):
         super().__init__(env, categorical=categorical, info_keys=info_keys)
         self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds those that answered
         own = self.spec
+        check_names(own, {READY})
         self._lane = len(own.observation)
         self.spec = dataclasses.replace(
             own,

@@ -20,7 +20,7 @@ import numpy as np
 
 from reap.children import Raised, send
 from reap.core.slot import Layout, Row
-from reap.envs.lane_host import BEGIN, BELL, END, FDS, SOME, STEP, Host
+from reap.envs.lane_host import BEGIN, BELL, DRAW, END, FDS, SOME, STEP, Host
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
@@ -52,7 +52,7 @@ class HandHost(Host):
         ends = zip(fds[FDS::2], fds[FDS + 1 :: 2])
         doors = [Door(self, number, *both) for number, both in enumerate(ends)]
         crew = self._crew = ThreadCrew([[one] for one in makers], limit=limit, orders=doors.__getitem__)
-        super().__init__(crew.spec, connection, fds)
+        super().__init__(crew.spec, crew.traits, connection, fds)
         self._rows: dict[int, list[Row]] = {}
         self._pipe = _Answers(connection, self._reply, [first for first, _ in crew.bounds])
 
@@ -61,7 +61,7 @@ class HandHost(Host):
         hand, lanes = self._crew.hands[number], None
         if what in (SOME, BEGIN):
             lanes = (hand.first + np.flatnonzero(self._some[hand.first : hand.last])).tolist()
-        if what in (STEP, SOME):
+        if what in (STEP, SOME, DRAW):
             hand.row = self._rows[place][number]
         return what, lanes, token
 
@@ -74,7 +74,9 @@ class HandHost(Host):
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         hands = self._crew.hands
-        self._rows[place] = [self._rows_of(layout, start, end, hand.first, hand.last)[0] for hand in hands]
+        self._rows[place] = [
+            self._rows_of(layout, start, end, hand.first, hand.last, hand.env.spec)[0] for hand in hands
+        ]
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         for hand in self._crew.hands:

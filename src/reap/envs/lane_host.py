@@ -13,12 +13,12 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from reap.children import Raised, send, settle
+from reap.children import Raised, send
 from reap.core.env import Env, Rows
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -27,21 +27,34 @@ from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
 from reap.errors import SpecMismatch, UsageError
+from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf, show
 
 BELL = struct.Struct("iii")  # what, slot, step
-STEP, SOME, CALL, BEGIN, PING, END = range(6)  # a step of all lanes, of some; a message; new episodes in some; …
+# a step of all lanes, of some; a message; new episodes in some; …; random actions for all
+STEP, SOME, CALL, BEGIN, PING, END, DRAW = range(7)
 UNSEEDED = -1
 DONE, FAILED = b"\1", b"\2"
 FDS = 5  # bell, reply and three files; what follows is the host's
 PONG = 16  # plus the token of the question
 
 
+class Traits(NamedTuple):
+    """What a group of lanes does beside stepping (see `Env`): the last word on what is seen next, random actions."""
+
+    tidies: bool
+    draws: bool
+
+
 def built(makers: Any, limit: int | None = None) -> Env:
     """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
     env = joined(makers) if len(makers) > 1 else as_env(*makers[0])
-    loose = [show(key) for key, leaf in env.spec.observation.items() if leaf.loose]
-    if loose or env.tidies:
+    spec = env.spec
+    loose = [show(key) for key, leaf in spec.observation.items() if leaf.loose]
+    if any(leaf.loose for leaf in spec.reward.values()):
+        loose = ["what this env returns"]
+    if loose or (env.tidies and (spec.rows != "whole" or spec.ready_of is not None)):
         env.close()
         if loose:
             raise UsageError(
@@ -50,6 +63,23 @@ def built(makers: Any, limit: int | None = None) -> Env:
             )
         raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
     return env if limit is None else StepLimit(env, limit)
+
+
+def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows) -> None:
+    """One step of `lanes`; those that ended begin anew at once: they will be wanted, and others may still be stepping.
+
+    `into` gets first observations; of an env that tidies what every lane sees next, as agents may begin anew alone.
+    """
+    ended = env.step(lanes, row)
+    if env.tidies:
+        at = list(lanes)
+        for array, successor in zip(into, row.next):
+            array[at] = successor[at]
+        following = Row()
+        following.after = tuple(into)
+        env.tidy(following)
+    if ended:
+        env.reset(ended, into)
 
 
 def choices(file: SharedFile, lanes: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -80,18 +110,22 @@ def serve(
     try:
         settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
         torch.set_num_threads(threads)
+        seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
         host = make(connection, fds)
         host.files = [SharedFile(fd=fd) for fd in files]
         settle()
-        send(connection, host.spec)
+        send(connection, (host.spec, host.traits))
         host.serve(bell)
     except (EOFError, ConnectionError):
         pass
-    except Exception as error:
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         with contextlib.suppress(OSError):
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
+        no_more_goodbyes()
         if host is not None:
             host.close()
 
@@ -101,8 +135,8 @@ class Host(abc.ABC):
 
     files: list[SharedFile]
 
-    def __init__(self, spec: EnvSpec, connection: Connection, fds: Sequence[int]) -> None:
-        self.spec, self._connection, self._reply = spec, connection, fds[1]
+    def __init__(self, spec: EnvSpec, traits: Traits, connection: Connection, fds: Sequence[int]) -> None:
+        self.spec, self.traits, self._connection, self._reply = spec, traits, connection, fds[1]
         self._keys = RowKeys(spec)
 
     def serve(self, bell: int) -> None:
@@ -129,11 +163,11 @@ class Host(abc.ABC):
         some, seeds = choices(self.files[2], lanes)
         self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
 
-    def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int) -> list[Row]:
-        """Rows of a slot, of our lanes from `first` to `last`."""
+    def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int, env: EnvSpec) -> list[Row]:
+        """Rows of a slot, of our lanes from `first` to `last`, which are one env."""
         arrays = layout.arrays(self.files[0].map(end)[start : start + layout.nbytes])
         own = slice(self._from + first, self._from + last)
-        lanes = Layout(layout.columns, layout.steps, last - first, batched=True)
+        lanes = Layout(layout.columns, layout.steps, last - first, batched=env.batched, look=env.look)
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
@@ -159,7 +193,7 @@ class LaneHost(Host):
 
     def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
         self._env = built(makers, limit)
-        super().__init__(self._env.spec, connection, fds)
+        super().__init__(self._env.spec, Traits(self._env.tidies, self._env.draws), connection, fds)
         self._rows: dict[int, list[Row]] = {}
 
     def _obey(self, what: int, place: int, step: int) -> None:
@@ -169,14 +203,14 @@ class LaneHost(Host):
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == BEGIN:
             begin_some(self._env, chosen, self._first, self._seeds)
+        elif what == DRAW:
+            self._env.draw(self._rows[place][step])
         else:
-            ended = self._env.step(chosen, self._rows[place][step])
-            if ended:
-                self._env.reset(ended, self._first)  # at once: it will be wanted, and the others may still be stepping
+            advance(self._env, chosen, self._rows[place][step], self._first)
         os.write(self._reply, DONE)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes)
+        self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)

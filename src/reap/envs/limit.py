@@ -22,17 +22,17 @@ STEP_COUNT: Key = ("step_count",)
 
 
 class StepLimit(Wrapped):
-    """Truncates after `limit` steps and reports `step_count`: 0 at a reset, counted up by each step."""
+    """Truncates after `limit` steps and reports the count as `key`: 0 at a reset, counted up by each step."""
 
-    def __init__(self, env: Env, limit: int) -> None:
-        if STEP_COUNT in env.spec.observation:
+    def __init__(self, env: Env, limit: int, key: Key = STEP_COUNT) -> None:
+        if key in env.spec.observation:
             raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
         self._limit = limit
         spec = env.spec
-        observation = {**spec.observation, STEP_COUNT: Leaf((1,), torch.int64)}
+        observation = {**spec.observation, key: Leaf((1,), torch.int64)}
         if not spec.single_resets:
             raise UsageError("max_frames_per_traj resets single lanes, which this env cannot do")
-        super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {STEP_COUNT}))
+        super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
         places = {key: n for n, key in enumerate(spec.observation)}

@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reap.children import MOST_FDS
+from reap.children import enough_room
 from reap.core.slot import Row
 from reap.envs.crew import Crew, Makers
 from reap.envs.hand_host import ANSWER, RAISED, HandHost
 from reap.envs.lane_host import BELL, FDS, PING
 from reap.envs.process_lanes import ProcessLanes, Remote
 from reap.errors import ReapError, UsageError
+from reap.fork_server import MOST_FDS
 from reap.spec import Key, Leaf
 
 MOST_HANDS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
@@ -29,11 +30,16 @@ class ProcessCrew(Crew):
     def __init__(self, makers: Makers, *, timeout: float | None = None, **options: Any) -> None:
         super().__init__()
         self.timeout = timeout
-        self._lanes = ProcessLanes(makers, timeout=timeout, **options)
-        self.spec, self.first = self._lanes.spec, self._lanes.first
+        with enough_room("processes for the lanes"):  # before there is something to close
+            self._selector = selectors.DefaultSelector()
+        try:
+            self._lanes = ProcessLanes(makers, timeout=timeout, **options)
+        except BaseException:
+            self._selector.close()
+            raise
+        self.spec, self.traits, self.first = self._lanes.spec, self._lanes.traits, self._lanes.first
         self.bounds = [(remote.first, remote.last) for remote in self._lanes.remotes]
         self._remotes = list(self._lanes.remotes)
-        self._selector = selectors.DefaultSelector()
         for n, remote in enumerate(self._remotes):
             self._selector.register(remote.reply, selectors.EVENT_READ, n)
 
@@ -94,10 +100,13 @@ class HandsCrew(ProcessCrew):
 
     def _make_doors(self, process: int, envs: int) -> Sequence[int]:
         """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
-        pipes = [os.pipe() for _ in range(envs)]
-        self._theirs += [theirs for theirs, _ in pipes]
-        self._doors += [ours for _, ours in pipes]
-        return [end for pipe in pipes for end in pipe]
+        made: list[int] = []
+        for _ in range(envs):
+            theirs, ours = os.pipe()
+            self._theirs.append(theirs)  # each at once: the next may be one too many
+            self._doors.append(ours)
+            made += theirs, ours
+        return made
 
     @staticmethod
     def _hang_up(ends: list[int]) -> None:

@@ -23,19 +23,20 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
 from reap.core.shared import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.cores import Cores
-from reap.envs.crew import joint_spec
+from reap.envs.crew import joint_spec, joint_traits
 from reap.envs.lane_host import (
     BEGIN,
     BELL,
     CALL,
     DONE,
+    DRAW,
     PING,
     PONG,
     SOME,
@@ -43,11 +44,14 @@ from reap.envs.lane_host import (
     UNSEEDED,
     Host,
     LaneHost,
+    Traits,
     choices,
     serve,
 )
 from reap.errors import ReapError, WorkerSilent
+from reap.forks import guard, refuse
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
@@ -60,6 +64,7 @@ class Remote:
         self.child, self.bell, self.reply = child, bell, reply
         self.inbox: deque[Any] = deque()
         self.spec: EnvSpec
+        self.traits: Traits
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come
         self.silent = False  # it took too long
@@ -84,49 +89,57 @@ class ProcessLanes(Env):
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cores = cores  # where each child runs; None: anywhere
-        self._slots, self._firsts, self._control = (
-            SharedFile("reap-rows"),
-            SharedFile("reap-first"),
-            SharedFile("reap-some"),
-        )
+        self._files: list[SharedFile] = []
         self.remotes: list[Remote] = []
-        self._owner = os.getpid()
+        self._owner, self._failed = os.getpid(), False
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
+        guard(self)
         try:
-            for n, own in enumerate(makers):
-                self.remotes.append(self._start(n, own, start_method, threads))
-            for remote in self.remotes:
-                remote.spec = self._answer(remote, grace=BOOT)
-            self._join()
-            for remote in self.remotes:
-                self._call(remote, "begin", remote.first, self.spec.lanes)
+            with enough_room("processes for the lanes"):
+                self._begin(makers, start_method, threads)
         except BaseException:
             self.close()
             raise
 
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes, and what they answer, are its owner's."""
+        refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
+
+    def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
+        for name in ("reap-rows", "reap-first", "reap-some"):
+            self._files.append(SharedFile(name))
+        self._slots, self._firsts, self._control = self._files
+        for n, own in enumerate(makers):
+            self.remotes.append(self._start(n, own, start, threads))
+        for remote in self.remotes:
+            remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        self._join()
+        for remote in self.remotes:
+            self._call(remote, "begin", remote.first, self.spec.lanes)
+
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
-        theirs, bell = os.pipe()
-        reply, answer = os.pipe()
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
-        target = dumps(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
-        fds = [theirs, answer, self._slots.fd, self._firsts.fd, self._control.fd]
-        try:
+        target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
+            theirs, bell = os.pipe()
+            handed.callback(os.close, theirs)
+            ours.callback(os.close, bell)
+            reply, answer = os.pipe()
+            handed.callback(os.close, answer)
+            ours.callback(os.close, reply)
+            fds = [theirs, answer, *(file.fd for file in self._files)]
             fds += self._wires(n, len(makers)) if self._wires is not None else ()
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
-        except BaseException:
-            os.close(bell)
-            os.close(reply)
-            raise
-        finally:
-            os.close(theirs)
-            os.close(answer)
+            ours.pop_all()
         return Remote(child, bell, reply)
 
     def _join(self) -> None:
         self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
+        self.traits = joint_traits([remote.traits for remote in self.remotes])
+        self.tidies, self.draws = self.traits
         for remote, (first, last) in zip(self.remotes, bounds):
             remote.first, remote.last = first, last
         lanes = self.spec.lanes
@@ -142,8 +155,9 @@ class ProcessLanes(Env):
     def order(self, remote: Remote, what: int, lanes: Sequence[int] | None) -> None:
         """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
         self.choose(remote.first, remote.last, lanes)
+        place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
         remote.owes = True
-        self._ring(remote, what, self.place(what))
+        self._ring(remote, what, place)
 
     def ping(self, remote: Remote, token: int) -> None:
         """Let a child answer with this token when it has done all it was told."""
@@ -176,6 +190,7 @@ class ProcessLanes(Env):
 
     def gone(self, remote: Remote) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
+        self._failed = True
         self._hear(remote)
         if not remote.inbox:
             remote.child.gone(1.0)
@@ -187,7 +202,7 @@ class ProcessLanes(Env):
 
     def _name(self, remote: Remote) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
-        return f"of {lanes} (pid {remote.child.pid})"
+        return f"of {lanes}{remote.child.label}"
 
     def _named(self, error: ReapError, remote: Remote) -> ReapError:
         if error.lane is not None:
@@ -200,6 +215,7 @@ class ProcessLanes(Env):
 
     def silence_of(self, remote: Remote) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
+        self._failed = True
         remote.silent = True
         return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
 
@@ -236,6 +252,7 @@ class ProcessLanes(Env):
                 raise self.silence_of(remote)
         message = remote.inbox.popleft()
         if isinstance(message, Raised):
+            self._failed = True
             raise self._named(message.unpack(), remote)
         return message
 
@@ -323,6 +340,25 @@ class ProcessLanes(Env):
         for remote, number in asked:
             self._done(remote, number)
 
+    def draw(self, row: Row) -> None:
+        shared = row if row.place is not None else self.shared_row()
+        assert shared.place is not None
+        for remote in self.remotes:
+            if remote.owes:
+                self.finish(remote)
+            remote.owes = True
+            self._ring(remote, DRAW, *shared.place)
+        for remote in self.remotes:
+            self.finish(remote)
+        if shared is not row:
+            for mine, theirs in zip(row.action, shared.action):
+                mine[...] = theirs
+
+    def tidy(self, row: Row) -> None:
+        """What every lane sees next lies in `first` with the answer."""
+        for after, following in zip(row.after, self.first):
+            after[...] = following
+
     def send(self, lanes: Sequence[int], row: Row) -> None:
         shared = row
         if row.place is None:
@@ -386,8 +422,9 @@ class ProcessLanes(Env):
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
-        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
-        for file in (self._slots, self._firsts, self._control):
+        linger = LINGER if self._failed else None
+        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
+        for file in self._files:
             file.close()
 
     def __del__(self) -> None:

@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
+from reap.core.memory import carry_of
+from reap.core.rollout import check_names
 from reap.core.slot import Layout, Row, Slot
+from reap.core.stream import ENV_INDEX
 from reap.envs.crew import Crew
 from reap.envs.lane_host import STEP
-from reap.errors import UsageError
+from reap.errors import SpecMismatch, UsageError
 from reap.spec import READY, Key, Leaf
 
 
@@ -41,10 +44,15 @@ class ReadyLanes(Env):
         self._each = each = sizes.pop()
         self._lanes = [np.arange(first, last) for first, last in crew.bounds]
         spec = crew.spec
-        self._lane = len(spec.observation)  # our leaf's place in a row
+        try:
+            check_names(spec, {READY, ENV_INDEX})
+        except SpecMismatch:
+            crew.close()
+            raise
+        self._show(spec.observation)
         self.spec = dataclasses.replace(
             spec,
-            observation={**spec.observation, READY: Leaf((), torch.int64)},
+            observation=self._observation,
             lanes=most * each,
             ready_of=spec.lanes,
             rows="skipping",
@@ -52,11 +60,28 @@ class ReadyLanes(Env):
             single_resets=False,
             side=spec.side | {READY},
         )
+        self.draws = crew.traits.draws
         self._in_hand: list[int] = []  # groups, in the order of their positions
         self._lanes_in_hand = np.zeros(0, np.int64)
         self._answered: deque[int] = deque()  # not handed out yet
         self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
         self._began: tuple[Any, Any] | None = None
+
+    def _show(self, keys: Iterable[Key]) -> None:
+        """Which leaves of the crew's are to be seen, and where ours is among them."""
+        whole = self.crew.spec.observation
+        self._observation = {**{key: whole[key] for key in keys}, READY: Leaf((), torch.int64)}
+        self._shown = [n for n, key in enumerate(whole) if key in self._observation]
+        self._lane = len(self._shown)  # our leaf's place in a row
+
+    def meet(self, model: Any) -> None:
+        """What the policy carries and the env primes is kept here, lane by lane: the env has it elsewhere."""
+        whole = self.crew.spec
+        kept = [key for key in carry_of(model) if key in whole.primed]
+        self._show([key for key in whole.observation if key not in kept])
+        self.spec = dataclasses.replace(
+            self.spec, observation=self._observation, primed=frozenset(whole.primed.difference(kept))
+        )
 
     def filled(self) -> int:
         return len(self._lanes_in_hand)
@@ -74,7 +99,8 @@ class ReadyLanes(Env):
         groups = range(len(self._lanes))
         self._take_in_hand(list(groups[: self._most]))
         self._just_reset = deque(groups[self._most :])
-        for array, first in zip(into, (*self.crew.first, np.arange(self.crew.spec.lanes))):
+        firsts = [self.crew.first[n] for n in self._shown]
+        for array, first in zip(into, (*firsts, np.arange(self.crew.spec.lanes))):
             array[: len(self._lanes_in_hand)] = first[self._lanes_in_hand]
 
     def _take_in_hand(self, groups: list[int]) -> None:
@@ -83,6 +109,13 @@ class ReadyLanes(Env):
             self._lanes_in_hand = np.array(groups)
         else:
             self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
+
+    def draw(self, row: Row) -> None:
+        self._answered += self.crew.draw(self._in_hand)
+        own = self._lanes_in_hand
+        for given, drawn in zip(row.action, self.crew.row().action):
+            given[: len(own)] = drawn[own]
+            given[len(own) :] = given[0]  # nobody stands there
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self._row, shared, own = row, self.crew.row(), self._lanes_in_hand
@@ -121,6 +154,8 @@ class ReadyLanes(Env):
                 flag[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
+        if self.crew.traits.tidies:  # agents may have begun anew without their lane
+            self._began = np.arange(count), own
         return []  # nobody is to be reset: the crew has done it
 
     def _put(self, row: Row, values: Rows) -> None:
@@ -128,8 +163,8 @@ class ReadyLanes(Env):
         own = self._lanes_in_hand
         count = len(own)
         observations, numbers = row.next[: self._lane], row.next[self._lane]  # others may wrap us and add theirs
-        for array, value in zip(observations, values):
-            array[:count] = value[own]
+        for array, n in zip(observations, self._shown):
+            array[:count] = values[n][own]
         numbers[:count] = own
         if count < self.spec.lanes:
             for array in observations:
@@ -139,8 +174,8 @@ class ReadyLanes(Env):
     def tidy(self, row: Row) -> None:
         if self._began is not None:
             at, lanes = self._began
-            for after, first in zip(row.after, self.crew.first):
-                after[at] = first[lanes]
+            for after, n in zip(row.after, self._shown):
+                after[at] = self.crew.first[n][lanes]
 
     def close(self) -> None:
         self.crew.close()

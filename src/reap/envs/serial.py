@@ -9,6 +9,8 @@ from reap.core.env import Env
 from reap.envs.accept import as_env, is_env
 from reap.envs.base import EnvBase
 from reap.envs.ids import for_workers
+from reap.envs.torchrl import torchrl_joined
+from reap.envs.torchrl_rows import TorchRLEnv
 from reap.errors import UsageError, WrongArgument
 
 
@@ -78,6 +80,9 @@ def _joined(first: Env, *rest: Env) -> Env:
     names = ", ".join(sorted(k.__name__ for k in kinds))
     if len(kinds) != 1:
         raise UsageError(f"SerialEnv joins envs of one kind, got {names}")
+    single = [env for env in (first, *rest) if isinstance(env, TorchRLEnv) and not env.spec.batched]
+    if len(single) == 1 + len(rest):
+        return torchrl_joined(single)
     if join is None:
         raise UsageError(f"SerialEnv joins single envs; {names} has lanes of its own already")
     return join(rest)

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reap.children import wake_in_time
 from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
-from reap.envs.crew import Crew, Makers, joint_spec
-from reap.envs.lane_host import BEGIN, PING, UNSEEDED, begin_some, built
+from reap.envs.crew import Crew, Makers, joint_spec, joint_traits
+from reap.envs.lane_host import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.fork_server import wake_in_time
 from reap.spec import Key, Leaf
 
 _DEADLINE = 5.0
@@ -77,10 +77,10 @@ class Hand:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
         if what == BEGIN:
             begin_some(env, chosen, self.into, self.seeds)
+        elif what == DRAW:
+            env.draw(self.row)
         elif what != PING:
-            ended = env.step(chosen, self.row)
-            if ended:
-                env.reset(ended, self.into)  # at once: it will be wanted, and the others may still be stepping
+            advance(env, chosen, self.row, self.into)
 
     @property
     def name(self) -> str:
@@ -125,6 +125,7 @@ class ThreadCrew(Crew):
                 self.hands.append(Hand(n, own, limit, self.queue, orders(n)))
                 self.answered()  # one after another: imports that go in circles fail when threads meet in them
             self.spec, self.bounds = joint_spec([hand.env.spec for hand in self.hands])
+            self.traits = joint_traits([Traits(hand.env.tidies, hand.env.draws) for hand in self.hands])
         except BaseException:
             self.close()
             raise
@@ -144,7 +145,8 @@ class ThreadCrew(Crew):
         keys = RowKeys(self.spec)
         for hand in self.hands:
             hand.env.expect(action)
-            layout = Layout(columns, 1, hand.last - hand.first, batched=True)
+            spec = hand.env.spec
+            layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
             own = Slot(layout, 0, {key: array[:, hand.first : hand.last] for key, array in whole.arrays.items()})
             (hand.row,) = own.cut(keys, hand.into)
         (self._row,) = whole.cut(keys, self.first)

@@ -12,6 +12,7 @@ is at hand.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -20,11 +21,14 @@ from tensordict import TensorDictBase
 
 from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
-from reap.envs.limit import StepLimit
+from reap.envs.limit import STEP_COUNT, StepLimit
+from reap.envs.torchrl_by_hand import handed_out, taken_back
 from reap.envs.torchrl_captured import Base, CapturedRows, watching_resets
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLRows, columns_of
+from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
+from reap.pickling import before_packing
+from reap.spec import Key
 
 
 def is_torchrl(source: Any) -> bool:
@@ -32,25 +36,53 @@ def is_torchrl(source: Any) -> bool:
     return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
 
 
-def torchrl_lanes(env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None) -> Env:
-    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps."""
+def _share_state(creator: Any) -> None:
+    """Have what an `EnvCreator` gives to all its envs in shared memory, as it is asked to: statistics of a VecNorm."""
+
+    def share(state: Any) -> None:
+        for value in state.values():
+            if isinstance(value, Mapping):
+                share(value)
+            elif isinstance(value, torch.Tensor):
+                value.share_memory_()  # type: ignore[no-untyped-call]
+
+    if getattr(creator, "_share_memory", True):
+        share(creator.state_dict())
+
+
+before_packing("torchrl.envs.env_creator", "EnvCreator", _share_state)
+
+
+def torchrl_lanes(
+    env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
+) -> Env:
+    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps, counted under `count`."""
     if kwargs:
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
     inside = _gymnasium(env)
     if inside is not None:
-        return inside if limit is None else StepLimit(inside, limit)
-    return _stepped(env if limit is None else _limited(env, limit))
+        return inside if limit is None else StepLimit(inside, limit, count)
+    return _stepped(env if limit is None else _limited(env, limit, count))
 
 
-def _stepped(env: Any) -> Env:
-    """TorchRL steps; rows where everything has its place in a row, frames where not."""
+def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
+    """Single envs, each made already, as lanes of one that TorchRL steps one after another."""
+    from torchrl.envs import SerialEnv
+
+    env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
+    return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
+
+
+def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
+    """TorchRL steps; rows where everything has its place in a row, frames where not. `root`: where it is, if begun."""
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
     bases: list[Base] = []
     transformed: list[Any] = []
-    inside = len(env.batch_size) < 2 and _inside(env, bases, transformed) and bool(transformed)
-    root = watching_resets(bases, env.reset) if inside else env.reset()
+    inside = root is None and len(env.batch_size) < 2 and _inside(env, bases, transformed) and bool(transformed)
+    if root is None:
+        root = watching_resets(bases, env.reset) if inside else env.reset()
     columns = columns_of(env, root)
     if columns is None:
         return TorchRLFrames(env, root)
@@ -73,13 +105,13 @@ def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
     return type(env) is SerialEnv and all(_inside(one, bases, transformed) for one in env._envs)
 
 
-def _limited(env: Any, limit: int) -> Any:
+def _limited(env: Any, limit: int, count: Key) -> Any:
     """The env with episodes of at most so many steps, counted by TorchRL's own transform."""
     from torchrl.envs import StepCounter, TransformedEnv
 
-    if "step_count" in env.observation_spec.keys(True, True):
+    if count[0] in env.observation_spec.keys(True, True):
         raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
-    return TransformedEnv(env, StepCounter(max_steps=limit))
+    return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
 
 
 class WrappedGym(GymLanes):
@@ -87,9 +119,18 @@ class WrappedGym(GymLanes):
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
         super().__init__(envs, categorical=categorical, batched=batched)
+        self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
 
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
+    def meet(self, model: Any) -> None:
+        give_spec(model, self.outer)
+
     def close(self) -> None:
+        taken_back(self.outer)
         self.outer.close(raise_if_closed=False)
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 
 from reap.core.as_policy import match, takes_tensordict, untouched
+from reap.core.assemble import tree_of
 from reap.core.env import Rows
 from reap.core.exploration import exploring
 from reap.core.memory import carry_of
+from reap.core.outputs import by_name
 from reap.core.policy import Policy, RandomPolicy
 from reap.core.slot import FLAGS, FRAME, Row
 from reap.envs.torchrl_rows import TorchRLEnv
@@ -73,11 +75,13 @@ class TorchRLFrames(TorchRLEnv):
         call = model
         if not isinstance(model, TensorDictModuleBase) and not takes_tensordict(model):
             keys = [as_key(key) for key in self.env.observation_spec.keys(True, True)]
-            reads = match(model, keys)
-            call = TensorDictModule(model, in_keys=reads, out_keys=list(self.env.action_keys))
+            call = _on_columns(model, match(model, keys), [as_key(key) for key in self.env.action_keys])
         try:
             with untouched(model), torch.no_grad(), exploring(kind):
-                seen = call(self.root.clone())
+                first = self.root.clone()
+                seen = call(first if device is None else first.to(device))
+            if seen is not None and not isinstance(seen, TensorDictBase):
+                call, seen = _returning_names(call), TensorDict(tree_of(by_name(seen)))
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r} when given a first observation") from cause
         written = set() if seen is None else {as_key(key) for key in seen.keys(True)}
@@ -116,3 +120,17 @@ class TorchRLFrames(TorchRLEnv):
         if not isinstance(reward, torch.Tensor):
             return 0.0
         return reward.reshape(self.spec.lanes, -1).float().mean(-1).numpy(force=True)
+
+
+def _on_columns(model: Any, reads: Sequence[Key], action: Sequence[Key]) -> Callable[[TensorDictBase], Any]:
+    """A policy of plain values on a TensorDict, which gets all it returns."""
+
+    def call(td: TensorDictBase) -> Any:
+        return td.update(tree_of(by_name(model(*[td.get(key) for key in reads]), action)))
+
+    return call
+
+
+def _returning_names(call: Callable[[Any], Any]) -> Callable[[TensorDictBase], Any]:
+    """A policy that takes a TensorDict and returns its outputs by name in another form."""
+    return lambda td: td.update(tree_of(by_name(call(td))))

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import Row
 from reap.spec import as_key
@@ -46,11 +43,10 @@ class RootPolicy(Policy):
         self._env.decided = True
 
     def forget(self, lanes: Sequence[int]) -> None:
-        """Zeros where the policy wrote. If some lanes go on TorchRL has seen to it; if none does, it drops or keeps."""
+        """Drop what the policy wrote where all lanes begin anew. Where some go on, TorchRL has seen to the others."""
         if len(lanes) < self._env.spec.lanes:
             return
         root = self._env.root
         for key in map(as_key, list(self._seen.keys(True, True))):
-            value = self._seen.get(key)
-            if isinstance(value, Tensor) and key not in self._own and key[0] != "next":
-                root.set(key, torch.zeros_like(value))
+            if key not in self._own and key[0] != "next" and key in root.keys(True, True):
+                del root[key]

@@ -10,7 +10,7 @@ The root TensorDict is TorchRL's own, carried from step to step: envs without a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from reap.core.as_policy import waits_for_spec
 from reap.core.env import Env, Rows
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl_by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl_root import RootPolicy
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import EnvSpec, Key, Leaf, Look, as_key, private, show
@@ -71,9 +73,10 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
     ends = [as_key(key) for key in env.done_keys if as_key(key) not in usual]
     if ends and not all(after[key].dtype is torch.bool for key in ends):
         return None
+    specs = env.full_action_spec_unbatched
     return Columns(
         observation,
-        {key: before[key] for key in action},
+        {key: replace(before[key], space=specs[key]) for key in action},
         {key: after[key] for key in reward},
         flags,
         tuple(ends),
@@ -107,6 +110,15 @@ def _leaves(td: TensorDictBase, dims: int) -> tuple[dict[Key, Leaf], dict[Key, t
     return (leaves, inner) if walk(td, ()) else None
 
 
+def give_spec(model: Any, env: Any) -> None:
+    """Exploration modules and random policies that were made without a spec wait for that of TorchRL's env."""
+    if waits_for_spec(model):
+        model.set_action_spec_from_env(env)
+    for part in model.modules() if isinstance(model, nn.Module) else ():
+        if getattr(part, "_spec", env) is None and hasattr(type(part), "spec"):
+            part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
+
+
 class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
@@ -123,24 +135,24 @@ class TorchRLEnv(Env):
             raise AttributeError(name)
         return getattr(self.env, name)
 
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.env, self)
+
     def meet(self, model: Any) -> None:
-        """Exploration modules that were made without a spec wait for the env's."""
-        for part in model.modules() if isinstance(model, nn.Module) else ():
-            if getattr(part, "_spec", self) is None and hasattr(type(part), "spec"):
-                part.spec = self.env.full_action_spec if len(self.env.action_keys) > 1 else self.env.action_spec
+        give_spec(model, self.env)
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """New episodes in `lanes`, unless TorchRL has begun them already."""
-        whole = len(lanes) == self.spec.lanes
+        whole, driver = len(lanes) == self.spec.lanes, self.driver
         try:
             if seeds is not None:
-                self.env.set_seed(int(seeds[0]), static_seed=len(seeds) > 1 and seeds[0] == seeds[1])
-                self.root = self.env.reset()
+                self.root = seeded_reset(self.env, int(seeds[0]), static=len(seeds) > 1 and seeds[0] == seeds[1])
             elif not (self._unused and whole) and not (isinstance(lanes, list) and lanes == self._ended):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        self._unused, self._ended = False, []
+        self._unused, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
         """The root, with marks where it is to be reset."""
@@ -168,6 +180,7 @@ class TorchRLEnv(Env):
         pass
 
     def close(self) -> None:
+        taken_back(self.env)
         self.env.close(raise_if_closed=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,6 +201,7 @@ class TorchRLRows(TorchRLEnv):
             dims=size if len(size) > 1 else None,
             hidden=frozenset(hidden | {("next", *key) for key in hidden}),
             inner=columns.inner,
+            contiguous=True,
         )
         spec = EnvSpec(
             observation=columns.observation,
@@ -213,7 +227,8 @@ class TorchRLRows(TorchRLEnv):
         here = all(isinstance(value, Tensor) and value.device.type == "cpu" for value in self.root.values(True, True))
         # An env that carries its root on its own way (ParallelEnv) drops what the policy left in it.
         kept = type(self.env).step_and_maybe_reset.__qualname__ == "EnvBase.step_and_maybe_reset"
-        return RootPolicy(policy, self) if here and kept and policy.device is None else policy
+        seen = policy.device is None and policy.shown in (None, self.root.device)
+        return RootPolicy(policy, self) if here and kept and seen else policy
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self.decided = False
@@ -223,6 +238,7 @@ class TorchRLRows(TorchRLEnv):
         self.root = self.env.rand_action(self.root)
         for key, array in zip(self.spec.action, row.action):
             array[...] = _array(self.root.get(key)).reshape(array.shape)
+        self.decided = True  # it is in the root; what else the policy would have written is not
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self.begin(lanes, seeds)

@@ -1,19 +1,19 @@
 """Clients: policies whose work is done by an InferenceServer, in this process or another.
 
 A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
-collector (with `policy_version_key=None`), and one for processes may be sent to its workers: it connects when it is
-first used, wherever it is then.
+collector, whose frames then name the version that computed their action, and one for processes may be sent to its
+workers: it connects when it is first used, wherever it is then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import socket
+import struct
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +21,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.children import Raised
-from reap.errors import ServerGone, WrongArgument
-from reap.inference.requests import Columns, Line, Request
+from reap.errors import NotReady, ServerGone, WrongArgument
+from reap.forks import renew
+from reap.inference.requests import Columns, Line, Request, late
+from reap.listener import PATIENCE, Refused, dial
 from reap.spec import Key, as_key, show_keys
+
+SERVICE = "inference"  # what a client asks the server's socket for
 
 
 class Ask(Protocol):
@@ -84,8 +88,8 @@ class PolicyClient:
 class ThreadLine:
     """The way to a server in this process."""
 
-    def __init__(self, line: Line, in_keys: Sequence[Key] | None, server: Any) -> None:
-        self.in_keys = in_keys
+    def __init__(self, line: Line, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None) -> None:
+        self.in_keys, self._timeout = in_keys, timeout
         self._server = server  # which lives as long as somebody may ask
         self._line: Line | None = line
         self._number = line.enter()
@@ -95,7 +99,11 @@ class ThreadLine:
             raise ServerGone("this client is closed; ask the server for another")
         request = Request(self._number, inputs, size)
         self._line.put(request)
-        return request.result()
+        try:
+            return request.result(self._timeout)
+        except NotReady:
+            self._line.withdraw(request)
+            raise
 
     def close(self) -> None:
         line, self._line, self._server = self._line, None, None
@@ -109,24 +117,29 @@ class ThreadLine:
 class ProcessLine:
     """The way to a server in another process. Connects when it is first used, again after it was sent elsewhere."""
 
-    def __init__(self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None) -> None:
-        self.in_keys = in_keys
+    def __init__(
+        self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None, timeout: float | None = None
+    ) -> None:
+        self.in_keys, self._timeout = in_keys, timeout
         self._address, self._key = address, key
-        self._open: tuple[int, Connection] | None = None
+        self._open: Connection | None = None
         self._lock = threading.Lock()
+        renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork has a connection of its own
 
     def __reduce__(self) -> Any:
-        return ProcessLine, (self._address, self._key, self.in_keys)
+        return ProcessLine, (self._address, self._key, self.in_keys, self._timeout)
 
     def _connection(self) -> Connection:
-        if self._open is not None and self._open[0] == os.getpid():
-            return self._open[1]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-            one.connect(self._address)
-            connection = Connection(one.detach())
-        answer_challenge(connection, self._key)
-        deliver_challenge(connection, self._key)
-        self._open = os.getpid(), connection
+        if self._open is not None:
+            return self._open
+        patience = PATIENCE if self._timeout is None else min(PATIENCE, self._timeout)
+        one = dial(self._address, self._key, SERVICE, patience).socket
+        if self._timeout is not None:  # of every single read and write: a server that is stopped holds up nobody
+            seconds = int(self._timeout)
+            limit = struct.pack("ll", seconds, int((self._timeout - seconds) * 1e6) or int(not seconds))
+            for which in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                one.setsockopt(socket.SOL_SOCKET, which, limit)
+        self._open = connection = Connection(one.detach())
         return connection
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
@@ -135,6 +148,16 @@ class ProcessLine:
                 connection = self._connection()
                 connection.send_bytes(pickle.dumps((packed(inputs), size)))
                 columns, version, error = pickle.loads(connection.recv_bytes())
+            except (Refused, TimeoutError) as cause:
+                if self._timeout is not None and self._timeout < PATIENCE:
+                    raise late(self._timeout) from cause
+                raise ServerGone(
+                    f"the inference server did not receive this client within {PATIENCE:.0f} s: it is there, but too "
+                    f"many others connect to its socket, or its process has no descriptors left"
+                ) from cause
+            except BlockingIOError as cause:  # too late; its answer would be taken for that to the next question
+                self._hang_up()
+                raise late(self._timeout) from cause
             except (EOFError, OSError) as cause:
                 self._hang_up()
                 raise ServerGone("the inference server is gone: it was shut down, or its process has ended") from cause
@@ -148,7 +171,7 @@ class ProcessLine:
     def _hang_up(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
-            opened[1].close()
+            opened.close()
 
     def close(self) -> None:
         self._hang_up()

@@ -1,25 +1,24 @@
 """Desk: where clients from other processes are received. One thread for each: who is slow to read holds up nobody.
 
-A client that dies hangs up: its desk is cleared, and nobody waits for it any more.
+Who has not the key is limited in number and in time (see reap/listener.py). A client that dies hangs up: its desk is
+cleared, and nobody waits for it any more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
 import sys
 import tempfile
-import threading
-import time
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from reap.children import enough_room
 from reap.errors import ReapError
-from reap.inference.clients import refusal, reply, request_from
+from reap.inference.clients import SERVICE, refusal, reply, request_from
 from reap.inference.requests import Line, Request
+from reap.listener import Listener, Visitor
 
 
 class Desk:
@@ -34,31 +33,16 @@ class Desk:
         if sys.platform != "linux":
             self._path = Path(tempfile.gettempdir()) / name
             self.address = str(self._path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(self.address)
-        self._socket.listen(128)
-        self._open: dict[threading.Thread, socket.socket] = {}
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._receive, name="reap-desk", daemon=True)
-        self._thread.start()
+        with enough_room("the socket for clients of other processes"):
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(self.address)
+        listening.listen(128)
+        self._listener = Listener(listening, "desk", self.key, self._attend, SERVICE.__eq__)
 
-    def _receive(self) -> None:
-        while True:
-            try:
-                one, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            thread = threading.Thread(target=self._attend, args=(one,), name="reap-desk-client", daemon=True)
-            with self._lock:
-                self._open[thread] = one
-            thread.start()
-
-    def _attend(self, one: socket.socket) -> None:
+    def _attend(self, visitor: Visitor, service: str) -> None:
         number = None
-        connection = Connection(os.dup(one.fileno()))
+        connection = Connection(os.dup(visitor.socket.fileno()))
         try:
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
             number = self._line.enter()
             while True:
                 inputs, size = request_from(connection.recv_bytes())
@@ -69,28 +53,16 @@ class Desk:
                 except ReapError as error:
                     answer = refusal(error)
                 connection.send_bytes(answer)
-        except (EOFError, OSError, AuthenticationError):  # it is gone, or never was a client
+        except (EOFError, OSError):  # it is gone
             pass
         finally:
             if number is not None:
                 self._line.leave(number)
             connection.close()
-            one.close()
-            with self._lock:
-                self._open.pop(threading.current_thread(), None)
+            visitor.socket.close()
 
     def close(self, deadline: float) -> None:
         """Hang up on everybody."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._socket.close()
-        until = time.monotonic() + deadline
-        self._thread.join(deadline)
-        with self._lock:
-            threads = dict(self._open)
-        for thread, one in threads.items():
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            thread.join(max(0.0, until - time.monotonic()))
+        self._listener.close(deadline)
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -24,11 +24,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, dumps, end, send, until_ready
+from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
+from reap.fork_server import TOLD_TO_GO
+from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine
+from reap.inference.requests import check_timeout
 from reap.inference.server import InferenceServer
 from reap.interrupts import Interrupts
+from reap.pickling import dumps, pack
 from reap.spec import Key
 from reap.weights import local
 
@@ -77,7 +81,10 @@ class ProcessInferenceServer:
         self._lock = threading.Lock()
         self._heard: deque[bytes] = deque()
         self._asked = _MADE
-        target = dumps(functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy")
+        target = pack(
+            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
+        )
+        guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
         try:
             self._answer(
@@ -89,13 +96,20 @@ class ProcessInferenceServer:
             self._close("it could not be started")
             raise
 
-    def client(self, kind: str = "process", *, policy_version_key: Any = "policy_version") -> PolicyClient:
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the process is its owner's."""
+        self._why_closed, self._lock = why, threading.Lock()
+
+    def client(
+        self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
+    ) -> PolicyClient:
         """Somebody who may ask, wherever they are: see `InferenceServer.client`."""
         if kind not in ("thread", "process"):
             raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
+        check_timeout(timeout)
         self._open()
         in_keys: Sequence[Key] | None = self.in_keys
-        return PolicyClient(ProcessLine(self._address, self._key, in_keys), policy_version_key)
+        return PolicyClient(ProcessLine(self._address, self._key, in_keys, timeout), policy_version_key)
 
     def update_policy_weights_(self, weights: Any) -> int:
         """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
@@ -183,8 +197,10 @@ def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, 
     torch.set_num_threads(threads)
     send(connection, (_HERE, None))  # the factory's time begins
     try:
-        server = InferenceServer(policy_factory=make, **options)
-    except Exception as error:
+        server = InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options)
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
         send(connection, (_MADE, Raised.of(error, "policy_factory")))
         return
     with server:

@@ -12,13 +12,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
-from reap.errors import ReapError, ServerGone
+from reap.errors import NotReady, ReapError, ServerGone, UsageError
+from reap.forks import guard
 from reap.spec import Key
 
 Columns = Mapping[Key, Tensor]
+
+
+def late(timeout: float | None) -> NotReady:
+    """The error for a client that waited too long."""
+    return NotReady(f"the inference server did not answer within {timeout} s (timeout of the client); ask again")
+
+
+def check_timeout(timeout: Any) -> None:
+    """Refuse what is no time-out of a client."""
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < threading.TIMEOUT_MAX):
+        raise UsageError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
 
 
 class Request:
@@ -39,9 +53,10 @@ class Request:
             self._answer = what
             self._bell.set()
 
-    def result(self) -> tuple[Columns, int]:
-        """Wait for the answer."""
-        self._bell.wait()  # whoever ends the server answers everybody first
+    def result(self, timeout: float | None = None) -> tuple[Columns, int]:
+        """Wait for the answer, for so many seconds; None: as long as it takes."""
+        if not self._bell.wait(timeout):  # whoever ends the server answers everybody first
+            raise late(timeout)
         if isinstance(self._answer, ReapError):
             raise self._answer
         assert self._answer is not None
@@ -58,6 +73,12 @@ class Line:
         self._changed = threading.Condition()
         self._closed: str | None = None
         self._next = 0
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Nobody is here who would answer."""
+        self._changed, self._closed = threading.Condition(), f"the inference server cannot be asked from here: {why}"
+        self._waiting.clear()
 
     @property
     def clients(self) -> int:
@@ -85,6 +106,11 @@ class Line:
                 raise ServerGone(self._closed)
             self._waiting.append(request)
             self._changed.notify()
+
+    def withdraw(self, request: Request) -> None:
+        """Nobody waits for it any more; one that is being computed is answered for nothing."""
+        with self._changed:
+            self._waiting = deque(other for other in self._waiting if other is not request)
 
     def take(self) -> list[Request]:
         """The next batch, when it leaves; empty when the line is closed."""

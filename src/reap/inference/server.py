@@ -31,11 +31,13 @@ from reap.core.as_policy import takes_tensordict
 from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
 from reap.core.exploration import exploring
+from reap.core.outputs import as_tensordict, by_name, is_named
 from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.forks import guard
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
-from reap.inference.requests import Columns, Line, Request
+from reap.inference.requests import Columns, Line, Request, check_timeout
 from reap.spec import AnyKey, Key, as_key, private, show_keys
 from reap.weights import local
 
@@ -113,6 +115,13 @@ class InferenceServer:
         self._desk: Desk | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
+        self._elsewhere: str | None = None  # why it is not this process's own
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: its thread is not here, and its socket its owner's."""
+        self._elsewhere = self._why_closed = why
+        self._thread = self._desk = None
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -129,19 +138,24 @@ class InferenceServer:
         return self
 
     def client(
-        self, kind: Literal["thread", "process"] = "thread", *, policy_version_key: Any = "policy_version"
+        self,
+        kind: Literal["thread", "process"] = "thread",
+        *,
+        policy_version_key: Any = "policy_version",
+        timeout: float | None = None,
     ) -> Any:
         """Somebody who may ask: a policy for one thread of this process, or one to be sent to another process.
 
-        `policy_version_key` is where answers name the version that computed them; None: nowhere, as a collector wants
-        it, which has a column of that name.
+        `policy_version_key` is where answers name the version that computed them; None: nowhere. `timeout`: seconds it
+        waits for an answer, then it raises `NotReady` (a `TimeoutError`); None: as long as it takes.
         """
+        check_timeout(timeout)
         self.start()
         if kind == "thread":
-            return PolicyClient(ThreadLine(self._line, self.in_keys, self), policy_version_key)
+            return PolicyClient(ThreadLine(self._line, self.in_keys, self, timeout), policy_version_key)
         if kind != "process":
             raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
-        return PolicyClient(ProcessLine(*self.address, self.in_keys), policy_version_key)
+        return PolicyClient(ProcessLine(*self.address, self.in_keys, timeout), policy_version_key)
 
     @property
     def address(self) -> tuple[str | bytes, bytes]:
@@ -193,6 +207,8 @@ class InferenceServer:
 
         Waits for the batch that is being computed; returns the new version.
         """
+        if self._elsewhere is not None:
+            raise WrongState(f"this InferenceServer cannot be used here: {self._elsewhere}")
         if not isinstance(self.policy, nn.Module):
             raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
         given = self._source if weights is None else weights
@@ -269,15 +285,15 @@ class InferenceServer:
             out = self.policy(td)
             out = td if out is None else out
             if not isinstance(out, TensorDictBase):
-                raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+                if not is_named(out):
+                    raise SpecMismatch(f"policy takes a TensorDict but returned {type(out).__name__}")
+                out = as_tensordict(out, td.batch_size)
             written = [as_key(k) for k in getattr(self.policy, "out_keys", ())] or [
                 k for k in map(as_key, out.keys(True, True)) if k not in inputs
             ]
             found = {key: out.get(key) for key in written if not private(key)}
         else:
-            out = self.policy(*inputs.values())
-            values = out if isinstance(out, tuple) else (out,)
-            found = {("action",) if n == 0 else (f"output{n}",): value for n, value in enumerate(values)}
+            found = by_name(self.policy(*inputs.values()))
         for key, value in found.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (size,):
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

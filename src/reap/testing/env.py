@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import gymnasium as gym
 
 from reap.envs import as_env
 from reap.envs.accept import is_env
 from reap.envs.envpool import is_envpool
 from reap.errors import ReapError
+from reap.pickling import pack
 from reap.testing import generators
 from reap.testing.player import SEED, Player
 from reap.testing.resets import ResetWatch, layers
@@ -58,7 +58,7 @@ def check_env(make_env: Callable[[], Any], *, steps: int = 200) -> list[str]:
 
 def _travels(make_env: Callable[[], Any], wrong: list[str]) -> None:
     try:
-        cloudpickle.dumps(make_env)  # not loaded: in this process that would change classes that travel by value
+        pack(make_env, "it")  # not loaded: in this process that would change classes that travel by value
     except Exception as cause:
         wrong.append(f"The factory cannot be sent to a worker process: pickling it raised {cause!r}.")
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reap.children import kept_seedbed
+from reap.children import kept_seedbed, wait_for_ends
+from reap.fork_server import is_resource_tracker
 
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
@@ -28,6 +29,7 @@ def no_leaks(*, sockets: bool = True) -> Iterator[None]:
     before = _everything()
     yield
     gc.collect()
+    wait_for_ends()
     after = _everything()
     until = time.monotonic() + 1.0  # a process may be seen a moment after its end was told: it is reaped then
     while after["processes"] - before["processes"] and time.monotonic() < until:
@@ -60,6 +62,8 @@ def _descendants(ancestor: int) -> set[int]:
     for task in Path(f"/proc/{ancestor}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             for pid in map(int, task.read_text().split()):
+                if is_resource_tracker(pid):
+                    continue  # Python's own, one for all processes of a program
                 below = _descendants(pid)
                 if Path(f"/proc/{pid}/comm").read_text().strip() != "raylet":
                     found |= {pid} | below

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from reap.errors import SpecMismatch, WrongArgument, nearest
+from reap.pickling import shared_in
 
 _EXTRA = "_extra_state"
+EXTRA_STATE = "__extra_state__"  # where a module's extra state is in a TensorDict of weights
 
 
 def as_named(weights: Any) -> dict[str, Any]:
@@ -23,16 +25,29 @@ def as_named(weights: Any) -> dict[str, Any]:
     if isinstance(weights, nn.Module):
         return named_tensors(weights)
     if isinstance(weights, TensorDictBase):
-        return {".".join(k) if isinstance(k, tuple) else k: v for k, v in weights.items(True, True)}
+        return _named_in(weights)
     if isinstance(weights, Mapping):
         named: dict[str, Any] = {}
         for name, value in weights.items():
-            if isinstance(value, (Mapping, TensorDictBase)):
+            if isinstance(value, (Mapping, TensorDictBase)) and not str(name).endswith(_EXTRA):  # which may be anything
                 named.update({f"{name}.{inner}": v for inner, v in as_named(value).items()})
             else:
                 named[str(name)] = value
         return named
     raise WrongArgument(f"weights must be a module, a TensorDict or a state dict, got {type(weights).__name__}")
+
+
+def _named_in(weights: TensorDictBase, prefix: str = "") -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name in weights.keys():  # noqa: SIM118
+        value = weights.get(name)
+        if name == EXTRA_STATE:
+            named[prefix + _EXTRA] = value.to_dict() if isinstance(value, TensorDictBase) else weights[name]
+        elif isinstance(value, TensorDictBase):
+            named.update(_named_in(value, f"{prefix}{name}."))
+        else:
+            named[prefix + name] = value
+    return named
 
 
 def named_tensors(module: nn.Module) -> dict[str, Any]:
@@ -59,11 +74,16 @@ def fitting(weights: Any, own: Mapping[str, tuple[int, ...] | None], needed: Ite
     return new
 
 
-def load(module: nn.Module, weights: Any) -> None:
-    """Copy `weights` into `module`. Everything is checked before anything is written."""
+def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -> None:
+    """Copy `weights` into `module`. Everything is checked before anything is written.
+
+    `needed` names what they may not leave out; None: any parameter.
+    """
     own = named_tensors(module)
     shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in own.items()}
-    new = fitting(weights, shapes, [name for name, _ in module.named_parameters(remove_duplicate=False)])
+    if needed is None:
+        needed = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    new = fitting(weights, shapes, needed)
     with torch.no_grad():
         for name, value in new.items():
             if name.endswith(_EXTRA):
@@ -79,7 +99,27 @@ def placed(policy: Any, device: torch.device | None) -> Any:
     tensors = [*policy.parameters(), *policy.buffers()]
     if all(_same_device(t.device, device) for t in tensors):
         return policy
-    return copy.deepcopy(policy).to(device).requires_grad_(False)
+    return copied(policy).to(device).requires_grad_(False)
+
+
+def copied(policy: Any) -> Any:
+    """A deep copy, but for what `multiprocessing` shares between processes: both have the same of that."""
+    return copy.deepcopy(policy, shared_in(policy))
+
+
+def in_own_memory(policy: Any) -> Any:
+    """The policy, its parameters and buffers out of any memory that other processes see: they are written to here."""
+    if isinstance(policy, nn.Module):
+        own: dict[int, torch.UntypedStorage] = {}  # tensors that lie in one storage still do
+        for tensor in (*policy.parameters(), *policy.buffers()):
+            if tensor.device.type == "cpu" and tensor.is_shared():  # type: ignore[no-untyped-call]
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in own:
+                    own[storage.data_ptr()] = cast(Any, storage).clone()
+                mine = own[storage.data_ptr()]
+                view = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor.data = torch.empty(0, dtype=tensor.dtype).set_(mine, *view)
+    return policy
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

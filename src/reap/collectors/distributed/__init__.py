@@ -4,6 +4,7 @@ from reap.backends.nodes import DEFAULT_SLURM_CONF
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.distributed.launching import submitit_delayed_launcher
 from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
+from reap.collectors.distributed.ray_eval import RayEvalWorker
 from reap.collectors.distributed.rpc import RPCAsyncCollector, RPCCollector, RPCSyncCollector
 from reap.collectors.distributed.torchdist import (
     DistributedAsyncCollector,
@@ -22,6 +23,7 @@ __all__ = [
     "RPCSyncCollector",
     "RayAsyncCollector",
     "RayCollector",
+    "RayEvalWorker",
     "RaySyncCollector",
     "submitit_delayed_launcher",
 ]

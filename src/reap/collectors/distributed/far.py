@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from reap.backends.far import FarBackend
 from reap.backends.process import ProcessBackend
+from reap.collectors.background import Paused
 from reap.collectors.base import BaseCollector
+from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.sinks import Sink
 from reap.errors import UsageError, WrongArgument
+from reap.pickling import pack_bytes
 
 
 class FarCollector(MultiCollector):
@@ -27,10 +30,11 @@ class FarCollector(MultiCollector):
         max_weight_update_interval: send them when this many batches were delivered since they were last sent.
         collector_class: what runs in a worker: "single" or `Collector` (the default), a loop; "sync" or
             `MultiSyncCollector`, "async" or `MultiAsyncCollector`: `num_workers_per_collector` processes.
-        collector_kwargs: further options, as a mapping.
+        collector_kwargs: further options, as a mapping; or a list of them, one for each worker.
         **options: see `reap.collectors.options.Options`.
     """
 
+    _pack = staticmethod(pack_bytes)  # descriptors stay on this machine
     _own: ClassVar[Mapping[str, Any]] = {}  # options of this road, and what they are by default
 
     def __init__(
@@ -58,15 +62,10 @@ class FarCollector(MultiCollector):
         self._sent_at = 0
         self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
         self._team = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
-        collector_kwargs = options.pop("collector_kwargs", None)
-        if collector_kwargs is not None:
-            if not isinstance(collector_kwargs, Mapping):
-                raise WrongArgument(f"collector_kwargs must be a mapping, got {type(collector_kwargs).__name__}")
-            twice = [key for key in collector_kwargs if key in options or key in ("sync", *self._given)]
-            if twice:
-                raise UsageError(f"collector_kwargs holds {twice[0]!r}, which is an argument of its own")
-            options.update(collector_kwargs)
+        options, self._each = merged(options, options.pop("collector_kwargs", None), ("sync", *self._given))
         super().__init__(create_env_fn, policy, sync=sync, **options)
+        if self._interval > 0:
+            self._watch = None  # weights are sent by themselves
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
         team = None if self._team is None else replace(self._team, random_frames=settings.random_frames // len(plans))
@@ -78,6 +77,28 @@ class FarCollector(MultiCollector):
         """Rollouts come here first, and go into the buffer from here."""
         self._direct = False
         return BaseCollector._make_sink(self)
+
+    def pause(self, timeout: float | None = None, *, resume: bool = True) -> Paused:
+        """Stop collecting in the background; returns when nothing is under way any more, in any worker.
+
+        >>> with collector.pause():
+        ...     buffer.dumps("somewhere")
+
+        Args:
+            timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that.
+            resume: False: stay paused after the block, until `resume()`.
+        """
+        paused = super().pause()
+        try:
+            with self._watching():
+                if self._direct:
+                    self._count(*self._process.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+                else:
+                    self._process.drain(timeout)
+        except BaseException:
+            self.resume()
+            raise
+        return paused if resume else Paused(lambda: None)
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         self._sent_at = self._batches

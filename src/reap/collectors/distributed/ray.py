@@ -10,13 +10,14 @@ from typing_extensions import Self
 
 from reap.backends.far import FarBackend
 from reap.backends.ray import RayBackend
-from reap.children import dumps
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.far import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.options import listed
 from reap.collectors.sinks import Sink, Way, Writer
 from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.pickling import dumps
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
 _ELSEWHERE = {
@@ -61,7 +62,7 @@ class RayCollector(FarCollector):
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
         count = options.get("num_collectors")
-        if isinstance(create_env_fn, (list, tuple)) and count not in (None, len(create_env_fn)):
+        if listed(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
@@ -136,7 +137,7 @@ class RayCollector(FarCollector):
             collector_kwargs: none: options are as they were.
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
-        makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn]
+        makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
         inside = 1 if self._team is None else self._team.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
@@ -176,8 +177,14 @@ class RayCollector(FarCollector):
         super().shutdown(timeout, close_env, raise_on_error)
 
     def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
-        """Counts so far, `restarts` among them. Asks nobody, so there is no `timeout` to wait for."""
-        return {**super().stats(workers), "restarts": self._ray.restarts}
+        """Counts so far, `restarts` and `worker_frames` (made, delivered or not) among them.
+
+        Asks nobody, so there is no `timeout` to wait for.
+        """
+        found = {**super().stats(workers), "restarts": self._ray.restarts}
+        if workers != "per_worker":
+            found["worker_frames"] = sum(remote.frames for remote in self._ray.workers or self._ray.former)
+        return found
 
 
 class RaySyncCollector(RayCollector, MultiSyncCollector):
@@ -203,7 +210,7 @@ def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> l
     """What each actor asks of the cluster. A list for those before says nothing of new ones, but for its last entry."""
     if configs is None or isinstance(configs, Mapping):
         each = [configs] * len(plans)
-    elif not isinstance(configs, (list, tuple)):
+    elif not listed(configs):
         raise WrongArgument(f"remote_configs must be a mapping for Ray's options(), or a list of them, got {configs!r}")
     else:
         each = list(configs)

@@ -7,13 +7,19 @@ from typing import Any
 from reap.backends.team import Team
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.single import Collector
-from reap.errors import UsageError, nearest
+from reap.errors import UsageError, WrongArgument, nearest
 
-_KINDS: dict[Any, str] = {
+_KINDS: dict[type, str] = {
     Collector: "single",
     MultiSyncCollector: "sync",
     MultiAsyncCollector: "async",
     AsyncCollector: "async",
+}
+_NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
+    "SyncDataCollector": "single",
+    "aSyncDataCollector": "async",
+    "MultiSyncDataCollector": "sync",
+    "MultiaSyncDataCollector": "async",
 }
 
 
@@ -21,17 +27,7 @@ def team_for(collector_class: Any, workers: Any) -> Team | None:
     """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"num_workers_per_collector must be a whole number ≥ 1, got {workers!r}")
-    kind = collector_class or "single"
-    if isinstance(kind, type):
-        kind = _KINDS.get(kind, kind)
-    if kind not in ("single", "sync", "async"):
-        names = {found.__name__: found for found in _KINDS}
-        if not isinstance(kind, str) or kind not in names:
-            raise UsageError(
-                f"collector_class must be 'single', 'sync', 'async' or one of {sorted(names)}, which are what a worker "
-                f"can run, got {kind!r}{nearest(str(kind), [*names, 'single', 'sync', 'async'])}"
-            )
-        kind = _KINDS[names[kind]]
+    kind = _kind(collector_class or "single")
     if kind == "single":
         if workers > 1:
             raise UsageError(
@@ -40,3 +36,37 @@ def team_for(collector_class: Any, workers: Any) -> Team | None:
             )
         return None
     return Team(workers, kind == "sync")
+
+
+def _kind(given: Any) -> str:
+    """Which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
+    if isinstance(given, type):
+        for base in given.__mro__:
+            theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES
+            if base in _KINDS or theirs:
+                _check_nothing_is_lost(given, base)
+                return _NAMES[base.__name__]
+    elif isinstance(given, str) and given in ("single", "sync", "async"):
+        return given
+    elif isinstance(given, str) and given in _NAMES:
+        return _NAMES[given]
+    hint = nearest(str(given), [*_NAMES, "single", "sync", "async"])
+    raise WrongArgument(
+        f"collector_class must be 'single', 'sync', 'async' or one of {', '.join(map(repr, _NAMES))}, which are what a "
+        f"worker can run, got {given!r}{hint}"
+    )
+
+
+def _check_nothing_is_lost(given: type, base: type) -> None:
+    """A class of the user's is taken for the collector it is made from, unless it does something of its own."""
+    own = {
+        name
+        for kind in given.__mro__[: given.__mro__.index(base)]
+        for name, value in vars(kind).items()
+        if callable(value)
+    }
+    if own:
+        raise UsageError(
+            f"collector_class {given.__name__} has {', '.join(sorted(own))} of its own, which nobody would call: "
+            f"workers run reap's loop; use hooks (hooks_in_workers=True), postproc or init_fn"
+        )

@@ -1,0 +1,71 @@
+"""WorkerView: a worker as paths see it, by the names of TorchRL's worker collectors.
+
+policy.in_keys   env.transform[0].loc   replay_buffer.write_count   interruptor   postproc.critic   stats   state_dict
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from reap.core.paths import follow
+from reap.errors import UsageError
+
+if TYPE_CHECKING:
+    from reap.backends.host import Host
+
+_FROM_OUTSIDE = ("reset", "set_seed", "load_state_dict", "shutdown", "next", "iterator", "start", "pause", "resume")
+
+
+class WorkerView:
+    """What is to be found in a worker. `interruptor`: what may stop its rollouts, if anything can."""
+
+    closed = False
+
+    def __init__(self, host: Host, interruptor: Any = None) -> None:
+        worker, plan = host.worker, host.worker.plan
+        self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, host.index
+        self.interruptor = interruptor
+        self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.record
+        self.exploration_type, self.reset_at_each_iter = plan.exploration, plan.reset_at_each_iter
+        self.frames_per_batch = worker.layout.steps
+        self.requested_frames_per_batch = worker.layout.steps * worker.layout.lanes
+        self.policy_version = worker.loop.version
+        self.pre_collect_hook, self.post_collect_hook = host.hooks
+        writer = host.writer
+        self.replay_buffer: Any = None if writer is None else writer.buffer
+        self.postproc: Any = None if writer is None else writer.postproc
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FROM_OUTSIDE:
+            raise UsageError(f"{name!r} is for all workers at once: call it on the collector itself")
+        raise AttributeError(f"a worker has no {name!r}")
+
+    def get_model(self, model_id: str) -> Any:
+        """The model at this path."""
+        return follow(self, model_id)
+
+    def getattr_policy(self, attr: str) -> Any:
+        """An attribute of its policy."""
+        return follow(self.policy, attr)
+
+    def getattr_env(self, attr: str) -> Any:
+        """An attribute of its env."""
+        return follow(self.env, attr)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer it writes to."""
+        return follow(self.replay_buffer, attr)
+
+    def get_policy_version(self) -> int:
+        """The version of the weights it acts with."""
+        return self.policy_version
+
+    def stats(self) -> dict[str, Any]:
+        """What it has counted."""
+        stats = self._host.worker.stats
+        return {"frames": stats.frames, "batches": stats.rollouts, **stats.summary()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its part of the collector's `state_dict`."""
+        return self._host.do_state()

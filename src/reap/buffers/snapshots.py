@@ -1,0 +1,293 @@
+"""Snapshots: a buffer's whole state as a dictionary, and as a directory on disk.
+
+    path/
+        rows-2f….pt      rows, marks, the sampler's state          a new name each time
+        buffer.json      numbers; name, size and SHA-256 of that file; its own SHA-256 in the last line
+
+A dump is what `buffer.json` says, and that is replaced in one step, when all it names is on the disk: killed at any
+moment, or with a full disk, the dump from before is whole. What is read is checked to the last byte and number before
+anything in the buffer changes. Nothing that is read is ever executed: torch's `weights_only` loads tensors and numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.buffers.arguments import directory
+from reap.buffers.memory import Memory
+from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
+from reap.buffers.rows import as_array
+from reap.buffers.samplers import Sampler
+from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
+from reap.spec import numpy_dtype, show
+
+_MANIFEST = "buffer.json"
+_FORMAT = 2
+_OURS = re.compile(r"rows-[0-9a-f]{16}\.pt|buffer\.json\.[0-9a-f]{16}")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PIECE = 1 << 20  # bytes summed up at a time
+_NUMBERS, _PARTS = ("capacity", "words", "count", "sampled"), ("rows", "marks", "sampler")
+_WORDS = ("head", "holes", "base")
+
+
+# ---- as a dictionary ------------------------------------------------------------------------------------------------
+
+
+def snapshot(memory: Memory, sampler: Sampler) -> dict[str, Any]:
+    """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
+    ring = memory.ring
+    with ring.gate.locked():
+        low, high = ring.window()
+        rows = memory.rows
+        return {
+            "capacity": ring.capacity,
+            "words": {"head": high, "holes": int(ring.words[HOLES]), "base": int(ring.words[BASE])},
+            "count": int(ring.words[COUNT]),
+            "sampled": int(ring.words[SAMPLED]),
+            "marks": torch.from_numpy(ring.marks_of(low, high).copy()),
+            "rows": {} if rows is None else rows.read(np.arange(low, high) % ring.capacity),
+            "sampler": sampler.state_dict(),
+        }
+
+
+def restore(memory: Memory, sampler: Sampler, state: Mapping[str, Any]) -> None:
+    """Put back what `snapshot` gave, in place of what is there. An error leaves everything as it was."""
+    ring = memory.ring
+    _check(state, ring.capacity)
+    with ring.alone():  # what is being written would be written over what is put back
+        if lacking := sampler.state_dict().keys() - state["sampler"].keys():
+            raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
+        sampler.check_state(state["sampler"], state["words"]["head"])
+        columns, marks = state["rows"], as_array(state["marks"])
+        shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
+        shift = ring.next_lap()  # positions only grow: the old ones come back some laps later
+        before = sampler.state_dict()
+        try:  # first what can fail: a user's sampler, columns that are others
+            sampler.load_state_dict(state["sampler"], shift)
+            rows = memory.rows_for(shapes) if columns else None
+        except BaseException:
+            sampler.load_state_dict(before)
+            raise
+        ring.empty()
+        head, base = (state["words"][name] + shift for name in ("head", "base"))
+        first, lowest = head - len(marks), max(base, head - ring.capacity)
+        if rows is not None:
+            rows.write(first % ring.capacity, {key: as_array(value) for key, value in columns.items()})
+        # Rows that were being written when the snapshot was made are not in it: they are holes now.
+        ring.mark(lowest, np.concatenate([np.full(first - lowest, HOLE, np.uint8), marks]))
+        ring.words[HOLES] = max(state["words"]["holes"] + shift, first if first > lowest else 0)
+        ring.words[BASE] = base
+        ring.words[COUNT], ring.words[SAMPLED] = state["count"], state["sampled"]
+        ring.words[HEAD] = head
+        ring.words[FRONTIER] = head  # last: now they may be read
+
+
+def _check(state: Any, capacity: int) -> None:
+    """Raise if this is no state of a buffer of that size, as far as that can be known without the buffer."""
+    if not isinstance(state, Mapping):
+        raise WrongArgument(f"state is what state_dict() returns, got {type(state).__name__}")
+    for name in (*_NUMBERS, *_PARTS):
+        if name not in state:
+            raise CorruptState(f"this state has no {name!r}; nothing was loaded")
+    words, marks, columns = state["words"], state["marks"], state["rows"]
+    for name in ("words", "rows", "sampler"):
+        if not isinstance(state[name], Mapping):
+            raise CorruptState(f"{name!r} is no mapping but {type(state[name]).__name__}; nothing was loaded")
+    for name, number in [
+        *((n, words.get(n)) for n in _WORDS),
+        *((n, state[n]) for n in ("capacity", "count", "sampled")),
+    ]:
+        if type(number) is not int or not 0 <= number < 2**62:
+            raise CorruptState(f"{name!r} is no position or count: {number!r:.80}; nothing was loaded")
+    if state["capacity"] != capacity:
+        raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {capacity}")
+    if not isinstance(marks, Tensor) or marks.dtype is not torch.uint8 or marks.ndim != 1 or bool((marks > HOLE).any()):
+        raise CorruptState(f"'marks' are no marks of rows but {_told(marks)}; nothing was loaded")
+    if not len(marks) <= min(capacity, words["head"] - words["base"]) or (len(marks) and not columns):
+        raise CorruptState(f"'marks' and 'words' are of different states: {len(marks)} rows; nothing was loaded")
+    for key, value in columns.items():
+        if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
+            raise CorruptState(f"{key!r:.80} is no key of a column; nothing was loaded")
+        if not _dense(value) or not value.ndim or len(value) != len(marks):
+            raise CorruptState(f"column {show(key)} has not the {len(marks)} rows of this state: {_told(value)}")
+
+
+def _dense(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized:
+        return False
+    with contextlib.suppress(Exception):
+        return numpy_dtype(value.dtype) is not None
+    return False
+
+
+def _told(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+# ---- as a directory -------------------------------------------------------------------------------------------------
+
+
+def dump(path: Any, state: Mapping[str, Any]) -> None:
+    """Write a snapshot to a directory; what is there already stays whole until this is."""
+    path = directory(path, "path")
+    token = secrets.token_hex(8)
+    name, aside = f"rows-{token}.pt", f"{_MANIFEST}.{token}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _alone(path, fcntl.LOCK_EX) as handle:
+            old = _manifest(path) if (path / _MANIFEST).exists() else b""
+            try:
+                size, digest = _save({part: state[part] for part in _PARTS}, path / name)
+                about = {"format": _FORMAT, "file": name, "bytes": size, "sha256": digest}
+                text = json.dumps({**about, **{number: state[number] for number in _NUMBERS}}).encode()
+                _write(path / aside, text + b"\n" + _sum(text) + b"\n")
+                _sync(handle)  # before the manifest: what it names must be there
+                os.replace(path / aside, path / _MANIFEST)
+            except BaseException:
+                for half in (path / name, path / aside):
+                    with contextlib.suppress(OSError):
+                        half.unlink()
+                raise
+            _sync(handle)
+            stale = [found for found in os.listdir(path) if _OURS.fullmatch(found) and found != name]
+            for found in [*stale, *(["rows.pt"] if _is_old(old) else [])]:  # what earlier dumps left, whole or not
+                with contextlib.suppress(OSError):
+                    (path / found).unlink()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise UsageError(f"path={str(path)!r}: a dump cannot be written there: {error}") from error
+        raise NoSpace(f"path={str(path)!r}: the dump does not fit on the disk ({error}); {_before(path)}") from None
+
+
+def _before(path: Path) -> str:
+    return "the dump from before is whole" if (path / _MANIFEST).exists() else "nothing was written"
+
+
+def undump(path: Any) -> dict[str, Any]:
+    """Read a snapshot back. `CorruptState` for whatever is not as it was written."""
+    path = directory(path, "path")
+    try:
+        with _alone(path, fcntl.LOCK_SH):
+            try:
+                text = _manifest(path)
+            except FileNotFoundError:
+                raise UsageError(f"path={str(path)!r} holds no dumped buffer: there is no {_MANIFEST}") from None
+            return _load_old(path, text) if _is_old(text) else _load(path, text)
+    except UsageError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_dir():
+            raise CorruptState(f"path={str(path)!r}: a file of this dump is missing: {error}") from None
+        raise UsageError(f"path={str(path)!r} holds no dumped buffer: it is no directory") from None
+    except Exception as error:  # the many ways in which JSON, zip files, tensors and disks say that they are broken
+        raise CorruptState(f"path={str(path)!r}: this dump is damaged: {error!r:.300}; nothing was loaded") from error
+
+
+def _load(path: Path, text: bytes) -> dict[str, Any]:
+    body, _, line = text.partition(b"\n")
+    if line != _sum(body) + b"\n":
+        raise CorruptState(f"{path / _MANIFEST} is not what was written: its checksum differs; nothing was loaded")
+    about = json.loads(body)
+    if about["format"] != _FORMAT:
+        raise CorruptState(f"{path / _MANIFEST} has format {about['format']!r}, this reap reads {_FORMAT} and older")
+    if not _OURS.fullmatch(about["file"]):
+        raise CorruptState(f"{path / _MANIFEST} names a file that is no dump's: {about['file']!r:.80}")
+    with open(path / about["file"], "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+        if (file.tell(), digest.hexdigest()) != (about["bytes"], about["sha256"]):
+            raise CorruptState(f"{path / about['file']} is not what was written: its checksum differs")
+        file.seek(0)
+        parts = torch.load(file, weights_only=True)
+    return {**{name: about[name] for name in _NUMBERS}, **{name: parts[name] for name in _PARTS}}
+
+
+def _load_old(path: Path, text: bytes) -> dict[str, Any]:
+    """Dumps before there were checksums: they can be read, but not vouched for."""
+    about, parts = json.loads(text), torch.load(path / "rows.pt", weights_only=True)
+    return {**{name: about[name] for name in _NUMBERS}, **{name: parts[name] for name in _PARTS}}
+
+
+def _is_old(text: bytes) -> bool:
+    return text.startswith(b'{"capacity":')
+
+
+def _manifest(path: Path) -> bytes:
+    return (path / _MANIFEST).read_bytes()
+
+
+def _sum(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+class _Summed:
+    """A file that adds up what is written to it. torch must not see it fail: it would not say why."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.size, self.digest = file, 0, hashlib.sha256()
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        if self.failure is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.failure = error
+            self.digest.update(data)
+            self.size += size
+        return size
+
+    def flush(self) -> None:
+        """Everything is written out at the end."""
+
+
+def _save(parts: Mapping[str, Any], path: Path) -> tuple[int, str]:
+    """Write tensors to a new file, onto the disk itself: how long it is, and its checksum."""
+    with open(path, "xb") as file:
+        summed = _Summed(file)
+        torch.save(dict(parts), cast(Any, summed))
+        if summed.failure is not None:
+            raise summed.failure
+        file.flush()
+        os.fsync(file.fileno())
+    return summed.size, summed.digest.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(handle: int) -> None:
+    with contextlib.suppress(OSError):  # file systems that know no such thing
+        os.fsync(handle)
+
+
+@contextlib.contextmanager
+def _alone(path: Path, how: int) -> Iterator[int]:
+    """The directory's descriptor, while no other process writes a dump there (or, to write, reads one)."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # file systems without locks
+            fcntl.flock(handle, how)
+        yield handle
+    finally:
+        os.close(handle)

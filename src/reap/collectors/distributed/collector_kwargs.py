@@ -1,0 +1,96 @@
+"""`collector_kwargs`: options of the workers' collectors, for all of them or, as a list, for each; merged with our own.
+
+An option given to the collector itself holds before the same one in `collector_kwargs`, as with TorchRL; hooks,
+`trust_policy` and `trajs_per_batch` hold the other way round, and two `postproc`s are called one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from reap.errors import UsageError, WrongArgument
+
+# Those of which `collector_kwargs` has the last word.
+_THEIRS = ("pre_collect_hook", "post_collect_hook", "trust_policy", "no_cuda_sync", "trajs_per_batch")
+# Those in which workers can differ: what their envs, policies and loops are made from.
+_EACH = (
+    "create_env_kwargs",
+    "policy_factory",
+    "device",
+    "policy_device",
+    "env_device",
+    "storing_device",
+    "max_frames_per_traj",
+    "exploration_type",
+    "reset_at_each_iter",
+    "trust_policy",
+    "compile_policy",
+    "cudagraph_policy",
+)
+_MISSING = object()
+
+
+def merged(
+    options: Mapping[str, Any], given: Any, own: Collection[str]
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """Options for all workers, and those of each where a list of `collector_kwargs` makes a difference.
+
+    `own` names arguments that belong to the collector over all workers and to no worker's.
+    """
+    if given is None:
+        return dict(options), None
+    several = isinstance(given, (list, tuple))
+    for one in given if several else [given]:
+        if not isinstance(one, Mapping):
+            raise WrongArgument(f"collector_kwargs must be a mapping, or a list of mappings, got {type(one).__name__}")
+        for key in one:
+            if key in own:
+                raise UsageError(f"collector_kwargs holds {key!r}, which is an argument of the collector itself")
+    if not several:
+        return _merged(options, given), None
+    if not given:
+        raise UsageError("collector_kwargs is an empty list; give a mapping for each worker, or leave it out")
+    common = {
+        key: value for key, value in given[0].items() if all(_same(one.get(key, _MISSING), value) for one in given)
+    }
+    each: list[dict[str, Any]] = []
+    for w, one in enumerate(given):
+        apart = {key: value for key, value in one.items() if key not in common}
+        for key in apart:
+            if key not in _EACH:
+                raise UsageError(
+                    f"collector_kwargs[{w}] holds {key!r}, in which workers cannot differ; "
+                    f"they can in {', '.join(_EACH)}"
+                )
+        each.append({key: value for key, value in _merged(options, apart).items() if key in apart})
+    return _merged(options, common), each
+
+
+def _merged(options: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(options)
+    for key, value in theirs.items():
+        ours = options.get(key)
+        if ours is None or key in _THEIRS:
+            out[key] = value
+        elif key == "postproc" and value is not None:
+            out[key] = functools.partial(_one_after_the_other, value, ours)
+        elif not _same(ours, value):
+            warnings.warn(
+                f"collector_kwargs holds {key}={value!r}, the collector itself was given {key}={ours!r}, which holds",
+                stacklevel=5,
+            )
+    return out
+
+
+def _one_after_the_other(first: Any, second: Any, batch: Any) -> Any:
+    return second(first(batch))
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(one == other)
+    except Exception:  # arrays and the like
+        return False

@@ -1,0 +1,89 @@
+"""What a policy returned, by name.
+
+    {"action": a, "dist": {"loc": l}}       a mapping, a TensorDict, a tensorclass, a named tuple or a dataclass, nested
+    ─────────────────────────────────►      in any way: ("action",) and ("dist", "loc")
+    (a, v) or a                             by place: the action first, then ("output1",), ("output2",), …
+
+Where values are is worked out once, from the first output; after that each is one look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase, is_non_tensor, is_tensorclass
+
+from reap.core.assemble import tree_of
+from reap.errors import SpecMismatch
+from reap.spec import Key, as_key, private, show, show_keys
+
+Getter = Callable[[Any], Any]
+_ACTION: tuple[Key, ...] = (("action",),)
+
+
+def is_named(out: Any) -> bool:
+    """Whether what a policy returned says itself what its parts are called."""
+    if isinstance(out, (Mapping, TensorDictBase)):
+        return not is_non_tensor(out)
+    fields = isinstance(out, tuple) and hasattr(out, "_fields")
+    record = dataclasses.is_dataclass(out) and not isinstance(out, type)
+    return (fields or record or is_tensorclass(out)) and not is_non_tensor(out)
+
+
+def getters(out: Any) -> dict[Key, Getter]:
+    """How to get each value from outputs like this one. What is None is not there; private names are left out."""
+    found: dict[Key, Getter] = {}
+    for name, get in _members(out):
+        key = _as_name(name)
+        value = get(out)
+        if private(key) or value is None:
+            continue
+        if is_named(value):
+            found.update({(*key, *rest): _after(get, inner) for rest, inner in getters(value).items()})
+        else:
+            found[key] = get
+    return found
+
+
+def _members(out: Any) -> list[tuple[Any, Getter]]:
+    if isinstance(out, (Mapping, TensorDictBase)):
+        return [(name, operator.itemgetter(name)) for name in out.keys()]  # noqa: SIM118
+    names = out._fields if hasattr(out, "_fields") else [field.name for field in dataclasses.fields(out)]
+    return [(name, operator.attrgetter(name)) for name in names]
+
+
+def _as_name(name: Any) -> Key:
+    if isinstance(name, str) or (isinstance(name, tuple) and name and all(isinstance(part, str) for part in name)):
+        return as_key(name)
+    raise SpecMismatch(f"policy returned something under the name {name!r}; names are strings, or tuples of them")
+
+
+def _after(outer: Getter, inner: Getter) -> Getter:
+    return lambda out: inner(outer(out))
+
+
+def by_name(out: Any, action: Sequence[Key] = _ACTION) -> dict[Key, Any]:
+    """Everything a policy of plain tensors returned: under its own names, or by place with the action first."""
+    if is_named(out):
+        return {key: get(out) for key, get in getters(out).items()}
+    values = out if isinstance(out, tuple) else (out,)
+    names = [*action, *(as_key(f"output{n}") for n in range(1, len(values) - len(action) + 1))]
+    if len(values) < len(action):
+        raise SpecMismatch(f"policy returned {len(values)} tensors; {show_keys(action)} are expected")
+    return dict(zip(names, values))
+
+
+def as_tensordict(out: Any, size: Sequence[int]) -> TensorDict:
+    """What a policy returned by name, as a TensorDict of this batch size."""
+    try:
+        return TensorDict(tree_of(by_name(out)), batch_size=list(size))
+    except RuntimeError as cause:
+        raise SpecMismatch(f"policy returned {_looks(out)}; all need the dimensions {list(size)} first") from cause
+
+
+def _looks(out: Any) -> str:
+    shapes = {key: getattr(value, "shape", None) for key, value in by_name(out).items()}
+    return ", ".join(f"{show(key)} {list(shape or ())}" for key, shape in shapes.items())

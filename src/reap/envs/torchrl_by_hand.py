@@ -1,0 +1,82 @@
+"""A TorchRL env as its owner sees it: `collector.env` is that very object, and may be moved by hand between batches.
+
+    collector.env.reset() ──► lanes.driver = None ──► the next rollout begins new episodes: nobody knows where it is
+
+The two methods that move an env are replaced in the object handed out, and only there; its class stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from reap.core.env import Env
+from reap.seeding import chain
+
+_MOVES = ("reset", "step")  # everything else that moves an env, like `rollout`, goes through these
+
+
+class _Move:
+    """One of these methods, which says that somebody has moved the lanes."""
+
+    def __init__(self, env: Any, name: str, lanes: Env) -> None:
+        # Neither is kept alive: the env holds this.
+        self._env, self._name, self._lanes = weakref.ref(env), name, weakref.ref(lanes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        env, lanes = self._env(), self._lanes()
+        if lanes is not None:
+            lanes.driver = None
+        return getattr(type(env), self._name)(env, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the env has no lanes."""
+        env = self._env()
+        return functools.partial, (getattr(type(env), self._name), env)
+
+
+def handed_out(env: Any, lanes: Env) -> Any:
+    """`env` itself; from now on `lanes` hear when it is moved by hand."""
+    for name in _MOVES:
+        vars(env)[name] = _Move(env, name, lanes)
+    return env
+
+
+def taken_back(env: Any) -> None:
+    """It is nobody's lanes any more."""
+    for name in _MOVES:
+        if isinstance(vars(env).get(name), _Move):
+            del vars(env)[name]
+
+
+def seeded_reset(env: Any, seed: int, *, static: bool) -> TensorDictBase:
+    """Seed an env and begin in the seeded state.
+
+    TorchRL seeds a Gymnasium env by a reset whose observation nobody sees; the reset after it would show the second
+    state. So it is told the seed again.
+    """
+    env.set_seed(seed, static_seed=static)
+    keywords, _ = _seeds_again(env, seed, static=static)
+    found: TensorDictBase = env.reset(**keywords)
+    return found
+
+
+def _seeds_again(env: Any, seed: int, *, static: bool) -> tuple[dict[str, Any], int]:
+    """Keywords for `reset`, and the seed that follows.
+
+    There are none where `set_seed` has left the first state to the reset, and for envs in TorchRL's processes, whose
+    kind is not known here: those that take no keywords would end.
+    """
+    while "base_env" in vars(env).get("_modules", ()):
+        env = env.base_env
+    if "_envs" not in vars(env):
+        keywords = {"seed": seed} if vars(env).get("_seed_calls_reset") else {}
+        return keywords, chain(seed, 1, static=static)[1]
+    each = []
+    for child in env._envs:
+        keywords, seed = _seeds_again(child, seed, static=static)
+        each.append(keywords)
+    return {"list_of_kwargs": each} if any(each) else {}, seed

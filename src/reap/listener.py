@@ -1,0 +1,341 @@
+"""Listener: a socket at which only those with the secret are received, however many others come.
+
+    peer ── dial ──► nonce ◄─► nonce, each side proves that it knows the secret ──► a thread that serves it
+                       └── a stranger: limited in number and in time, refused, logged
+
+One thread accepts and listens to all who have not proved themselves yet; they cost a descriptor each, no thread, and
+never more than `_MOST` of them. When another comes, the oldest of the address with the most connections goes: who has
+the secret is through within a round trip, and `dial` comes again if it was pushed out. When descriptors run out,
+strangers go first, and accepting goes on as soon as there are some again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+PATIENCE = 5.0  # seconds a peer has to prove itself, in all
+_MOST = 128  # peers that have not proved themselves yet, at a time
+_PAUSE = 0.1  # seconds without accepting, when it fails
+_QUIET = 5.0  # seconds between two lines of the log about a flood
+_NONCE, _PROOF, _NAME = 32, 32, 16  # bytes
+_NO = b"\0" * _PROOF  # said in place of a proof: no secret, or no such service
+_log = logging.getLogger("reap")
+
+Address = tuple[str, int] | str | bytes  # a host and a port, or a Unix socket
+
+
+class Refused(ConnectionError):
+    """One of the two sides does not know the secret."""
+
+
+class Visitor(NamedTuple):
+    """A connection whose other side has proved itself, and a key that only the two know."""
+
+    socket: socket.socket
+    key: bytes
+    host: str  # the other side's
+
+
+def dial(address: Address, secret: bytes, service: str, patience: float = PATIENCE) -> Visitor:
+    """Ask a listener for something. Hung up on in a crowd, it tries again, for `patience` seconds in all."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return _dial(address, secret, service, until)
+        except Refused:
+            raise
+        # BlockingIOError: a Unix socket whose queue is full
+        except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError, BlockingIOError, _HungUp) as error:
+            if time.monotonic() + _PAUSE >= until:
+                raise Refused(f"{_shown(address)} hung up on us: {error}") from None
+            time.sleep(_PAUSE / 4 + _PAUSE * secrets.randbelow(100) / 100)  # not all at once
+
+
+def _dial(address: Address, secret: bytes, service: str, until: float) -> Visitor:
+    connection = _connected(address, max(0.1, until - time.monotonic()))
+    try:
+        theirs, ours, name = _exactly(connection, _NONCE), secrets.token_bytes(_NONCE), _named(service)
+        connection.sendall(ours + _proof(secret, b"visitor", theirs, ours, name) + name)
+        proof = _exactly(connection, _PROOF)
+        if proof == _NO:
+            raise Refused(f"{_shown(address)} refused us: it has another secret, or no {service!r} for us")
+        if not hmac.compare_digest(proof, _proof(secret, b"door", theirs, ours, name)):
+            raise Refused(f"{_shown(address)} does not know the secret")
+        host = address[0] if isinstance(address, tuple) else ""
+        return Visitor(settled(connection), _proof(secret, b"key", theirs, ours, name), host)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connected(address: Address, timeout: float) -> socket.socket:
+    if isinstance(address, tuple):
+        return socket.create_connection(address, timeout=timeout)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _shown(address: Address) -> str:
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else repr(address)
+
+
+def _proof(secret: bytes, role: bytes, one: bytes, other: bytes, name: bytes) -> bytes:
+    return hmac.digest(secret, b"|".join((b"reap", role, one, other, name)), "sha256")
+
+
+def _named(service: str) -> bytes:
+    return service.encode().ljust(_NAME, b"\0")[:_NAME]
+
+
+class _HungUp(ConnectionError):
+    """The other side hung up before everything was said."""
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise _HungUp("the other side hung up")
+        data += piece
+    return data
+
+
+def settled(connection: socket.socket) -> socket.socket:
+    """A socket to be used from now on: it blocks, and does not hold back what is small."""
+    connection.settimeout(None)
+    if connection.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+class _Stranger:
+    """A peer that has not proved itself yet."""
+
+    def __init__(self, connection: socket.socket, host: str) -> None:
+        self.socket, self.host, self.until = connection, host, time.monotonic() + PATIENCE
+        self.nonce, self.said = secrets.token_bytes(_NONCE), b""
+
+
+class Listener:
+    """Accepts at a socket that listens. Who knows `secret` is given to `serve`, in a thread of its own.
+
+    `secret` None: everybody is, for a socket of the loopback address, but no more than `_MOST` at a time.
+    `knows(service)` says whether what a peer asks for is there.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        name: str,
+        secret: bytes | None,
+        serve: Callable[[Visitor, str], None],
+        knows: Callable[[str], bool] = lambda service: True,
+    ) -> None:
+        listening.setblocking(False)
+        self._listening, self._secret, self._serve, self._knows = listening, secret, serve, knows
+        self._where = _shown(listening.getsockname()[:2] if listening.family != socket.AF_UNIX else name)
+        self._name = name
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest first
+        self._serving: dict[threading.Thread, socket.socket] = {}
+        self._lock = threading.Lock()
+        self._turned_away, self._told, self._told_of_errors = 0, 0.0, 0.0  # when the log was last told
+        self._paused: float | None = None  # until when nobody is accepted
+        self._open = True
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(listening, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"reap-{name}", daemon=True)
+        self._thread.start()
+
+    # ---- the thread that listens ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._open:
+            try:
+                self._turn()
+            except Exception:  # whatever it was: others want to come in
+                if self._open:
+                    _log.exception("%s: a turn of the listening thread failed; it goes on", self._where)
+                    time.sleep(_PAUSE)
+        for stranger in list(self._strangers.values()):
+            self._drop(stranger)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        until = [stranger.until for stranger in list(self._strangers.values())[:1]]  # the oldest is the first to go
+        until += [] if self._paused is None else [self._paused]
+        ready = self._selector.select(max(0.0, min(until) - now) if until else None)
+        now = time.monotonic()
+        if self._paused is not None and now >= self._paused:
+            self._paused = None
+            self._selector.register(self._listening, selectors.EVENT_READ)
+        for key, _ in ready:
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fileobj in self._strangers:
+                self._hear(self._strangers[key.fileobj])
+        for stranger in [one for one in self._strangers.values() if one.until <= now]:
+            self._refuse(stranger, f"it did not prove itself within {PATIENCE:.0f} s")
+
+    def _accept(self) -> None:
+        """Whoever waits, some at a time: those who are in want to be heard, too."""
+        for _ in range(16):
+            try:
+                connection, address = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if self._open:
+                    self._out_of_descriptors(error)
+                return
+            host = address[0] if isinstance(address, tuple) else ""
+            if self._secret is None:
+                self._admit(Visitor(settled(connection), b"", host), "")
+                continue
+            if len(self._strangers) >= _MOST:
+                self._turn_away()
+            stranger = _Stranger(connection, host)
+            try:
+                connection.setblocking(False)
+                connection.send(stranger.nonce)
+                self._selector.register(connection, selectors.EVENT_READ)
+            except OSError:
+                connection.close()
+                continue
+            self._strangers[connection] = stranger
+
+    def _out_of_descriptors(self, error: OSError) -> None:
+        """Accepting failed: strangers give theirs back, and it is tried again in a moment."""
+        if time.monotonic() - self._told_of_errors > _QUIET:
+            self._told_of_errors = time.monotonic()
+            _log.warning("%s: cannot accept a connection: %s; it is tried again", self._where, error)
+        for stranger in list(self._strangers.values())[: _MOST // 2]:
+            self._drop(stranger)
+        self._selector.unregister(self._listening)
+        self._paused = time.monotonic() + _PAUSE
+
+    def _turn_away(self) -> None:
+        """Room for one more: of the address with the most of them the oldest goes."""
+        crowd = collections.Counter(stranger.host for stranger in self._strangers.values()).most_common(1)[0][0]
+        self._drop(next(stranger for stranger in self._strangers.values() if stranger.host == crowd))
+        self._turned_away += 1
+        now = time.monotonic()
+        if now - self._told > _QUIET:
+            _log.warning(
+                "%s: %d connections at a time have not proved that they know the secret; turned away so far: %d, of "
+                "them the last from %s",
+                self._where,
+                _MOST,
+                self._turned_away,
+                crowd or "this machine",
+            )
+            self._told = now
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            piece = stranger.socket.recv(_NONCE + _PROOF + _NAME - len(stranger.said))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._refuse(stranger, str(error))
+            return
+        if not piece:
+            self._refuse(stranger, "the other side hung up")
+            return
+        stranger.said += piece
+        if len(stranger.said) == _NONCE + _PROOF + _NAME:
+            self._judge(stranger)
+
+    def _judge(self, stranger: _Stranger) -> None:
+        said, ours, secret = stranger.said, stranger.nonce, self._secret or b""
+        theirs, proof, name = said[:_NONCE], said[_NONCE:-_NAME], said[-_NAME:]
+        if not hmac.compare_digest(proof, _proof(secret, b"visitor", ours, theirs, name)):
+            self._refuse(stranger, "it does not know the secret", say=True)
+            return
+        service = name.rstrip(b"\0").decode(errors="replace")
+        if not self._knows(service):
+            self._refuse(stranger, f"there is no {service!r} here", say=True)
+            return
+        connection = stranger.socket
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        try:
+            settled(connection).sendall(_proof(secret, b"door", ours, theirs, name))
+        except OSError:
+            connection.close()
+            return
+        self._admit(Visitor(connection, _proof(secret, b"key", ours, theirs, name), stranger.host), service)
+
+    def _admit(self, visitor: Visitor, service: str) -> None:
+        def live() -> None:
+            try:
+                self._serve(visitor, service)
+            finally:
+                with self._lock:
+                    self._serving.pop(threading.current_thread(), None)
+
+        with self._lock:
+            crowded = self._secret is None and len(self._serving) >= _MOST
+            thread = threading.Thread(target=live, name=f"reap-{self._name}-peer", daemon=True)
+            if not crowded:
+                self._serving[thread] = visitor.socket
+        try:
+            if crowded:
+                raise RuntimeError(f"{_MOST} are being received already")
+            thread.start()
+        except RuntimeError as error:  # no thread to be had
+            with self._lock:
+                self._serving.pop(thread, None)
+            _log.warning("%s: cannot receive a connection: %s", self._where, error)
+            visitor.socket.close()
+
+    def _refuse(self, stranger: _Stranger, why: str, *, say: bool = False) -> None:
+        _log.warning("refused a connection from %s at %s: %s", stranger.host or "this machine", self._where, why)
+        if say:
+            with contextlib.suppress(OSError):
+                stranger.socket.send(_NO)
+        self._drop(stranger)
+
+    def _drop(self, stranger: _Stranger) -> None:
+        self._strangers.pop(stranger.socket, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(stranger.socket)
+        stranger.socket.close()
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: float = PATIENCE) -> None:
+        """Everybody who came is hung up on; their threads have `deadline` seconds to end."""
+        until = time.monotonic() + deadline
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+        self._thread.join(deadline)
+        for end in (self._listening, self._wake, self._waker):
+            end.close()
+        self._selector.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for thread, connection in serving.items():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            thread.join(max(0.0, until - time.monotonic()))

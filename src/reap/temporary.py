@@ -1,0 +1,59 @@
+"""Temporary folders: gone when they are closed; if their process was killed, when the next one is made.
+
+Who makes one holds a lock in it, which ends with the process however that ends. A folder whose lock can be had is
+nobody's any more. Process numbers would not do: another container may use the same folder, and has numbers of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from typing_extensions import Self
+
+_LOCK = "lock"
+
+
+class TemporaryFolder:
+    """A folder of this process, of some kind; others of that kind that were left behind are removed first."""
+
+    def __init__(self, kind: str) -> None:
+        _sweep(kind)
+        new = Path(tempfile.mkdtemp(prefix=".reap-"))  # found by nobody until it is locked
+        self._lock: int | None = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody can have it, either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = new.rename(new.with_name(f"reap-{kind}-{new.name.removeprefix('.reap-')}"))
+
+    def close(self) -> None:
+        """Remove it with all that is in it. May be called twice."""
+        if self._lock is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _sweep(kind: str) -> None:
+    """Remove what processes that were killed have left."""
+    for path in Path(tempfile.gettempdir()).glob(f"reap-{kind}-*"):
+        with contextlib.suppress(OSError):  # somebody's, or somebody else is removing it
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

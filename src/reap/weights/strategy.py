@@ -1,0 +1,100 @@
+"""WeightStrategy: weights out of a model, and into one, extra states included.
+
+module ──► extract_weights ──► TensorDict, with "__extra_state__" where a module has one  ──► apply_weights ──► module
+                          └──► state dict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from tensordict import NonTensorData, TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.weights.local import EXTRA_STATE, as_named, load
+
+
+class WeightStrategy:
+    """How weights are taken from a model and given to one.
+
+    >>> strategy = WeightStrategy("tensordict")
+    >>> strategy.apply_weights(other, strategy.extract_weights(policy))
+
+    Args:
+        extract_as: "tensordict", or "state_dict" for a flat dict. Both are applied, whichever was extracted.
+    """
+
+    def __init__(self, extract_as: Literal["tensordict", "state_dict"] = "tensordict") -> None:
+        if extract_as not in ("tensordict", "state_dict"):
+            raise UsageError(f"strategy must be 'tensordict' or 'state_dict', got {extract_as!r}")
+        self.extract_as = extract_as
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extract_as!r})"
+
+    def extract_weights(self, source: Any) -> Any:
+        """The weights of a module, a TensorDict or a state dict."""
+        if not isinstance(source, (nn.Module, TensorDictBase, Mapping)):
+            raise WrongArgument(
+                f"weights come from a module, a TensorDict or a state dict, got {type(source).__name__}"
+            )
+        if self.extract_as == "state_dict":
+            return source.state_dict() if isinstance(source, nn.Module) else as_named(source)
+        if isinstance(source, TensorDictBase):
+            return source
+        if isinstance(source, Mapping):
+            return _nested(as_named(source))
+        weights = TensorDict.from_module(source)
+        extra = {name: value for name, value in source.state_dict().items() if name.endswith("_extra_state")}
+        if extra:
+            weights = weights.copy().unlock_()
+        for name, value in extra.items():
+            weights.set((*name.split(".")[:-1], EXTRA_STATE), _as_td(value))
+        return weights
+
+    def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+        """Give `weights` to a module, a TensorDict or a state dict; what they leave out stays as it is.
+
+        `inplace=False` puts other tensors in the place of those that are there.
+        """
+        if weights is None:
+            return
+        named = as_named(weights)
+        if isinstance(destination, nn.Module):
+            if inplace:
+                try:
+                    load(destination, named, needed=())
+                except SpecMismatch as error:
+                    raise _Unfitting(str(error)) from error
+            else:
+                destination.load_state_dict(named, strict=False, assign=True)
+        elif isinstance(destination, TensorDictBase):
+            given = _nested(named)
+            with torch.no_grad():
+                destination.update_(given) if inplace else destination.update(given)
+        elif isinstance(destination, dict):
+            for name, value in named.items():
+                if inplace and isinstance(destination.get(name), Tensor):
+                    destination[name].data.copy_(value)
+                else:
+                    destination[name] = value
+        else:
+            raise WrongArgument(f"weights go to a module, a TensorDict or a dict, got {type(destination).__name__}")
+
+
+class _Unfitting(SpecMismatch, KeyError):
+    __str__ = SpecMismatch.__str__  # KeyError would print the message in quotes
+
+
+def _nested(named: Mapping[str, Any]) -> TensorDict:
+    return TensorDict({tuple(name.split(".")): value for name, value in named.items()})
+
+
+def _as_td(extra: Any) -> Any:
+    """An extra state as an entry of a TensorDict."""
+    if isinstance(extra, Mapping) and all(isinstance(value, Tensor) for value in extra.values()):
+        return TensorDict(dict(extra))
+    return NonTensorData(extra)
