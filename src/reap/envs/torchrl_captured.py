@@ -33,6 +33,7 @@ from reap.envs.torchrl_rows import Columns, TorchRLRows
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, as_key
 
+_METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
@@ -198,9 +199,14 @@ class CapturedRows(TorchRLRows):
             self._resets.clear()
         self._following = tuple(outputs)
 
+    def _overridden(self) -> bool:
+        """Whether somebody put a method of his own in the place of one that would not be called."""
+        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
+        return any(name in vars(env) for env in envs for name in _METHODS)
+
     def _rebound(self) -> bool:
         assert self._captured is not None
-        if self._transforms() != self._relied_on or not self._captured.bind():
+        if self._overridden() or self._transforms() != self._relied_on or not self._captured.bind():
             return False
         for base in self._bases:
             base.prepare()  # somebody may have used the env by hand since
@@ -310,7 +316,7 @@ class CapturedRows(TorchRLRows):
 
     def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
         """TorchRL's step, and the recording of the next ones."""
-        if self._tries >= _TRIES or not self.captures:
+        if self._tries >= _TRIES or not self.captures or self._overridden():
             return super().step(lanes, row)
         before = self.root.copy()
         with _in_place_of("_step", {base: base.watched for base in self._bases}):
