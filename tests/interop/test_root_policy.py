@@ -79,7 +79,7 @@ def batches(make, how, *, lent=True, count=4, **options):
     with pytest.MonkeyPatch.context() as patch:
         if not lent:
             patch.setattr(TorchRLRows, "lend", lambda self, policy: policy)
-        collector = Collector(env, Counts(action, how), frames_per_batch=frames, **options)
+        collector = Collector(env, Counts(action, how), frames_per_batch=frames, capture=False, **options)
     acting = collector._backend.worker.policy
     assert isinstance(acting, RootPolicy) == lent
     found = [collector.next().clone() for _ in range(count)]

@@ -12,6 +12,7 @@ from torch import nn
 import reap.envs
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs.torchrl import WrappedGym
+from reap.envs.torchrl_captured import CapturedRows
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLRows
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
@@ -49,7 +50,7 @@ def test_a_graph_of_whole_steps_is_refused():
         ("gym", WrappedGym),
         ("gym lanes", WrappedGym),
         ("CartPole", WrappedGym),
-        ("gym with counters", TorchRLRows),
+        ("gym with counters", CapturedRows),
         ("lanes", TorchRLRows),
         ("groups", TorchRLRows),
         ("matrix of lanes", TorchRLRows),

@@ -23,6 +23,7 @@ from torch import distributions, nn
 
 from reap.collectors import Collector, RandomPolicy
 from reap.core.as_policy import untouched
+from reap.core.captured_policy import CapturedPolicy
 from reap.core.exploration import exploring
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy
@@ -76,14 +77,19 @@ POLICIES = {
 }
 
 
+CAPTURED = ("module", "TensorDictModule", "TensorDictModule of a function", "sequence", "base class")
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:1]], ids=["lanes", "single"])
 def test_every_kind_acts_the_same(name, lengths):
     make, expected = POLICIES[name]
-    c, world = Collector(counting_lanes(lengths)(), make(), frames_per_batch=4 * len(lengths)), CountingWorld(lengths)
-    for _ in range(6):
-        assert_same(c.next(), world.batch(4))
-    assert kind(c) is expected
+    for capture in (False, True):
+        c = Collector(counting_lanes(lengths)(), make(), frames_per_batch=4 * len(lengths), capture=capture)
+        world = CountingWorld(lengths)
+        for _ in range(6):
+            assert_same(c.next(), world.batch(4))
+        assert kind(c) is (CapturedPolicy if capture and name in CAPTURED else expected)
 
 
 def test_extra_outputs_are_columns():
@@ -358,8 +364,9 @@ def hooked():
 def test_modules_with_a_will_of_their_own_are_called_as_they_are(make):
     policy = make()
     assert flatten(policy, InteractionType.RANDOM) is None
-    c = Collector(CountingEnv(), policy, frames_per_batch=4)
+    c = Collector(CountingEnv(), policy, frames_per_batch=4, capture=False)
     batch = c.next()
+    assert torch.equal(Collector(CountingEnv(), policy, frames_per_batch=4).next()["action"], batch["action"])
     td = policy(batch.select("observation").clone())
     assert kind(c) is TensorDictPolicy
     assert torch.equal(batch["action"], td["action"])

@@ -82,6 +82,8 @@ class Options:
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
         cudagraph_policy: replay CUDA graphs: the policy's step, or where env and policy are on one GPU whole rollouts.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
+        capture: record once what the policy and TorchRL's transforms ask of torch, and replay that at each step, where
+            this is the same. False calls them at every step. `explain()` says what is captured.
         cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
             -1 (time).
         update_at_each_batch: send the policy's weights to the workers before each batch.
@@ -132,6 +134,7 @@ class Options:
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     trust_policy: bool | None = None
+    capture: bool = True
     cat_results: str | int | None = None
     update_at_each_batch: bool = False
     preemptive_threshold: float | None = None

@@ -18,6 +18,7 @@ adding a hook, is seen.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,13 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 }
 
 
+def _samples(m: nn.Module) -> bool:
+    """Whether a module draws from a distribution as tensordict's does, or TorchRL's, which draws and scores alike."""
+    theirs = sys.modules.get("torchrl.modules.tensordict_module.probabilistic")
+    safe = getattr(theirs, "SafeProbabilisticModule", ProbabilisticTensorDictModule)
+    return type(m).forward in (ProbabilisticTensorDictModule.forward, safe.forward)
+
+
 class Program:
     """Calls on a list of registers: the inputs first, then one for every value a module writes."""
 
@@ -112,7 +120,7 @@ class Program:
             if deferred is not None and not rewritten.intersection(deferred.reads):
                 self.deferred[writes[-1]] = deferred
                 targets = targets[:1]
-            if type(m).forward is ProbabilisticTensorDictModule.forward:
+            if _samples(m):
                 self.checked.update(zip(map(as_key, _reads(m)), _CHECKS.get(_family(m, self.kind)[0], ())))
             elif _known(m) is None:
                 self.opaque = True
@@ -160,7 +168,7 @@ def _leaves(m: nn.Module) -> list[nn.Module] | None:
         return None
     if forward is TensorDictModule.forward:
         return [m] if _simple_module(m) else None
-    if forward is ProbabilisticTensorDictModule.forward:
+    if _samples(m):
         return [m] if _simple_sampler(m) else None
     if forward in _CONTAINERS:
         if not _simple_container(m):
@@ -197,6 +205,8 @@ def _simple_sampler(m: Any) -> bool:
         and len(m.dist_sample_keys) == 1
         and isinstance(m.distribution_class, type)
         and m.distribution_class.__name__ != "CompositeDistribution"
+        # TorchRL scores some samples in a way of their own; those are captured whole
+        and (type(m).forward is ProbabilisticTensorDictModule.forward or _family(m, InteractionType.RANDOM)[0])
     )
 
 
@@ -214,7 +224,7 @@ def _reads(m: Any) -> Sequence[Any]:
 
 
 def _writes(m: Any) -> Sequence[Any]:
-    if type(m).forward is ProbabilisticTensorDictModule.forward:
+    if _samples(m):
         return [*m.dist_sample_keys, *([m.log_prob_key] if m.return_log_prob else [])]
     return m.out_keys  # type: ignore[no-any-return]
 
@@ -227,7 +237,7 @@ def _known(m: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | None
 
 
 def _compile(m: Any, sources: list[int], targets: list[int], kind: InteractionType | None) -> Op:
-    if type(m).forward is ProbabilisticTensorDictModule.forward:
+    if _samples(m):
         return _sampler(m, sources, targets, kind)
     call = m.module if m.method is None else getattr(m.module, m.method)
     layers = _layers(call)
@@ -278,7 +288,7 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     if not _plain(call):
         return [(call, ())]
     kind = type(call)
-    if kind is nn.Sequential:
+    if kind.forward is nn.Sequential.forward or _is_mlp(call):
         pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
         for child in call._modules.values():  # `children` would leave out a layer that is used twice
             pairs += _layers(child) or []
@@ -292,6 +302,13 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     if kind is nn.Identity:
         return []
     return [(call, ())]
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether this is TorchRL's MLP, which is a sequence of layers where it has one input and one output dimension."""
+    kind = type(module)
+    ours = kind.__name__ == "MLP" and kind.__module__.startswith("torchrl.modules.models")
+    return ours and not getattr(module, "_reshape_out", True)
 
 
 def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
@@ -311,7 +328,7 @@ def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]
 
 def _deferred(m: Any, kind: InteractionType | None) -> Deferred | None:
     """How a module's log-probabilities follow from its columns, if they do."""
-    if type(m).forward is not ProbabilisticTensorDictModule.forward or not m.return_log_prob:
+    if not _samples(m) or not m.return_log_prob:
         return None
     family, _ = _family(m, kind)
     reads = tuple(as_key(key) for key in (*m.in_keys, *m.dist_sample_keys))

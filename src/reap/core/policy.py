@@ -288,6 +288,19 @@ class FlatPolicy(TensorPolicy):
                 columns = [slot.layout.tensor(k, slot.arrays[k][:steps]) for k in deferred.reads]
                 slot.put(key, deferred.compute(*columns))
 
+    @property
+    def opaque(self) -> bool:
+        """Whether modules of the user's own are called in it, and no distribution that is known by heart is sampled."""
+        return self._program.opaque and not self._program.checked
+
+    def as_module(self) -> TensorDictPolicy:
+        """The same policy, called as the module it is."""
+        module = self._fallback
+        module.adopt(self.inputs, self.outputs)
+        module.outputs = self.outputs
+        module._readers = tuple(self._reader_of[key] for key in self.outputs)
+        return module
+
     def stay(self) -> None:
         super().stay()
         self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
 from reap.core.buckets import Bucketed
 from reap.core.by_lane import ByLane
+from reap.core.captured_policy import captured
 from reap.core.env import Env
 from reap.core.graphed import pin, pinned, recorded
 from reap.core.ledger import Ledger, TrajectoryIds
@@ -42,6 +43,7 @@ class Plan:
     policy_device: torch.device | None = None  # where inputs must be brought
     shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
     trust_policy: bool = False
+    capture: bool = True  # replay what policy and env ask of torch, where that is the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
     reset_at_each_iter: bool = False
@@ -78,6 +80,7 @@ class Worker(AnyWorker):
 
     def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
         self.model = model
+        env.captures = plan.capture
         env.meet(self.model)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
@@ -165,9 +168,10 @@ class Worker(AnyWorker):
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
         own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device or plan.shown_device)
+        columns = visible_columns(spec, current)
         policy = own or as_policy(
             self.model,
-            columns=visible_columns(spec, current),
+            columns=columns,
             observation=[key for key in spec.observation if key not in self.memory and key != READY],
             side=spec.side,
             carry=list(self.memory),
@@ -184,6 +188,8 @@ class Worker(AnyWorker):
         )
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
+        elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:
+            policy = captured(policy, self.model, columns, plan.exploration)
         if isinstance(policy, TensorDictPolicy):
             return self.env.lend(policy) if spec.ready_of is None else ByLane(policy, spec.ready_of)
         if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):

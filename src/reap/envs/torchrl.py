@@ -23,6 +23,7 @@ from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_by_hand import handed_out, taken_back
+from reap.envs.torchrl_captured import Base, CapturedRows, watching_resets
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
@@ -77,9 +78,31 @@ def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
 def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
     """TorchRL steps; rows where everything has its place in a row, frames where not. `root`: where it is, if begun."""
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
-    root = env.reset() if root is None else root
+    bases: list[Base] = []
+    transformed: list[Any] = []
+    inside = root is None and len(env.batch_size) < 2 and _inside(env, bases, transformed) and bool(transformed)
+    if root is None:
+        root = watching_resets(bases, env.reset) if inside else env.reset()
     columns = columns_of(env, root)
-    return TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
+    if columns is None:
+        return TorchRLFrames(env, root)
+    if inside and "done" in columns.flags and not columns.ends:
+        return CapturedRows(env, root, columns, bases, transformed)
+    return TorchRLRows(env, root, columns)
+
+
+def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
+    """Find the innermost envs and the transformed ones around them; False if there is one reap cannot step itself."""
+    from torchrl.envs import SerialEnv, TransformedEnv
+
+    lanes = _gymnasium(env)
+    if lanes is not None:
+        bases.append(Base(env, lanes))
+        return True
+    if type(env) is TransformedEnv:
+        transformed.append(env)
+        return _inside(env.base_env, bases, transformed)
+    return type(env) is SerialEnv and all(_inside(one, bases, transformed) for one in env._envs)
 
 
 def _limited(env: Any, limit: int, count: Key) -> Any:

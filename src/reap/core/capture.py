@@ -1,0 +1,652 @@
+"""Capture: the torch calls a policy makes in one step, recorded once and replayed as straight-line code.
+
+    the policy                           recorded               replayed
+    ──────────────────────────────────   ─────────────────────  ──────────────────────────────────────────────
+    nn.Module.__call__, dict look-ups,   linear(x, W, b)        once per rollout:  s = exp(log_std)
+    TensorDicts, distribution objects,   tanh(·)                at each step:      h = tanh(linear(x, W, b)) …
+    properties, shape checks             exp(log_std) …
+
+The functions that are recorded are the very functions the policy called, in their order, on the policy's own
+parameters: the numbers are the same, and so are the random numbers that are used up. What depends on parameters
+alone is computed once per rollout.
+
+A policy is captured only if the replay is the policy:
+
+- no value computed from an input or a random number decides anything in Python (`if x.max() > 0`, `x.item()`); the
+  checks of `torch.distributions` are the exception: they are looked at after the rollout and raise then;
+- nothing outside is written: no parameter, buffer, attribute or input;
+- no other source of chance is used than torch's generator;
+- two recordings on different inputs are the same, call by call, and the replay gives the same bits as the policy.
+
+`bind`, before each rollout, looks whether anything the recording relied on has changed: attributes, hooks, replaced
+parameters, `train()`. A value decided by parameters alone (`if self.scale.max() > 1`) is evaluated again there.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import inspect
+import operator
+import os
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode, resolve_name
+
+_TORCH = os.path.dirname(torch.__file__)
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
+
+# Questions about a tensor whose answers follow from its shape, type and place, which do not change.
+# fmt: off
+_METADATA = frozenset(
+    {
+        "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset",
+        "is_contiguous", "element_size", "itemsize", "nbytes", "dtype", "device", "layout", "names",
+        "is_floating_point", "is_complex", "is_signed", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_mps",
+        "is_xpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_conj", "is_neg",
+        "is_inference", "is_shared", "is_pinned", "requires_grad", "grad_fn", "get_device", "type", "has_names",
+        "is_tensor", "is_same_size", "result_type", "can_cast", "promote_types", "_version", "__len__", "dense_dim",
+        "sparse_dim", "broadcast_shapes", "is_storage", "is_vulkan", "is_ipu", "is_hpu", "is_maia", "is_xla",
+        "is_mtia", "output_nr", "retains_grad", "_is_zerotensor"
+    }
+)
+# Calls that concern no tensor and change nothing a replay without gradients would notice.
+_HARMLESS = frozenset(
+    {
+        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled",
+        "get_default_dtype", "finfo", "iinfo", "broadcast_shapes", "_is_functorch_wrapped_tensor",
+        "_has_torch_function", "is_autocast_enabled", "is_warn_always_enabled", "get_default_device",
+        "is_anomaly_enabled", "is_autocast_cache_enabled"
+    }
+)
+# fmt: on
+
+
+class NotCaptured(Exception):
+    """The policy does something that a replay would not do; the message says what."""
+
+
+class Call(NamedTuple):
+    """One torch call: which function, its arguments with registers in place of tensors, and where its results go."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: Any  # registers in the structure of the result
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    changes: tuple[int, ...]  # registers of tensors whose values it changed
+    random: bool
+
+
+class Register(NamedTuple):
+    """A tensor of the recording, by its number."""
+
+    at: int
+
+
+class Decision(NamedTuple):
+    """A tensor that was turned into a Python value, and the value it gave."""
+
+    read: Callable[..., Any]
+    at: int
+    value: Any
+    checks: bool  # whether a distribution looked at its own arguments: the other answer raises
+
+
+class Recorder(TorchFunctionMode):
+    """Runs what is called and writes it down."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []  # by register; kept alive, so that no id is given twice
+        self.calls: list[Call] = []
+        self.decisions: list[Decision] = []
+        self._at: dict[int, int] = {}
+        for tensor in inputs:
+            self.register(tensor)
+        self.inputs = len(inputs)
+        self.paused = False
+        self.made: set[int] = set()  # registers that a call wrote
+        self.first: dict[int, tuple[Tensor, int]] = {}  # of tensors from outside: values and version, when first met
+
+    def register(self, tensor: Tensor) -> int:
+        """The number of a tensor, a new one if it has not been met."""
+        at = self._at.get(id(tensor))
+        if at is None:
+            at = self._at[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return at
+
+    def foreign(self, func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note a call of a function that is not torch's: at each replay it is called with what was `given`."""
+        reads = tuple(self.register(t) for t in given)
+        writes = tuple(self.register(t) for t in made)
+        self.made.update(writes)
+        results = tuple(map(Register, writes))
+        self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True))
+
+    def restore(self) -> None:
+        """Give every tensor from outside the values it had before."""
+        with torch.no_grad():
+            for at, (value, version) in self.first.items():
+                if self.tensors[at]._version != version:
+                    self.tensors[at].copy_(value)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        name = _name(func)
+        given = list(_tensors((args, kwargs)))
+        if name not in _METADATA:
+            for tensor in given:
+                if id(tensor) not in self._at:
+                    self.first[self.register(tensor)] = tensor.detach().clone(), tensor._version
+        before = [t._version for t in given]
+        chance = _chance(given)
+        result = func(*args, **kwargs)
+        drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
+        if name in _METADATA and not isinstance(result, Tensor):
+            return result
+        made = list(_tensors(result))
+        if not given and not made:
+            if name not in _HARMLESS:
+                raise NotCaptured(f"it calls torch.{name}")
+            return result
+        if any(t.requires_grad and t.grad_fn is not None for t in made):
+            raise NotCaptured(f"{name} computes gradients")
+        if name in ("__set__", "backward", "register_hook", "share_memory_", "resize_", "set_"):
+            raise NotCaptured(f"it calls Tensor.{name}")
+        reads = tuple(self.register(t) for t in given)
+        changed = tuple(at for at, t, v in zip(reads, given, before) if t._version != v)
+        template = _replace(args, self.register), {k: _replace(v, self.register) for k, v in kwargs.items()}
+        if not made and result is not None:
+            return self._decide(name, func, template, reads, result)
+        results = _replace(result, self.register)
+        writes = tuple(dict.fromkeys(self.register(t) for t in made))
+        if not drawn and not changed and all(at in reads for at in writes):
+            return result  # the tensor itself came back
+        self.made.update(at for at in writes if at not in reads)
+        self.calls.append(Call(func, *template, results, reads, writes, changed, drawn))
+        return result
+
+    def _decide(self, name: str, func: Any, template: Any, reads: tuple[int, ...], value: Any) -> Any:
+        """Note that a tensor became a Python value; returns the value the policy is told."""
+        args, kwargs = template
+        if len(reads) != 1 or len(args) != 1 or kwargs or not isinstance(value, (bool, int, float, list)):
+            raise NotCaptured(f"{name} gives a {type(value).__name__}")
+        question = _question()
+        if question in (Question.IS_WITHIN, Question.IS_OUTSIDE):
+            return question is Question.IS_OUTSIDE
+        self.decisions.append(Decision(func, reads[0], value, question is Question.IS_VALID))
+        return value
+
+
+class Question(enum.Enum):
+    """Why known code wants to know the value of a tensor, where the answer need not be waited for."""
+
+    IS_VALID = "a distribution looks at its arguments, and raises if they are wrong"
+    # The work that the answer would save is done always: it leaves a value that did not need it as it was.
+    IS_WITHIN = "a spec clamps only what is not within its bounds"
+    IS_OUTSIDE = "a truncated normal gives -inf only for what is outside"
+
+
+def _question() -> Question | None:
+    frame = sys._getframe(3)  # whoever called the torch function
+    for _ in range(8):
+        code = frame.f_code
+        folder, file = os.path.split(code.co_filename)
+        if folder == _DISTRIBUTIONS or (file == "truncated_normal.py" and code.co_name == "__init__"):
+            return Question.IS_VALID if code.co_name in ("__init__", "_validate_sample") else None
+        if file == "tensor_specs.py" and code.co_name == "project":
+            return Question.IS_WITHIN if "Bounded" in type(frame.f_locals["self"]).__name__ else None
+        if file == "continuous.py" and code.co_name == "log_prob":
+            return Question.IS_OUTSIDE if type(frame.f_locals["self"]).__name__ == "TruncatedNormal" else None
+        if frame.f_back is None or not (code.co_filename.startswith(_TORCH) or file == "tensor_specs.py"):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        owner = getattr(func, "__self__", None)
+        return getattr(owner, "__name__", name) if name == "__get__" else name
+    return name or (resolve_name(func) or repr(func)).rpartition(".")[-1]
+
+
+def _chance(given: Sequence[Tensor]) -> list[Tensor]:
+    states = [torch.default_generator.get_state()]
+    if any(t.is_cuda for t in given):
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))
+
+
+def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
+    """`value` with a Register in place of each tensor."""
+    if isinstance(value, Tensor):
+        return Register(register(value))
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, (tuple, list)):
+        items = [_replace(v, register) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {k: _replace(v, register) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*[_replace(v, register) for v in (value.start, value.stop, value.step)])
+    return value
+
+
+class _Recording(threading.local):
+    by: Recorder | None = None
+
+
+_recording = _Recording()
+
+
+def unrecorded(call: Callable[[], Any]) -> Any:
+    """What `call` returns; what it asks of torch leaves no trace in a recording."""
+    recorder = _recording.by
+    if recorder is None:
+        return call()
+    recorder.paused = True
+    try:
+        return call()
+    finally:
+        recorder.paused = False
+
+
+def foreign(
+    func: Callable[..., Any], given: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Stand for a call of `func`, which is not torch's, by what `make` returns; at each replay `func` is called."""
+    made: Sequence[Tensor] = unrecorded(make)
+    if _recording.by is not None:
+        _recording.by.foreign(func, given, made)
+    return made
+
+
+class Recording(NamedTuple):
+    """What one run of a policy did, and which registers hold what it returned."""
+
+    recorder: Recorder
+    outputs: tuple[int, ...]
+
+
+def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Recording:
+    """Run `call` on copies of `inputs` and write down what it does to tensors. Those from outside are put back."""
+    inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
+    versions = [t._version for t in inputs]
+    numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
+    recorder = Recorder(inputs)
+    _recording.by = recorder
+    try:
+        with torch.no_grad(), recorder:
+            outputs = call(*inputs)
+    finally:
+        _recording.by = None
+        recorder.restore()
+    if [t._version for t in inputs] != versions:
+        raise NotCaptured("it changes its input in place")
+    if repr(numpy_state) != repr(np.random.get_state(legacy=False)) or python_state != random.getstate():
+        raise NotCaptured("it draws from NumPy's or Python's random numbers")
+    for value in outputs:
+        if not isinstance(value, Tensor):
+            raise NotCaptured(f"it returns a {type(value).__name__}")
+    return Recording(recorder, tuple(recorder.register(v) for v in outputs))
+
+
+def _from_outside(first: Recording, second: Recording) -> dict[int, Tensor]:
+    """The tensors that both recordings found outside, by register; NotCaptured where the two recordings differ."""
+    a, b = first.recorder, second.recorder
+    if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
+        raise NotCaptured("it does not make the same calls every time")
+    for x, y in zip(a.calls, b.calls):
+        if x.func != y.func or not _alike((x.args, x.kwargs, x[3:]), (y.args, y.kwargs, y[3:])):
+            raise NotCaptured(f"it does not call {_name(x.func)} in the same way every time")
+    if [(d.at, d.checks) for d in a.decisions] != [(d.at, d.checks) for d in b.decisions]:
+        raise NotCaptured("it does not decide about the same things every time")
+    outside = {}
+    for at in range(a.inputs, len(a.tensors)):
+        if at not in a.made:
+            if b.tensors[at] is not a.tensors[at]:
+                raise NotCaptured("it uses tensors that torch's functions did not make")
+            outside[at] = a.tensors[at]
+    return outside
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str, slice, torch.device, torch.dtype)) and a == b
+
+
+class Captured:
+    """A step as straight-line code: `bind` before each rollout, then `run` at each step.
+
+    `run` takes those of the inputs that `used` names and returns the outputs, then a value for each of `checks`.
+
+    Args:
+        modules: whose attributes, hooks and parameters the step relies on.
+        call: makes the step; takes and returns tensors.
+        probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
+        writes: whether the step may change tensors that are not its own, as a running mean does. They are given back
+            the values they had before.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        call: Callable[..., Sequence[Any]],
+        probes: Sequence[Sequence[Tensor]],
+        *,
+        writes: bool = False,
+    ) -> None:
+        self._call, self._writes = call, writes
+        _refuse_hooks(modules)
+        self._relied_on = Fingerprint(modules)
+        first = record(call, probes[0])
+        self._outside = _from_outside(first, record(call, probes[1]))
+        self._arrange(first)
+        for probe in probes:
+            if not self.bind():
+                raise NotCaptured("it changes its own attributes")
+            if not self.agrees(probe):
+                raise NotCaptured("its replay gives other numbers")
+        if not self._relied_on.holds():
+            raise NotCaptured("it changes its own attributes")
+
+    def _arrange(self, recording: Recording) -> None:
+        """Sort the calls: made once per rollout, at each step, or not at all."""
+        recorder, outputs = recording
+        calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
+        memory = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
+        changed = {memory[at] for call in calls for at in call.changes if at in memory}
+        kept = inputs if self._writes else (*inputs, *self._outside)
+        if any(memory.get(at) in changed for at in kept):
+            raise NotCaptured("it changes a tensor in place that it did not make itself")
+        calls, names = _without_copies(calls, memory, changed)
+        outputs = tuple(names.get(at, at) for at in outputs)
+        decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
+        moving = set(inputs)
+        steady, each = [], []
+        for call in calls:
+            shared = any(memory.get(at) in changed for at in (*call.reads, *call.writes))
+            if call.random or call.changes or shared or moving.intersection(call.reads):
+                each.append(call)
+                moving.update(call.writes)
+            else:
+                steady.append(call)
+        moving.update(at for at in self._outside if memory.get(at) in changed)
+        for decision in decisions:
+            if decision.at in moving and not decision.checks:
+                raise NotCaptured(f"{_name(decision.read)}() of a tensor it computed decides what it does next")
+        self.checks = [d for d in decisions if d.at in moving]
+        guards = [d for d in decisions if d.at not in moving]
+        body = _needed(each, {*outputs, *(d.at for d in self.checks)})
+        read = {at for call in body for at in call.reads} | {*outputs}
+        fixed = sorted(at for at in read if at not in moving and at not in self._outside)
+        prologue = _needed(steady, {*fixed, *(d.at for d in guards)})
+        self._guards, self._fixed = guards, len(fixed)
+        self.used = [at for at in inputs if at in read]
+        self.outputs = len(outputs)
+        given = {memory.get(at) for at in inputs}
+        self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
+        self._prepare = _compile(prologue, (), (), (*fixed, *(d.at for d in guards)), self._outside)
+        self._step = _compile(body, fixed, self.used, (*outputs, *(d.at for d in self.checks)), self._outside)
+
+    def bind(self) -> bool:
+        """Compute what depends on parameters alone. False: something the recording relied on has changed."""
+        if not self._relied_on.holds():
+            return False
+        with torch.no_grad():
+            values = self._prepare()()
+            if any(d.read(v) != d.value for d, v in zip(self._guards, values[self._fixed :])):
+                return False
+        self.run = self._step(*values[: self._fixed])
+        return True
+
+    def agrees(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
+
+        The generator is left as the step leaves it, tensors from outside as they were before.
+        """
+        outside = list(self._outside.values())
+        with torch.no_grad():
+            before = [t.clone() for t in outside]
+            state = torch.get_rng_state()
+            wanted = [*self._call(*[x.clone() for x in inputs]), *[t.clone() for t in outside]]
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            _put_back(outside, before)
+            got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs], *outside]
+            same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
+            torch.set_rng_state(after)
+            _put_back(outside, before)
+        return same
+
+
+def _put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values):
+        if not _same_bits(tensor, value):  # a parameter that nobody changed keeps its version
+            tensor.copy_(value)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _without_copies(
+    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
+) -> tuple[list[Call], dict[int, int]]:
+    """The calls without copies of what nobody changes; and which register stands for the copy."""
+    names: dict[int, int] = {}
+    kept = []
+    for call in calls:
+        if names:
+            call = _renamed(call, names)
+        copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
+        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
+            names[call.writes[0]] = call.reads[0]
+        else:
+            kept.append(call)
+    return kept, names
+
+
+def _renamed(call: Call, names: Mapping[int, int]) -> Call:
+    def new(value: Any) -> Any:
+        if isinstance(value, Register):
+            return Register(names.get(value.at, value.at))
+        if type(value) in (tuple, list):
+            return type(value)(map(new, value))
+        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
+
+    if not names.keys() & {*call.reads}:
+        return call
+    reads = tuple(names.get(at, at) for at in call.reads)
+    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
+
+
+def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
+    """Those of `calls` that have an effect on the registers `wanted`, or on the generator."""
+    kept = []
+    for call in reversed(calls):
+        if call.random or call.changes or wanted.intersection(call.writes):
+            kept.append(call)
+            wanted = wanted.union(call.reads)
+    return kept[::-1]
+
+
+def _compile(
+    calls: Sequence[Call],
+    fixed: Sequence[int],
+    inputs: Sequence[int],
+    results: Sequence[int],
+    outside: dict[int, Tensor],
+) -> Callable[..., Callable[..., tuple[Any, ...]]]:
+    """A function of the `fixed` registers that returns a function of `inputs` that makes the calls."""
+    names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
+
+    def text(value: Any) -> str:
+        if isinstance(value, Register):
+            return f"r{value.at}"
+        if value is None or value is Ellipsis or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) in (tuple, list):
+            inner = "".join(f"{text(v)}, " for v in value)
+            return f"({inner})" if type(value) is tuple else f"[{inner}]"
+        if isinstance(value, slice):
+            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
+        name = f"k{len(names)}"
+        names[name] = value
+        return name
+
+    def target(value: Any, reads: tuple[int, ...]) -> str:
+        if isinstance(value, Register):
+            return "_" if value.at in reads else f"r{value.at}"  # changed in place: it has its name already
+        inner = "".join(f"{target(v, reads)}, " for v in value) if isinstance(value, (tuple, list)) else ""
+        return f"({inner})" if inner else "_"
+
+    lines = []
+    for call in calls:
+        arguments = [*map(text, call.args), *(f"{k}={text(v)}" for k, v in call.kwargs.items())]
+        lines.append(f"{target(call.results, call.reads)} = {text(call.func)}({', '.join(arguments)})")
+    given = ", ".join(f"r{at}" for at in inputs)
+    source = "\n".join(
+        [
+            f"def make({', '.join(f'r{at}' for at in fixed)}):",
+            f"    def run({given}):",
+            *(f"        {line}" for line in lines),
+            f"        return ({''.join(f'r{at}, ' for at in results)})",
+            "    return run",
+        ]
+    )
+    exec(compile(source, "<a captured policy>", "exec"), names)  # our own text: names of registers, no user's strings
+    return names["make"]  # type: ignore[no-any-return]
+
+
+class Fingerprint:
+    """What modules rely on, as it is now: attributes, hooks, parameters, and the variables their code looks up.
+
+    `holds` tells whether all of it still is the same. Of variables those are known that the methods of a user's own
+    classes name; what functions that they call look up is not.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [part for module in modules for part in module.modules()]
+        self._types = [type(m) for m in self._modules]
+        self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
+        self._names: list[tuple[dict[str, Any], str, Any]] = []  # and those of modules
+        for hooks in _GLOBAL_HOOKS:
+            self._keep(hooks, 0)
+        for module in self._modules:
+            self._keep(vars(module), 3)
+        theirs = [value for m in self._modules for value in vars(m).values() if isinstance(value, types.FunctionType)]
+        for function in {*theirs, *(f for kind in dict.fromkeys(self._types) for f in _methods(kind))}:
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty one
+                    self._cells.append((cell, cell.cell_contents))
+                    self._keep_if_container(cell.cell_contents)
+            for name in function.__code__.co_names:
+                if name in function.__globals__:
+                    self._names.append((function.__globals__, name, function.__globals__[name]))
+                    self._keep_if_container(function.__globals__[name])
+
+    def _keep(self, container: Any, depth: int) -> None:
+        """Note the objects in a container: identity tells whether one was replaced."""
+        keys = tuple(container) if isinstance(container, dict) else ()
+        values = tuple(container.values() if isinstance(container, dict) else container)
+        self._held.append((container, keys, values))
+        for value in values if depth else ():
+            if isinstance(value, (list, dict)):
+                self._keep(value, depth - 1)
+
+    def _keep_if_container(self, value: Any) -> None:
+        if type(value) in (list, dict, set, collections.deque, collections.defaultdict, collections.Counter):
+            self._keep(value, 0)
+
+    def holds(self) -> bool:
+        """Whether every variable and every container still holds the very same objects."""
+        for module, kind in zip(self._modules, self._types):
+            if type(module) is not kind:
+                return False
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        for names, name, value in self._names:
+            if names.get(name) is not value:
+                return False
+        for container, keys, values in self._held:
+            if len(container) != len(values):
+                return False
+            if values:
+                now = container.values() if isinstance(container, dict) else container
+                if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
+                    return False
+        return True
+
+
+def _methods(kind: type) -> Iterator[types.FunctionType]:
+    """Every function in the classes of a user's own."""
+    for cls in kind.__mro__:
+        if cls.__module__.partition(".")[0] not in ("torch", "tensordict", "torchrl", "builtins", "abc", "typing"):
+            for value in vars(cls).values():
+                value = getattr(value, "__func__", getattr(value, "fget", value))
+                value = inspect.unwrap(value) if callable(value) else value
+                if isinstance(value, types.FunctionType):
+                    yield value
+
+
+def _refuse_hooks(modules: Sequence[nn.Module]) -> None:
+    """A hook is there to be called."""
+    for module in modules:
+        for part in module.modules():
+            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
+            if not all(known) or "forward" in vars(part):
+                raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
+    if any(_GLOBAL_HOOKS):
+        raise NotCaptured("there is a hook for all modules")
+
+
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)

@@ -1,0 +1,423 @@
+"""TorchRL's transformed envs without TorchRL's step: what transforms ask of torch is recorded once and replayed.
+
+    row.outputs, root ──► inverse transforms ──► Gymnasium (reap's lanes) ──► transforms ──► row.next, rewards, flags
+                          └───────────────────── one recorded function ──────────────┘           │
+                                                                           next root  ◄──────────┘
+
+The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
+core/capture.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
+`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets, as it always does.
+
+A transform that cannot be captured (its Python code looks at values, or steps the env by itself) leaves the env to
+TorchRL's step; `why` says which it was. One that is changed between two rollouts is recorded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from reap.core.as_policy import untouched
+from reap.core.capture import Captured, NotCaptured, foreign, unrecorded
+from reap.core.env import Env
+from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl_rows import Columns, TorchRLRows
+from reap.errors import ReapError, WorkerRaised
+from reap.spec import Key, Leaf, as_key
+
+_METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
+_RESETS = 4  # so often the same lanes ended together before their reset is recorded
+_PATTERNS = 64  # so many sets of lanes are told apart
+_TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
+
+
+class Base:
+    """The innermost env, stepped by reap: called by the recorded step in place of its TorchRL `_step`."""
+
+    def __init__(self, env: Any, lanes: Env) -> None:
+        self.env, self.lanes = env, lanes
+        self.size = tuple(env.batch_size)
+        self.keys: list[Any] = []  # of what its step returns
+        self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
+        self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
+        self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
+        self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
+        self._flags: list[tuple[Any, Tensor]] = []
+        self._begins: dict[tuple[int, ...], Callable[[], Sequence[Tensor]]] = {}
+        self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
+        self._reset_at: dict[Key, int] = {}
+        self._rows: list[tuple[Row, tuple[Tensor, ...]]] = []
+        self._turn = 0
+        self.locks: Sequence[Any] = ()
+        self.fresh = False  # whether each step's results need memory of their own
+
+    def watched(self, td: TensorDictBase) -> TensorDictBase:
+        """TorchRL's own step, whose results are kept for the recording."""
+        result: TensorDictBase = type(self.env)._step(self.env, td)
+        self.keys = sorted(result.keys(True, True), key=str)
+        self.stepped = [result.get(key).clone() for key in self.keys]
+        return result
+
+    def stand_in(self, td: TensorDictBase) -> TensorDictBase:
+        """`given`, as TorchRL's step would return it; noted as a call of `step`."""
+        self.asked = [td.get(key) for key in self.env.action_keys]
+        made = foreign(self.step, self.asked, lambda: [value.clone() for value in self.given])
+        result = TensorDict({}, batch_size=td.batch_size, device=self.env.device)
+        for key, value in zip(self.keys, made):
+            result.set(key, value)
+        return result
+
+    def watched_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """TorchRL's own reset, whose results are kept: a lane that is not reset later is shown as it is now."""
+        result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
+        self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
+        self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
+        self.first = [result.get(key).clone() for key in self.reset_keys]
+        return result
+
+    def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
+        lanes = tuple(self._marked(td))
+        begin = self._begins.setdefault(lanes, functools.partial(self.begin, lanes))
+        made = foreign(begin, (), begin)
+        result = TensorDict({}, batch_size=self.size, device=self.env.device)
+        for key, value in (*zip(self.reset_keys, made), *self._flags):
+            result.set(key, value if key in self.reset_keys else value.clone())
+        return result
+
+    def _marked(self, td: TensorDictBase | None) -> list[int]:
+        lanes = range(self.lanes.spec.lanes)
+        mark = None if td is None else td.get("_reset", None)
+        if mark is None:
+            return list(lanes)
+        chosen = unrecorded(lambda: mark.reshape(len(lanes), -1).any(-1).tolist())
+        return [lane for lane in lanes if chosen[lane]]
+
+    def begin(self, lanes: Sequence[int]) -> Sequence[Tensor]:
+        """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
+        if self.given:
+            return [value.clone() for value in self.given]
+        into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
+        self.lanes.reset(lanes, into)
+        at = list(lanes)
+        for key, array in zip(self.lanes.spec.observation, into):
+            mine = self.first[self._reset_at[key]]
+            mine.reshape(array.shape).numpy()[at] = array[at]
+        return [value.clone() for value in self.first]
+
+    def prepare(self) -> None:
+        """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
+        spec, dims = self.lanes.spec, len(self.size)
+        keys = [as_key(key) for key in self.env.action_keys]
+        self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
+        self._rows = []
+        for _ in range(2):
+            row = Row()
+            row.next = tuple(leaf.column(spec.lanes) for leaf in spec.observation.values())
+            row.rewards = tuple(leaf.column(spec.lanes) for leaf in spec.reward.values())
+            row.reward = row.rewards[0][:, 0]
+            flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
+            row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
+            arrays: dict[Key, Any] = dict(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
+            arrays.update({(flag,): array for flag, array in flags.items()})
+            tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
+            results = tuple(t.reshape(*self.size, *t.shape[1:]) for t in tensors)
+            if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
+                raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
+            self._rows.append((row, results))
+        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
+
+    def step(self, *actions: Tensor) -> tuple[Tensor, ...]:
+        """One step of all lanes. What is returned is written over by the next step but one."""
+        if self.given:
+            return tuple(value.clone() for value in self.given)
+        self._turn ^= 1
+        row, results = self._rows[self._turn]
+        row.done[:] = row.terminated[:] = row.truncated[:] = False
+        lanes, dims = self.lanes.spec.lanes, len(self.size)
+        row.action = tuple([a.numpy().reshape(lanes, *a.shape[dims:]) for a in actions])
+        for lock in self.locks:  # others may use shared statistics while this env computes
+            lock.release()
+        try:
+            self.lanes.step(range(lanes), row)
+        finally:
+            for lock in self.locks:
+                lock.acquire()
+        return tuple([t.clone() for t in results]) if self.fresh else results
+
+
+class CapturedRows(TorchRLRows):
+    """A transformed env over `bases`, whose step is captured after the first."""
+
+    def __init__(
+        self, env: Any, root: TensorDictBase, columns: Columns, bases: Sequence[Base], transformed: Sequence[Any]
+    ) -> None:
+        self._leaves: Sequence[Tensor] | None = (
+            None  # the root's values by `_root_keys`, where they are newer than `_root`
+        )
+        self._root_keys: list[Any] = []
+        super().__init__(env, root, columns)
+        self._bases, self._transformed = bases, transformed
+        self._run: Callable[..., tuple[Any, ...]] | None = None
+        self._captured: Captured | None = None
+        self._tries, self._rollouts = 0, 0
+        self._resets: dict[bytes, int | Captured] = {}  # by which lanes ended: how often so far, or how it is done
+        self._bound: dict[bytes, int] = {}  # for which rollout a captured reset was bound
+        self.why: str | None = "it is captured after its first step"
+        self._following: Sequence[Key] = ()
+
+    @property
+    def root(self) -> TensorDictBase:
+        """What the policy sees next, as TorchRL has it."""
+        if self._leaves is not None:
+            root = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
+            for key, value in zip(self._root_keys, self._leaves):
+                root.set(key, value)
+            self._root, self._leaves = root, None
+        return self._root
+
+    @root.setter
+    def root(self, root: TensorDictBase) -> None:
+        self._root, self._leaves = root, None
+
+    def lend(self, policy: TensorDictPolicy) -> Policy:
+        return policy if self.captures else super().lend(policy)
+
+    def follow(self, outputs: Sequence[Key]) -> None:
+        super().follow(outputs)
+        self._rollouts += 1
+        if self._captured is not None and (tuple(outputs) != self._following or not self._rebound()):
+            self._captured = self._run = None  # somebody changed a transform: it is recorded again
+            self._resets.clear()
+        self._following = tuple(outputs)
+
+    def _overridden(self) -> bool:
+        """Whether somebody put a method of his own in the place of one that would not be called."""
+        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
+        return any(name in vars(env) for env in envs for name in _METHODS)
+
+    def _rebound(self) -> bool:
+        assert self._captured is not None
+        if self._overridden() or self._transforms() != self._relied_on or not self._captured.bind():
+            return False
+        for base in self._bases:
+            base.prepare()  # somebody may have used the env by hand since
+        self._run, self._tries = self._captured.run, 0
+        return True
+
+    def _transforms(self) -> list[Any]:
+        return [env.transform for env in self._transformed]
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if self._run is None:
+            return self._torchrl_step(lanes, row)
+        leaves = self._leaves
+        if leaves is None:
+            try:
+                leaves = [self._root.get(key) for key in self._root_keys]
+            except KeyError:
+                leaves = [None]  # type: ignore[list-item]
+            if any(value is None for value in leaves):
+                return super().step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
+        outputs = [torch.from_numpy(array) for array in row.outputs]
+        if self._copies:
+            outputs = [value.clone() for value in outputs]
+        given = [*leaves, *outputs]
+        try:
+            with self._locked():
+                values = self._run(*[given[i] for i in self._used])
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        for array, value in zip((*row.next, *row.rewards), values):
+            array[...] = value.numpy().reshape(array.shape)
+        done = values[self._flag_at["done"]].numpy()
+        self._leaves = values[self._after_at : self._after_to]
+        if not done.any():
+            self._ended = []
+            return self._ended
+        try:
+            self._begin_where(done)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        over = done.reshape(self.spec.lanes)
+        row.done[:] = over
+        for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
+            if flag in self._flag_at:
+                column[:] = values[self._flag_at[flag]].numpy().reshape(self.spec.lanes)
+        self._ended = np.flatnonzero(over).tolist()
+        return self._ended
+
+    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
+
+    def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step."""
+        assert self._leaves is not None
+        pattern = done.tobytes()
+        known = self._resets.get(pattern, 0)
+        if isinstance(known, Captured) and (self._bound[pattern] == self._rollouts or known.bind()):
+            self._bound[pattern] = self._rollouts
+            with self._locked():
+                self._leaves = known.run(*[self._leaves[i] for i in known.used])
+            return
+        before = self._leaves
+        with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            self.root = self.env.maybe_reset(self.root)
+        count = 1 if isinstance(known, Captured) else known + 1
+        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS:
+            self._resets[pattern] = count
+            return
+        self._resets[pattern] = -1  # not tried again, if it fails
+        if count == _RESETS:
+            with contextlib.suppress(Exception):  # whatever transforms make of a recording: TorchRL resets
+                self._resets[pattern] = self._captured_reset(before, done)
+                self._bound[pattern] = -1
+
+    def _captured_reset(self, before: Sequence[Tensor], done: np.ndarray[Any, Any]) -> Captured:
+        """TorchRL's `maybe_reset` of lanes that are `done`, which is taken for given."""
+        env, over = self.env, torch.from_numpy(done.copy())
+        sizes = [len(base.first) for base in self._bases]
+
+        def reset(*values: Tensor) -> list[Tensor]:
+            td = TensorDict({}, batch_size=env.batch_size, device=env.device)
+            for key, value in zip(self._root_keys, values):
+                td.set(key, over.clone() if key == "done" else value)
+            at = len(self._root_keys)
+            for base, size in zip(self._bases, sizes):
+                base.given, at = values[at : at + size], at + size
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+                root = env.maybe_reset(td)
+            return [root.get(key) for key in self._root_keys]
+
+        return self._recorded(reset, [*before, *(value for base in self._bases for value in base.first)])
+
+    def _recorded(self, call: Callable[..., list[Tensor]], first: Sequence[Tensor]) -> Captured:
+        transforms = self._transforms()
+        with contextlib.ExitStack() as stack:
+            for transform in transforms:
+                stack.enter_context(untouched(transform))
+            try:
+                return Captured(transforms, call, [first, *(_varied(first, by) for by in (1, 2, 3))], writes=True)
+            finally:
+                for base in self._bases:
+                    base.given = ()
+
+    def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        """TorchRL's step, and the recording of the next ones."""
+        if self._tries >= _TRIES or not self.captures or self._overridden():
+            return super().step(lanes, row)
+        before = self.root.copy()
+        with _in_place_of("_step", {base: base.watched for base in self._bases}):
+            ended = super().step(lanes, row)
+        self._tries += 1
+        try:
+            self._capture(before, row)
+            self.why = None
+        except NotCaptured as reason:
+            self.why, self._tries = str(reason), _TRIES
+        except Exception as cause:  # whatever transforms make of a recording: TorchRL steps on
+            self.why, self._tries = f"recording it raised {cause!r}", _TRIES
+        return ended
+
+    def _capture(self, before: TensorDictBase, row: Row) -> None:
+        env, outputs = self.env, list(self._outputs)
+        own = {as_key(key) for key in outputs}
+        self._root_keys = [key for key in before.keys(True, True) if as_key(key) not in own]
+        sizes = [len(base.stepped) for base in self._bases]
+        observation, rewards = list(self.spec.observation), list(self.spec.reward)
+
+        def step(*values: Tensor) -> list[Tensor]:
+            td = TensorDict({}, batch_size=env.batch_size, device=env.device)
+            for key, value in zip((*self._root_keys, *outputs), values):
+                td.set(key, value)
+            at = len(self._root_keys) + len(outputs)
+            for base, size in zip(self._bases, sizes):
+                base.given, at = values[at : at + size], at + size
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}):
+                stepped = env.step(td)
+            next_ = stepped.get("next")
+            root = env._step_mdp(stepped)
+            if env._post_step_mdp_hooks is not None:
+                stepped, root = env._post_step_mdp_hooks(stepped, root)
+            found = [next_.get(key) for key in (*observation, *rewards)]
+            found += [next_.get(flag) for flag in self._flags]
+            found += [root.get(key) for key in self._root_keys]
+            return [*found, *(action for base in self._bases for action in base.asked)]
+
+        leaves = [before.get(key) for key in self._root_keys]
+        acted = [torch.from_numpy(array.copy()) for array in row.outputs]
+        first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
+        transforms = self._transforms()
+        captured = self._recorded(step, first)
+        for base in self._bases:
+            base.prepare()
+        self._captured, self._run, self._relied_on = captured, captured.run, transforms
+        self._used = captured.used
+        flags_at = len(observation) + len(rewards)
+        self._flag_at = {flag: flags_at + i for i, flag in enumerate(self._flags)}
+        self._after_at = flags_at + len(self._flags)
+        self._after_to = self._after_at + len(self._root_keys)
+        # What a step leaves for the next in the memory of what it was given must be memory of its own.
+        self._copies = any(captured.aliases[self._after_at : self._after_to])
+        locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
+        self._locks = list(locks.values())
+        self._locked = functools.partial(_held, self._locks) if self._locks else contextlib.nullcontext
+        for base in self._bases:
+            base.locks, base.fresh = self._locks, self._copies
+
+
+def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which lets TorchRL reset envs; each base learns what came of it."""
+    with _in_place_of("_reset", {base: base.watched_reset for base in bases}):
+        return call()
+
+
+@contextlib.contextmanager
+def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[None]:
+    """Let TorchRL's code call these in place of `_step` or `_reset` of each base."""
+    for base, stand_in in stand_ins.items():
+        base.env.__dict__[verb] = stand_in
+    try:
+        yield
+    finally:
+        for base in stand_ins:
+            del base.env.__dict__[verb]
+
+
+@contextlib.contextmanager
+def _held(locks: Sequence[Any]) -> Iterator[None]:
+    """Hold the locks of shared statistics."""
+    for lock in locks:
+        lock.acquire()
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
+    """Other values of the same kinds: a step that is captured must be the same for these."""
+    varied = []
+    for value in values:
+        if value.dtype is torch.bool:
+            varied.append(torch.rand(value.shape) < 0.5)
+        elif value.dtype.is_floating_point:
+            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+        elif value.dtype is torch.uint8:
+            varied.append(torch.randint_like(value, 256))
+        else:  # a one-hot action stays one
+            varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
+    return varied

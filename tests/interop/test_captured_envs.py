@@ -1,0 +1,287 @@
+"""TorchRL's transformed envs, captured: the same batches and the same statistics as TorchRL's own collector's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector as TheirCollector
+from torchrl.envs import (
+    ActionMask,
+    CatFrames,
+    CatTensors,
+    ClipTransform,
+    Compose,
+    DoubleToFloat,
+    DTypeCastTransform,
+    FlattenObservation,
+    GymEnv,
+    InitTracker,
+    ObservationNorm,
+    PermuteTransform,
+    RenameTransform,
+    RewardClipping,
+    RewardScaling,
+    RewardSum,
+    SerialEnv,
+    SignTransform,
+    SqueezeTransform,
+    StepCounter,
+    TargetReturn,
+    TransformedEnv,
+    UnsqueezeTransform,
+    VecNorm,
+    VecNormV2,
+)
+from torchrl.envs.transforms import Transform
+
+from reap.collectors import Collector
+from reap.envs.torchrl_captured import CapturedRows
+
+del ActionMask, PermuteTransform, TargetReturn
+
+CHAINS = {
+    "StepCounter": lambda: [StepCounter()],
+    "StepCounter that ends": lambda: [StepCounter(max_steps=7)],
+    "RewardSum": lambda: [RewardSum()],
+    "InitTracker": lambda: [InitTracker()],
+    "ObservationNorm": lambda: [ObservationNorm(loc=0.5, scale=2.0, in_keys=["observation"])],
+    "ObservationNorm, standard": lambda: [
+        ObservationNorm(loc=torch.tensor(0.5), scale=torch.tensor(2.0), in_keys=["observation"], standard_normal=True)
+    ],
+    "VecNorm": lambda: [VecNorm(in_keys=["observation"])],
+    "VecNorm of rewards": lambda: [VecNorm(in_keys=["observation", "reward"], decay=0.9)],
+    "VecNormV2": lambda: [VecNormV2(in_keys=["observation"])],
+    "RewardScaling": lambda: [RewardScaling(loc=0.1, scale=3.0)],
+    "RewardClipping": lambda: [RewardClipping(-0.5, 0.5)],
+    "SignTransform": lambda: [SignTransform(in_keys=["reward"])],
+    "ClipTransform": lambda: [ClipTransform(in_keys=["observation"], low=-0.02, high=0.02)],
+    "Unsqueeze": lambda: [UnsqueezeTransform(-1, in_keys=["observation"], out_keys=["wide"])],
+    "Unsqueeze, Squeeze": lambda: [
+        UnsqueezeTransform(-1, in_keys=["observation"], out_keys=["wide"]),
+        SqueezeTransform(-1, in_keys=["wide"], out_keys=["narrow"]),
+    ],
+    "CatTensors": lambda: [
+        RewardSum(),
+        CatTensors(in_keys=["observation", "episode_reward"], out_key="both", del_keys=False),
+    ],
+    "CatFrames": lambda: [CatFrames(N=3, dim=-1, in_keys=["observation"], out_keys=["stack"])],
+    "Rename": lambda: [RenameTransform(in_keys=["reward"], out_keys=["raw"], create_copy=True)],
+    "DTypeCast": lambda: [
+        DTypeCastTransform(torch.float32, torch.float64, in_keys=["observation"], out_keys=["double"])
+    ],
+    "Flatten": lambda: [
+        UnsqueezeTransform(-1, in_keys=["observation"], out_keys=["wide"]),
+        FlattenObservation(-2, -1, in_keys=["wide"]),
+    ],
+    "as PPO": lambda: [
+        VecNorm(in_keys=["observation"], decay=0.99999, eps=1e-2),
+        ClipTransform(in_keys=["observation"], low=-10, high=10),
+        RewardSum(),
+        StepCounter(max_steps=40),
+    ],
+}
+FORMS = {
+    "one": lambda chain: TransformedEnv(GymEnv("CartPole-v1"), Compose(*chain())),
+    "around": lambda chain: TransformedEnv(SerialEnv(3, lambda: GymEnv("CartPole-v1")), Compose(*chain())),
+    "inside": lambda chain: SerialEnv(2, lambda: TransformedEnv(GymEnv("CartPole-v1"), Compose(*chain()))),
+    "both": lambda chain: TransformedEnv(
+        SerialEnv(2, lambda: TransformedEnv(GymEnv("CartPole-v1"), Compose(*chain()))), InitTracker(init_key="begun")
+    ),
+    "nested": lambda chain: TransformedEnv(
+        TransformedEnv(GymEnv("CartPole-v1"), InitTracker(init_key="begun")), Compose(*chain())
+    ),
+}
+
+
+class Leans(nn.Module):
+    """An action that follows from the observation; changes its mind now and then, so that episodes differ."""
+
+    def forward(self, observation):
+        left = (observation[..., 2] + 0.3 * observation[..., 0].sin()) < 0
+        return nn.functional.one_hot(left.long(), 2)
+
+
+def flat(state, at=()):
+    for key, value in state.items():
+        if hasattr(value, "items"):
+            yield from flat(value, (*at, key))
+        elif isinstance(value, torch.Tensor):
+            yield (*at, key), value.clone()
+
+
+def collected(cls, make, frames=96, batches=3, between=None, **options):
+    env = make()
+    env.set_seed(3)
+    policy = TensorDictModule(Leans(), in_keys=["observation"], out_keys=["action"])
+    collector = cls(env, policy, frames_per_batch=frames, total_frames=frames * batches, **options)
+    found, state = [], {}
+    for n, batch in enumerate(collector):
+        found.append(batch.clone())
+        if n < batches - 1:  # with the last batch TorchRL's collector closes the env
+            state = dict(flat(env.state_dict()))
+        if between is not None:
+            between(env, n)
+    ours = getattr(collector, "_backend", None)
+    lanes = None if ours is None else ours.worker.env
+    collector.shutdown()
+    return found, state, lanes
+
+
+def assert_the_same(make, *, captured=True, **options):
+    theirs, their_state, _ = collected(TheirCollector, make, **options)
+    ours, our_state, lanes = collected(Collector, make, **options)
+    assert isinstance(lanes, CapturedRows)
+    assert (lanes.why is None) == captured, lanes.why
+    for a, b in zip(theirs, ours):
+        assert set(a.keys(True, True)) == set(b.keys(True, True))
+        for key in a.keys(True, True):
+            assert a[key].dtype is b[key].dtype, key
+            assert torch.equal(a[key], b[key]), key
+    assert our_state.keys() == their_state.keys()
+    for key, value in their_state.items():
+        assert torch.equal(value, our_state[key]), key
+    return lanes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_each_transform(chain, form):
+    assert_the_same(lambda: FORMS[form](CHAINS[chain]))
+
+
+@pytest.mark.parametrize("form", ["one", "around"])
+@pytest.mark.parametrize("options", [{"max_frames_per_traj": 9}, {"reset_at_each_iter": True}, {"frames": 12}], ids=str)
+def test_with_options_that_end_episodes(options, form):
+    assert_the_same(lambda: FORMS[form](CHAINS["VecNorm of rewards"]), **options)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    chain=st.permutations(
+        [
+            "StepCounter that ends",
+            "RewardSum",
+            "InitTracker",
+            "VecNorm",
+            "ObservationNorm",
+            "RewardScaling",
+            "ClipTransform",
+            "CatFrames",
+            "DTypeCast",
+        ]
+    ),
+    length=st.integers(1, 6),
+    form=st.sampled_from(["one", "around", "inside"]),
+)
+def test_chains_in_any_order(chain, length, form):
+    def transforms():
+        return [transform for name in chain[:length] for transform in CHAINS[name]()]
+
+    assert_the_same(lambda: FORMS[form](transforms), frames=48, batches=2)
+
+
+class LooksAtValues(Transform):
+    """Not to be captured: what it does follows from what it sees."""
+
+    def __init__(self):
+        super().__init__(in_keys=["observation"], out_keys=["observation"])
+
+    def _apply_transform(self, observation):
+        return observation * 2 if observation.sum() > 0 else observation
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+class Counts(Transform):
+    """Not to be captured: it keeps count in Python."""
+
+    def __init__(self):
+        super().__init__(in_keys=["observation"], out_keys=["observation"])
+        self.steps = 0
+
+    def _apply_transform(self, observation):
+        self.steps += 1
+        return observation + self.steps
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+@pytest.mark.parametrize("make", [LooksAtValues, Counts])
+def test_a_transform_that_cannot_be_captured_is_torchrls(make):
+    assert_the_same(lambda: FORMS["one"](lambda: [make(), RewardSum()]), captured=False)
+
+
+class Doubles(Transform):
+    """A user's own, in plain tensor operations: captured like any other."""
+
+    def __init__(self):
+        super().__init__(in_keys=["observation"], out_keys=["observation"])
+
+    def _apply_transform(self, observation):
+        return observation * 2
+
+    def _reset(self, tensordict, tensordict_reset):
+        return self._call(tensordict_reset)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_users_own_transform(form):
+    assert_the_same(lambda: FORMS[form](lambda: [Doubles(), StepCounter()]))
+
+
+def freeze(env, n):
+    if n == 0:
+        env.transform[0].freeze()
+
+
+def append(env, n):
+    if n == 0:
+        env.append_transform(RewardScaling(loc=0.0, scale=2.0))
+
+
+def rescale(env, n):
+    env.transform[0].loc.add_(1) if n == 0 else env.transform[0].scale.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("chain", "between"),
+    [("VecNorm", freeze), ("VecNorm of rewards", append), ("ObservationNorm, standard", rescale)],
+    ids=["frozen", "appended", "rescaled"],
+)
+def test_a_transform_changed_between_batches(chain, between):
+    assert_the_same(lambda: FORMS["one"](CHAINS[chain]), between=between)
+
+
+def test_nothing_is_captured_where_that_is_switched_off():
+    _, _, lanes = collected(Collector, lambda: FORMS["one"](CHAINS["as PPO"]), capture=False)
+    assert lanes._captured is None
+
+
+def test_mujoco_in_doubles():
+    def make():
+        base = SerialEnv(2, lambda: GymEnv("HalfCheetah-v5"))
+        return TransformedEnv(base, Compose(*CHAINS["as PPO"](), DoubleToFloat(in_keys=["observation"])))
+
+    class Runs(nn.Module):
+        def forward(self, observation):
+            return observation[..., :6].tanh()
+
+    found = {}
+    for cls in (TheirCollector, Collector):
+        env = make()
+        env.set_seed(0)
+        collector = cls(
+            env, TensorDictModule(Runs(), ["observation"], ["action"]), frames_per_batch=100, total_frames=300
+        )
+        found[cls] = [batch.clone() for batch in collector]
+        collector.shutdown()
+    for a, b in zip(found[TheirCollector], found[Collector]):
+        for key in a.keys(True, True):
+            assert np.array_equal(a[key].numpy(), b[key].numpy()), key
