@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import gymnasium as gym
 import numpy as np
@@ -469,3 +470,55 @@ def test_a_generator_of_its_own_is_not_drawn_from_before_the_first_step():
     with Collector(GymEnv(CountingEnv()), Draws(), frames_per_batch=3) as collector:
         want = np.random.default_rng(0).normal(size=3).astype(np.float32)
         assert collector.next()["action"][:, 0].tolist() == want.tolist()
+
+
+# ---- how it is run --------------------------------------------------------------------------------------------------
+
+
+class LooksAtValues(nn.Module):
+    def forward(self, observation):
+        return observation[..., :1] if observation.sum() > 0 else -observation[..., :1]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "told"),
+    [
+        (EchoPolicy, {}, "policy EchoPolicy: it is captured: its torch calls are replayed"),
+        (EchoPolicy, {"capture": False}, "policy EchoPolicy: it is called at each step"),
+        (
+            LooksAtValues,
+            {},
+            "policy LooksAtValues: it is called at each step, not captured: "
+            "__bool__() of a tensor it computed decides what it does next",
+        ),
+        (lambda: None, {}, "policy: random actions, drawn for a whole rollout"),
+        (
+            lambda: TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"]),
+            {},
+            "policy TensorDictModule: it runs flat, without TensorDicts",
+        ),
+    ],
+)
+def test_a_collector_explains_how_its_policy_is_run(make, options, told):
+    with Collector(CountingEnv(), make(), frames_per_batch=4, **options) as c:
+        assert c.explain() == f"env: reap steps it\n{told}"
+
+
+def test_a_policy_that_changes_its_ways_later_is_called_from_then_on():
+    """What it does follows from something that no look at it shows: the comparison in a later rollout does."""
+    weather = types.SimpleNamespace(gain=1.0)
+
+    def gain():
+        return weather.gain
+
+    class Fickle(nn.Module):
+        def forward(self, observation):
+            return observation[..., :1] * gain()
+
+    c = Collector(counting_lanes()(), Fickle(), frames_per_batch=12)
+    assert "captured" in c.explain()
+    c.next()
+    weather.gain = 3.0
+    batch = c.next()  # the second rollout: its first step is made by both
+    assert torch.equal(batch["action"], batch["observation"][..., :1] * 3)
+    assert "its replay gave other numbers in a later rollout" in c.explain()

@@ -41,6 +41,10 @@ class WorkerView:
             raise UsageError(f"{name!r} is for all workers at once: call it on the collector itself")
         raise AttributeError(f"a worker has no {name!r}")
 
+    def explain(self) -> str:
+        """How its env and policy are run."""
+        return self._host.worker.explain()
+
     def get_model(self, model_id: str) -> Any:
         """The model at this path."""
         return follow(self, model_id)

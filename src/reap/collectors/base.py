@@ -413,6 +413,15 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._check_owner()
         return follow(self, attr_path)(*args, **kwargs)
 
+    def explain(self) -> str:
+        """How env and policy are run: what is captured, and what is called at each step, and why.
+
+        >>> print(Collector(env, policy, frames_per_batch=100).explain())
+        env: reap steps what is inside, and replays the torch calls of its transforms
+        policy ProbabilisticActor: it is captured: its torch calls are replayed
+        """
+        raise NotImplementedError
+
     def get_distant_attr(self, attr: str) -> Any:
         """What is at this path of a worker, whose "policy" and "env" are the ones that act: `"policy.in_keys"`."""
         raise NotImplementedError

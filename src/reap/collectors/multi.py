@@ -335,6 +335,14 @@ class MultiCollector(BaseCollector):
         """The weights a worker acts with, by name."""
         return self._ask(lambda: self._process.weights_of(worker))
 
+    def explain(self) -> str:
+        told: dict[str, list[int]] = {}
+        for worker, text in enumerate(self.map_fn("explain")):
+            told.setdefault(text, []).append(worker)
+        if len(told) == 1:
+            return next(iter(told))
+        return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
+
     def get_distant_attr(self, attr: str) -> list[Any]:
         self._open()
         return self._between(lambda: self._process.find(attr))

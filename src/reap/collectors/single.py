@@ -123,6 +123,9 @@ class Collector(BaseCollector):
         """
         return self._inline.worker.env.as_given
 
+    def explain(self) -> str:
+        return self._inline.worker.explain()
+
     def get_distant_attr(self, attr: str) -> Any:
         self._check_owner()
         return follow(self, attr)

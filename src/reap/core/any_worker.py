@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reap.core.env import CLOSED, Env
+from reap.core.policy import Policy
 from reap.core.rollout import RolloutLoop
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
@@ -19,6 +20,13 @@ class AnyWorker:
     loop: RolloutLoop
     lanes: int
     stats: Any
+    model: Any  # the policy as the user made it
+    policy: Policy
+
+    def explain(self) -> str:
+        """How env and policy are run, a line each."""
+        name = "" if self.model is None else f" {type(self.model).__name__}"
+        return f"env: {self.env.explain()}\npolicy{name}: {self.policy.explain()}"
 
     def _first(self, env: Env, current: Sequence[Any]) -> None:
         """Begin everywhere; the env may have been seeded by hand."""

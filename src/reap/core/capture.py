@@ -35,6 +35,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -378,6 +379,7 @@ class Captured:
         _refuse_hooks(modules)
         self._relied_on = Fingerprint(modules)
         first = record(call, probes[0])
+        _refuse_decisions(first.recorder)
         self._outside = _from_outside(first, record(call, probes[1]))
         self._arrange(first)
         for probe in probes:
@@ -410,9 +412,7 @@ class Captured:
             else:
                 steady.append(call)
         moving.update(at for at in self._outside if memory.get(at) in changed)
-        for decision in decisions:
-            if decision.at in moving and not decision.checks:
-                raise NotCaptured(f"{_name(decision.read)}() of a tensor it computed decides what it does next")
+        _refuse_decisions(recorder, moving)
         self.checks = [d for d in decisions if d.at in moving]
         guards = [d for d in decisions if d.at not in moving]
         body = _needed(each, {*outputs, *(d.at for d in self.checks)})
@@ -630,6 +630,19 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
                 value = inspect.unwrap(value) if callable(value) else value
                 if isinstance(value, types.FunctionType):
                     yield value
+
+
+def _refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
+    """What a computed value decides in Python is another program for every value."""
+    if moving is None:
+        computed = set(range(recorder.inputs))
+        for call in recorder.calls:
+            if call.random or computed.intersection(call.reads):
+                computed.update(call.writes)
+        moving = computed
+    for decision in recorder.decisions:
+        if decision.at in moving and not decision.checks:
+            raise NotCaptured(f"{_name(decision.read)}() of a tensor it computed decides what it does next")
 
 
 def _refuse_hooks(modules: Sequence[nn.Module]) -> None:

@@ -41,7 +41,6 @@ class CapturedPolicy(TensorPolicy):
         super().__init__(plain.inputs, plain.device)
         self._plain, self._model, self._first, self._kind = plain, model, list(first), kind
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
-        self.why: str | None = None
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
         self._keeps: list[Key] = []  # what it looks for of what it wrote at the last step
@@ -49,6 +48,9 @@ class CapturedPolicy(TensorPolicy):
         self._pick: Callable[[Any], Any] = tuple
         self._rollouts, self._compares = 0, False
         self._capture()
+
+    def explain(self) -> str:
+        return "it is captured: its torch calls are replayed" if self._captures else super().explain()
 
     @property
     def captured(self) -> bool:
@@ -196,4 +198,5 @@ def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: Interact
     if made.captured:
         return made
     _log.info("%s is called at each step: %s", type(model).__name__, made.why)
+    policy.why = made.why
     return policy

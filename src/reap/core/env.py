@@ -78,6 +78,10 @@ class Env(abc.ABC):
         """In how many positions of the row that is decided about next a lane stands."""
         return self.spec.lanes
 
+    def explain(self) -> str:
+        """Who steps the lanes, in a sentence."""
+        return "reap steps it"
+
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         """Learn how actions will look; SpecMismatch if they cannot be understood."""

@@ -61,11 +61,16 @@ class Policy:
     outputs: Mapping[Key, Leaf]
     remembers = False  # whether `forget` has anything to do
     inner: Mapping[Key, tuple[int, ...]] = {}  # batch dimensions that branches of its outputs have of their own
+    why: str | None = None  # why it is called at each step, where capturing it was tried
 
     @property
     def written(self) -> Sequence[Key]:
         """The columns `act` writes; the others are written by `end`."""
         return list(self.outputs)
+
+    def explain(self) -> str:
+        """How it is run, in a sentence."""
+        return "it is called at each step" + (f", not captured: {self.why}" if self.why else "")
 
     def begin(self, slot: Slot) -> None:
         """A rollout starts: look again at whatever may have changed since the last one."""
@@ -97,6 +102,9 @@ class RandomActions(Policy):
         self._action, self._draw = action, draw
         self.outputs = dict(action if outputs is None else outputs)
         self._first = {("next", *key): first.numpy() for key, first in (carry or {}).items()}
+
+    def explain(self) -> str:
+        return f"random actions, drawn {'for a whole rollout' if self._draw is None else 'by the env'}"
 
     def begin(self, slot: Slot) -> None:
         size = (slot.layout.steps, slot.layout.lanes)
@@ -287,6 +295,11 @@ class FlatPolicy(TensorPolicy):
             if key in self.outputs:
                 columns = [slot.layout.tensor(k, slot.arrays[k][:steps]) for k in deferred.reads]
                 slot.put(key, deferred.compute(*columns))
+
+    def explain(self) -> str:
+        called = "; modules of your own in it are called at each step" if self._program.opaque else ""
+        why = f" ({self.why})" if called and self.why else ""
+        return f"it runs flat, without TensorDicts{called}{why}" if self._flat else super().explain()
 
     @property
     def opaque(self) -> bool:

@@ -55,6 +55,9 @@ class Wrapped(Env):
     def play(self, model: Any, kind: Any, device: Any) -> Any:
         return self._env.play(model, kind, device)
 
+    def explain(self) -> str:
+        return self._env.explain()
+
     def follow(self, outputs: Sequence[Key]) -> None:
         self._env.follow(outputs)
 

@@ -174,6 +174,12 @@ class CapturedRows(TorchRLRows):
         self.why: str | None = "it is captured after its first step"
         self._following: Sequence[Key] = ()
 
+    def explain(self) -> str:
+        if not self.captures:
+            return "TorchRL steps it"
+        whole = "reap steps what is inside, and replays the torch calls of its transforms"
+        return whole if self.why is None else f"TorchRL steps it: {self.why}"
+
     @property
     def root(self) -> TensorDictBase:
         """What the policy sees next, as TorchRL has it."""

@@ -176,6 +176,9 @@ class TorchRLEnv(Env):
     def _done_keys(self) -> list[Key]:
         return [as_key(key) for key in self.env.done_keys]
 
+    def explain(self) -> str:
+        return "TorchRL steps it"
+
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
 
