@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from reap.backends.process import OWN_SLOTS
 from reap.envs import SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, assert_same, inject, no_leaks
@@ -130,7 +131,11 @@ def test_what_cannot_be_built():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("use", ["next", "set_seed", "state_dict", "update_policy_weights_", "reset", "iterate"])
 def test_between_batches(kind, use):
-    """Killed while idle: the next call of any kind says so, and everything is closed."""
+    """Killed while idle: the next call of any kind says so, and everything is closed.
+
+    What had arrived before the death is delivered first: as many batches as the workers have slots, twice at most (those
+    that were heard of, and those that came while they were taken).
+    """
     with no_leaks():
         c = collect(kind, [healthy(), healthy(1)])
         c.next()
@@ -139,8 +144,8 @@ def test_between_batches(kind, use):
         assert c._process.workers[1].child.gone(1)
         arguments = (1,) if use == "set_seed" else ()
         with within(SOON), pytest.raises(WorkerDied, match="SIGKILL") as caught:
-            for _ in range(9):
-                list(zip(range(9), c)) if use == "iterate" else getattr(c, use)(*arguments)
+            for _ in range(1 + 2 * OWN_SLOTS * len(workers)):
+                list(c) if use == "iterate" else getattr(c, use)(*arguments)
         assert caught.value.worker == f"1 (pid {workers[1]})"
         assert c.closed
         assert all_gone(workers, 0.5)
