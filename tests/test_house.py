@@ -13,7 +13,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories", "children", "cores", "interrupts", "threads", "weight_update"},
+    {
+        "errors",
+        "spec",
+        "seeding",
+        "trajectories",
+        "children",
+        "cores",
+        "interrupts",
+        "silence",
+        "threads",
+        "weight_update",
+    },
     {"core"},
     {"weights"},
     {"backends", "envs", "inference", "buffers"},

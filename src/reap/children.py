@@ -55,6 +55,7 @@ _WORD = struct.Struct("q")
 _FORK = b"fork"
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
 _GRACE = 1.0  # seconds a child has to clean up once its parent is gone
+_SOON = 0.5  # and one that was silent, once it is told to end
 MOST_FDS = 200  # a child may be given; what it is started with comes to these
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
@@ -303,6 +304,7 @@ class Child:
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
+        self.silent = False  # whether it was found to be: `end` is quick with it
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
         self._own = _Seedbed(()) if start == "spawn" else None
         seedbed = self._own or _common_seedbed()
@@ -370,7 +372,7 @@ class Child:
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        stack = self.ask_stack()
+        self.silent, stack = True, self.ask_stack()
         if not stack:
             stack = "(it does not answer signals)"
             self.signal(signal.SIGKILL)  # nor will it a goodbye
@@ -407,14 +409,17 @@ class Child:
 
 
 def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
-    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`."""
+    """End all of them, who were told: SIGTERM after `patience` seconds, SIGKILL before `deadline`; the silent sooner."""
     children = list(children)
+    silent = [child for child in children if child.silent]
+    steps = [(patience, signal.SIGTERM, children), (0.8 * deadline, signal.SIGKILL, children), (deadline, 0, [])]
+    steps += [(0.0, signal.SIGTERM, silent), (_SOON, signal.SIGKILL, silent)]
     began = time.monotonic()
-    for until, number in ((patience, signal.SIGTERM), (0.8 * deadline, signal.SIGKILL), (deadline, None)):
+    for until, number, whom in sorted(steps, key=lambda step: step[0]):
         while (left := [c for c in children if not c.gone()]) and time.monotonic() - began < until:
             wait([c.sentinel for c in left], max(0.0, until - (time.monotonic() - began)))
-        if number is not None:
-            for child in left:
+        for child in left:
+            if child in whom:
                 child.signal(number)
     for child in children:
         child.release()

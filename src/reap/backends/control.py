@@ -21,6 +21,7 @@ from reap.core.shared import SharedFile
 from reap.core.stats import RECENT
 
 NOWHERE = -1  # the step of a worker that is in no rollout
+BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
 ALL = 2**62
 _FLAGS = 3
 _TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")

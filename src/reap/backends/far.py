@@ -122,7 +122,7 @@ class LocalChild:
 
     def __init__(self, child: Any, remote: FarRemote, give_up: Callable[[], None]) -> None:
         self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
-        self.silence, self.signal, self._cut = child.silence, child.signal, False
+        self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
         self.where = getattr(child, "where", "")  # if it is on another machine
 
     @property

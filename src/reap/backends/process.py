@@ -41,6 +41,7 @@ from reap.core.slot import Finals, Layout, Pool, Slot
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.seeding import chain
+from reap.silence import Silence
 from reap.spec import Key
 from reap.weight_update import Road
 from reap.weights.local import fitting
@@ -76,7 +77,7 @@ class ProcessBackend:
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
-        self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
+        self._plans, self._sync, self._source, self._silence = list(plans), sync, source, Silence(timeout)
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method = threads, init, start_method
@@ -204,7 +205,7 @@ class ProcessBackend:
         `now`: file what is there, and do not wait.
         """
         if self._failure is None:
-            ready = self._speaking(0 if now else self._patience())
+            ready = self._speaking(0 if now else self._silence.patience(self._waited_for()))
             self._interrupts.let_in()
             if self._halted:
                 raise Halted
@@ -258,32 +259,29 @@ class ProcessBackend:
             self._failure = self._failure or self._death(remote)
 
     def _death(self, remote: Remote) -> WorkerDied:
-        return remote.child.death().at(worker=remote.name, **self._place(remote))
+        return remote.child.death().at(worker=remote.name, **self.place(remote))
 
-    def _place(self, remote: Remote) -> dict[str, int]:
+    def place(self, remote: Remote) -> dict[str, int]:
         """Step and lane, as far as they can be known from outside."""
         step = int(self.control.step[remote.index])
-        if step == NOWHERE:
+        if step < 0:
             return {}
         lane = 0 if remote.about.layout.lanes == 1 else int(self.control.lane[remote.index])
         return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
 
-    def _patience(self) -> float | None:
-        """How long until somebody may be called silent."""
-        if self.timeout is None:
-            return None
-        waits = [remote.busy_since + self.timeout for remote in self.workers if remote.busy]
-        return max(0.0, min(waits, default=time.monotonic() + self.timeout) - time.monotonic())
+    @property
+    def timeout(self) -> float | None:
+        """Seconds a worker that has work may say nothing."""
+        return self._silence.timeout
+
+    def _waited_for(self) -> list[tuple[Remote, float | None]]:
+        """Workers, and since when each has been silent."""
+        return [(remote, remote.busy_since if remote.busy else None) for remote in self.workers]
 
     def _check_silence(self) -> None:
-        if self.timeout is None or self._failure is not None:
-            return
-        for remote in self.workers:
-            silent = time.monotonic() - remote.busy_since
-            if remote.busy and silent >= self.timeout:
-                error = remote.child.silence(silent, self.timeout)
-                self._failure = error.at(worker=remote.name, **self._place(remote))
-                return
+        if self._failure is None and (found := self._silence.check(self._waited_for())) is not None:
+            remote, error = found
+            self._failure = error.at(worker=remote.name, **self.place(remote))
 
     def _answers(self, remotes: Sequence[Remote], call: int, grace: float = 0.0) -> list[Any]:
         """What each says to this call."""

@@ -290,6 +290,8 @@ class MultiCollector(BaseCollector):
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
+        if isinstance(self._runner, FreeRunner):
+            self._runner.stop_watching()
         super()._close(why)
         if isinstance(self._runner, FreeRunner):
             self._runner.catch_up()  # workers have ended: nothing is made any more
