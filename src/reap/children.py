@@ -409,7 +409,7 @@ class Child:
 
 
 def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
-    """End all of them, who were told: SIGTERM after `patience` seconds, SIGKILL before `deadline`; the silent sooner."""
+    """End them, who were told: SIGTERM after `patience` seconds, SIGKILL before `deadline`; the silent sooner."""
     children = list(children)
     silent = [child for child in children if child.silent]
     steps = [(patience, signal.SIGTERM, children), (0.8 * deadline, signal.SIGKILL, children), (deadline, 0, [])]

@@ -133,8 +133,8 @@ def test_what_cannot_be_built():
 def test_between_batches(kind, use):
     """Killed while idle: the next call of any kind says so, and everything is closed.
 
-    What had arrived before the death is delivered first: as many batches as the workers have slots, twice at most (those
-    that were heard of, and those that came while they were taken).
+    What had arrived before the death is delivered first: as many batches as the workers have slots, twice at most
+    (those that were heard of, and those that came while they were taken).
     """
     with no_leaks():
         c = collect(kind, [healthy(), healthy(1)])

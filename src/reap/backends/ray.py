@@ -34,12 +34,8 @@ from reap.core.shared import SharedSlots
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
 
 _ASKED = 2  # news asked for at a time: one is fetched while another is read
-_GROUPS = {
-    "orders": 1,
-    "news": 1,
-    "weights": 1,
-    "stack": 1,
-}  # calls of a group follow one another, groups run side by side
+# Calls of a group follow one another, groups run side by side.
+_GROUPS = {"orders": 1, "news": 1, "weights": 1, "stack": 1}
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 _LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
 _STACK = 1.0  # seconds for a stack to come
@@ -279,7 +275,7 @@ class RayBackend(FarBackend):
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor) -> int | None:
-        """A descriptor of its process, if that is on this node and lives. One that was silent is killed here and now."""
+        """A descriptor of its process, if that is on this node and lives. One that was silent is killed here."""
         if actor.node == self._ray.get_runtime_context().get_node_id() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 process = os.pidfd_open(actor.pid)
