@@ -89,8 +89,8 @@ class Options:
         weight_sync_schemes: `{"policy": scheme}`, one of `reap.weight_update`; None: chosen by what the policy holds.
             In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
-        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but after a
-            minute the log says where it is.
+        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
+            after a minute the log says where it is.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
