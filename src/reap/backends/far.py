@@ -5,7 +5,7 @@
      └── slot ◄── bell: somebody has spoken ◄── road ◄──┘ news
 
 Threads of the road put what they hear into a worker's ear and ring; whoever takes listens. A slot that is free again is
-handed out with the next take: nothing is sent from finalizers.
+handed out with the next take.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Bell:
 
 
 class Gifts:
-    """Slots a worker may fill, until they are sent. Used by finalizers: one append, no lock."""
+    """Slots a worker may fill, until they are sent."""
 
     def __init__(self) -> None:
         self.slots: deque[int] = deque()
@@ -281,6 +281,7 @@ class FarBackend(ProcessBackend):
 
     def take(self, *, random: bool = False) -> Rollout:
         with self._talking, self._interrupts.held():
+            self._take_back()
             self._hand_out()
             return super().take(random=random)
 

@@ -66,7 +66,11 @@ class FreeRunner:
         with self._lock:
             self._pauses += 1
             if self._pauses == 1:
-                self._backend.call("rest", self._backend.everyone(True))
+                try:
+                    self._backend.call("rest", self._backend.everyone(True))
+                except KeyboardInterrupt:  # nobody knows of this pause, so nobody would end it
+                    self.resume()
+                    raise
 
     def resume(self) -> None:
         """Go on, after as many of these as there were pauses."""

@@ -6,7 +6,7 @@
                     ┌── free pipe: a slot number ──► worker 0 ─┐
     take ── wait ───┤                                          ├──► "full" ──► lend (or copy) ──► consumer
      ▲              └── free pipe: a slot number ──► worker 1 ─┘                                       │
-     └─────────────────── the last tensor on the slot dies: its number goes into the pipe ◄────────────┘
+     └── the last tensor on the slot has died: its number goes into the pipe with the next take ◄──────┘
 
 The parent waits on lines *and* sentinels: a death is seen when it happens. Nothing here runs in a thread. Ctrl-C is let
 in only while waiting, when nothing is in hand: to go on after it is to go on.
@@ -382,6 +382,7 @@ class ProcessBackend:
             for remote in self.workers:
                 for slot in range(OWN_SLOTS):
                     remote.give(slot)
+        self._take_back()
         while not self._arrived:
             self._listen(first=True)
         remote, full = self._arrived.popleft()
@@ -414,12 +415,14 @@ class ProcessBackend:
             remote.give(index)
             return arrays
         remote.lent.add(index)
+        return slot.lend()
 
-        def give_back() -> None:
-            remote.lent.discard(index)
-            remote.give(index)
-
-        return slot.lend(give_back)
+    def _take_back(self) -> None:
+        """Slots at which the consumer does not look any more are the workers' again."""
+        for remote in self.workers:
+            for index in [index for index in remote.lent if remote.slots.slot(index).returned]:
+                remote.lent.discard(index)
+                remote.give(index)
 
     def breaker(self) -> Callable[[], None]:
         def break_off() -> None:
