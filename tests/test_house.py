@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
     {
+        "arguments",
         "errors",
         "spec",
         "seeding",

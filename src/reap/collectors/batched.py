@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, read_options, signature
@@ -120,6 +121,9 @@ class AsyncBatchedCollector(Collector):
         for other, (passes, instead) in _NOT_HERE.items():
             if other in options and options.pop(other) not in passes:
                 raise UsageError(f"{name} does not support {other}: {instead}")
+        one_of("backend", backend, ("threading", "multiprocessing"), none=True)
+        one_of("env_backend", env_backend, ("threading", "multiprocessing"), none=True)
+        flag("yield_completed_trajectories", yield_completed_trajectories)
         cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
         if not isinstance(create_env_fn, (list, tuple)) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")

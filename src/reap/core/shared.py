@@ -56,7 +56,8 @@ class SharedSlots:
 
     def __init__(self, file: SharedFile, layout: Layout, count: int) -> None:
         self.layout, self.count = layout, count
-        self.block = file.map(max(layout.nbytes, 1) * count)
+        with layout.needing_memory():
+            self.block = file.map(max(layout.nbytes, 1) * count)
         self._slots: dict[int, Slot] = {}  # kept: a slot remembers whom it is lent to
 
     def slot(self, index: int) -> Slot:

@@ -9,12 +9,15 @@
 A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
 loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
 column's the slot is free again for whoever wants one next. Every column is a storage of its own, so saving one does not
-drag the others along. References are not lent but handed over: a slot keeps no object alive that a consumer has dropped.
+drag the others along. References are not lent but handed over: a slot keeps no object alive that a consumer has
+dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +27,11 @@ import numpy as np
 import torch
 
 from reap.core.cells import Cells
+from reap.errors import UsageError
 from reap.spec import USUAL, EnvSpec, Key, Leaf, Look, numpy_dtype
 
 _ALIGN = 64
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data they look at
 
 FLAGS = ("done", "terminated", "truncated")
@@ -57,9 +62,23 @@ class Layout:
 
     def block(self) -> np.ndarray[Any, Any]:
         """Fresh memory for every column."""
-        raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
+        with self.needing_memory():
+            raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
         return raw[start : start + self.nbytes]
+
+    @contextlib.contextmanager
+    def needing_memory(self) -> Iterator[None]:
+        """Inside, memory for a slot is reserved; that there is not so much of it is told as what it is."""
+        try:
+            if self.nbytes > _MEMORY:  # the system would give it, and end the process when it is written to
+                raise MemoryError(f"this machine has {_MEMORY / 2**30:,.1f} GiB")
+            yield
+        except (MemoryError, OSError, OverflowError, ValueError) as cause:
+            raise UsageError(
+                f"frames_per_batch: {self.steps:,} steps of {self.lanes:,} lanes take {self.nbytes / 2**30:,.1f} GiB, "
+                f"and there is no room for that ({cause})"
+            ) from cause
 
     @property
     def batch_size(self) -> tuple[int, ...]:
