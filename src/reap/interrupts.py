@@ -79,7 +79,7 @@ class Interrupts:
     def let_in(self) -> None:
         """Here the one that waits may come, if there is one."""
         usual = self._usual
-        if usual is not None and self._take():
+        if usual is not None and threading.current_thread() is threading.main_thread() and self._take():
             usual(signal.SIGINT, None)
 
     def _take(self) -> bool:

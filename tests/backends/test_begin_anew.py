@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from tests.faults.worlds import ran_ahead
 from torch import nn
 
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -36,7 +35,7 @@ def made(kind, policy=None, **options):
 def test_a_reset(kind):
     with made(kind) as c:
         seen = max(int(c.next()["collector", "traj_ids"].max()) for _ in range(3))
-        time.sleep(0.3)  # an asynchronous worker has run ahead
+        ran_ahead(c)
         c.reset()
         for _ in range(6):
             assert int(c.next()["collector", "traj_ids"].min()) > seen
@@ -50,7 +49,7 @@ def test_a_state(kind):
     with made(kind) as c:
         for _ in range(3):
             assert c.next()["output1"].unique().tolist() == [0.0]
-        time.sleep(0.3)
+        ran_ahead(c)
         c.load_state_dict(state)
         for _ in range(6):
             assert c.next()["output1"].unique().tolist() == [7.0]
@@ -65,7 +64,7 @@ def test_random_frames_are_counted_on(kind, taken):
 
     with made(kind, init_random_frames=15) as c:
         assert [is_random(c.next()) for _ in range(taken)] == [True] * min(taken, 3) + [False] * (taken - 3)
-        time.sleep(0.3)
+        ran_ahead(c)
         state = c.state_dict()
         assert state["worker0"]["frames"] == state["frames"] == 5 * taken
     with made(kind, init_random_frames=15) as c:
@@ -79,7 +78,7 @@ def test_random_frames_are_counted_on(kind, taken):
 def test_a_reset_gives_back_what_nobody_took(kind):
     with made(kind, init_random_frames=10) as c:
         c.next()
-        time.sleep(0.3)
+        ran_ahead(c)
         c.reset()  # the second random rollout was made, and is dropped
         actions = [c.next()["action"].flatten().tolist() for _ in range(2)]
     assert actions[0] != [0, 1, 2, 3, 4]

@@ -6,17 +6,19 @@ import asyncio
 import functools
 import os
 import signal
+import time
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tests.faults.test_silence import PROMISED, ROOM
 from tests.faults.worlds import BOUND, all_gone, faulty, healthy, pids, within
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
 from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
 from reap.envs import GymEnv
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WrongArgument, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
@@ -166,6 +168,20 @@ def test_a_dead_actor_is_named():
     assert all_gone(workers, within=1)
     with no_leaks(sockets=False), pytest.raises(WorkerDied, match=r"worker 0 \(.*\): its actor died"):
         collect([faulty("kill", 0, "reset")], restart=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "words"), [("stop", "does not answer"), ("hang", r"faults\.py.*in inject")])
+def test_a_silent_actor_is_told_and_ended_in_time(fault, words):
+    c = collect([healthy(), faulty(fault, 21)], timeout=1.0)
+    workers, last = pids(c), time.monotonic()
+    with pytest.raises(WorkerSilent, match=rf"(?s)worker 1 .*sent nothing for .*timeout=1.0.*{words}"):
+        while True:
+            c.next()
+            last = time.monotonic()
+    took = time.monotonic() - last
+    assert took < 1.0 + PROMISED + ROOM, f"{took:.1f} s"
+    assert all_gone(workers, within=0.1)
 
 
 @pytest.mark.slow

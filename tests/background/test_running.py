@@ -17,11 +17,11 @@ from reap.collectors import Collector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
 from reap.errors import Starved, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
-from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, no_leaks
+from reap.testing import CountingEnv, EchoPolicy, FaultyEnv, inject, no_leaks
 from tests.background.worlds import IN_STEP, KINDS, LENGTHS, MIX, buffer, check_rows, check_streams, make
 from tests.faults.worlds import BOUND, alive, pids, within
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 def until(condition, seconds=20.0):
@@ -245,7 +245,7 @@ def test_a_worker_killed_in_the_background(kind):
     assert memory.write_count == count + 10
 
 
-def kill_in_the_middle_of_a_row():
+def kill_in_the_middle_of_a_row(number=signal.SIGKILL):
     """In a worker: of lanes 2 and 3, the fifth write stops half-way, for ever."""
     from reap.buffers.rows import Rows
 
@@ -256,7 +256,7 @@ def kill_in_the_middle_of_a_row():
             calls[0] += 1
             if calls[0] == 5:
                 honest(self, first, {key: value[: len(value) // 2] for key, value in values.items()})
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), number)
         honest(self, first, values)
 
     Rows.write = write
@@ -299,7 +299,7 @@ def test_shutdown_in_the_middle_of_a_long_rollout(kind):
     collector = make(kind, buffer(), env=Slow, frames_per_batch=10_000)
     collector.start()
     time.sleep(0.1)
-    with within(2.0):
+    with within(BOUND):
         collector.async_shutdown()
 
 
@@ -314,7 +314,7 @@ def test_a_thread_that_hangs_is_reported_with_its_stack():
     collector = Collector(Hangs((3,)), EchoPolicy(), frames_per_batch=5, replay_buffer=buffer())
     collector.start()
     try:
-        with within(2.0), pytest.raises(WorkerSilent, match="gate.wait"):
+        with within(BOUND), pytest.raises(WorkerSilent, match="gate.wait"):
             collector.async_shutdown(timeout=0.2)
         with pytest.raises(WrongState, match="closed"):
             collector.next()
@@ -371,7 +371,7 @@ for collector, buffer in zip((one, two), buffers):
     buffer.sample()
 print("over")
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=50, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=110, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
 
 
@@ -407,12 +407,64 @@ def test_a_worker_that_hangs_is_reported():
         return FaultyEnv(env, at=60, fault="hang") if lane == 3 else env
 
     memory = buffer()
-    collector = make("async", memory, env=hangs, timeout=0.3)
+    collector = make("async", memory, env=hangs, timeout=1.0)
     collector.start()
-    with within(BOUND + 3), pytest.raises(WorkerSilent, match=r"(?s)worker 1.*timeout=0.3.*faults.py"):
+    with within(BOUND + 3), pytest.raises(WorkerSilent, match=r"(?s)worker 1.*timeout=1.0.*faults.py"):
         while collector.is_running():
             time.sleep(0.01)
     assert collector.closed
+
+
+def stuck_in_postproc(fault):
+    """A postproc of which the fifth call in the worker of lanes 2 and 3 does not return."""
+    calls = [0]
+
+    def postproc(batch):
+        if batch["observation"].flatten()[0] >= 2:
+            calls[0] += 1
+            if calls[0] == 5:
+                inject(fault)
+        return batch
+
+    return {"postproc": postproc}
+
+
+def stopped_in_the_middle_of_a_row():
+    kill_in_the_middle_of_a_row(signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (stuck_in_postproc("hang"), "in postproc"),
+        (stuck_in_postproc("deaf"), "does not answer signals"),
+        ({"init_fn": stopped_in_the_middle_of_a_row}, "does not answer signals"),
+    ],
+    ids=["postproc", "deaf", "writing"],
+)
+def test_a_worker_that_is_stuck_between_two_steps_is_reported(kind, options, words):
+    """Also when nobody asks."""
+    memory = buffer()
+    collector = make(kind, memory, timeout=1.0, **options)
+    collector.start()
+    until(lambda: collector._runner._failure is not None)
+    with pytest.raises(WorkerSilent, match=rf"(?s)worker 1 .*timeout=1.0.*{words}"):
+        collector.is_running()
+    assert collector.closed
+    check_rows(memory[:], 1.0)
+
+
+def test_a_paused_worker_is_not_silent():
+    memory = buffer()
+    collector = make("async", memory, timeout=0.5)
+    collector.start()
+    memory.sample()
+    with collector.pause():
+        time.sleep(1.0)
+    count = memory.write_count
+    until(lambda: memory.write_count > count)
+    collector.async_shutdown()
 
 
 def test_lanes_in_processes_in_the_background():

@@ -22,7 +22,7 @@ from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
 from tests.background.worlds import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
-from tests.faults.worlds import within
+from tests.faults.worlds import BOUND, within
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore")]
 
@@ -90,7 +90,7 @@ def test_broken_off_and_broken(kind):
         collector.start()
         if frames > 1000:
             time.sleep(0.05)
-            with within(2.0):
+            with within(BOUND):
                 collector.async_shutdown()
         else:
             with pytest.raises(WorkerRaised, match="boom"):

@@ -28,7 +28,7 @@ from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
 from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 KINDS = [DistributedSyncCollector, DistributedCollector]
 ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
 TOLD = {
@@ -103,9 +103,9 @@ def test_shutdown_in_the_middle_of_a_step(kind):
         c = collect(kind, [faulty("hang", 2), healthy()])
         c.next()
         workers = pids(c)
-        with within(BOUND + 1):
+        with within(BOUND):
             c.shutdown()
-        assert all_gone(workers, within=1)
+        assert all_gone(workers, within=SOON)
         del c
 
 
@@ -125,12 +125,12 @@ def test_two_workers_in_step(kind):
 
 @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
 def test_ids_are_unique_among_workers(kind):
-    c = kind([healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=8, total_frames=160)
+    c = kind([healthy(0), healthy(1)], EchoPolicy(), frames_per_batch=8)
     seen = {0: set(), 1: set()}
-    for batch in c:
+    while min(map(len, seen.values())) < 20:  # one of them may be much slower
+        batch = c.next()
         seen[batch.origin.worker] |= set(batch["collector", "traj_ids"].tolist())
     c.shutdown()
-    assert min(map(len, seen.values())) > 0
     assert not seen[0] & seen[1]
 
 

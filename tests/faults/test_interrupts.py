@@ -122,11 +122,12 @@ def test_an_interrupted_call_does_not_answer_the_next(kind, use):
 
     with collect(kind, [slow], timeout=2) as c:
         c.next()
-        threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+        timer = threading.Timer(0.05, signal.raise_signal, [signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(5):
+            timer.start()
+            while True:
                 getattr(c, use)(*(1,) if use == "set_seed" else ())
-            time.sleep(1)
+        timer.join()
         for _ in range(3):
             assert set(c.state_dict()) >= {"worker0", "frames"}
             assert isinstance(c.set_seed(4), int)
@@ -141,24 +142,24 @@ def test_while_building_and_closing(kind, delay):
         return healthy()()
 
     with no_leaks():
-        try:
-            threading.Timer(delay, signal.raise_signal, [signal.SIGINT]).start()
+        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
             collect(kind, [slow, slow])
-            time.sleep(1)
-        except KeyboardInterrupt:
-            pass
+            while True:  # it was built before
+                time.sleep(0.01)
+        timer.join()
         c = collect(kind, [healthy(), healthy(1)])
         workers = pids(c)
         timer = threading.Timer(delay / 10, signal.raise_signal, [signal.SIGINT])
-        timer.start()
         with within(BOUND):
-            try:
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()  # it may come in here already
                 c.next()
                 c.shutdown()
-                timer.join()
-                time.sleep(0.1)
-            except KeyboardInterrupt:
-                c.shutdown()
+                while True:  # it was closed before
+                    time.sleep(0.01)
+            c.shutdown()
         assert all_gone(workers, 0)
         timer.join()
         del c

@@ -57,7 +57,7 @@ print("hits", hits)
 )
 def test_ctrl_c_at_any_moment(options):
     code = SCRIPT.replace("{options}", options)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     said, hits = done.stdout.split()
     assert said == "hits"

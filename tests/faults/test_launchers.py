@@ -101,8 +101,8 @@ def test_one_that_takes_no_weights(options):
         worker = pids(c)[1]
         os.kill(worker, signal.SIGSTOP)
         ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-        ctrl_c.start()
         with within(SOON), pytest.raises(KeyboardInterrupt):
+            ctrl_c.start()
             while True:
                 c.update_policy_weights_()
         ctrl_c.join()
@@ -160,7 +160,7 @@ def test_who_is_not_let_in(options, secret, port, tmp_path, capfd):
 
 
 def test_nobody_comes(secret):
-    with no_leaks(), within(5), pytest.raises(WorkerDied, match=r"0 of 1 workers came to 127.0.0.1:\d+"):
+    with no_leaks(), within(SOON), pytest.raises(WorkerDied, match=r"0 of 1 workers came to 127.0.0.1:\d+"):
         collect(DistributedCollector, [healthy()], launcher=None, secret_file=secret, join_timeout=0.5)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
 import sys, time, os
@@ -55,7 +55,7 @@ def test_no_main_guard(way, start, tmp_path):
     path.write_text(SCRIPT.format(sync=way != "-c", start=start))
     given = path.read_text() if way in ("stdin", "interactive") else None
     done = subprocess.run(
-        WAYS[way](path), input=given, capture_output=True, text=True, env=environment(), timeout=60, cwd=tmp_path
+        WAYS[way](path), input=given, capture_output=True, text=True, env=environment(), timeout=110, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split("\n")
@@ -82,7 +82,7 @@ for cell in [
 ]:
     exec(compile(cell, "<cell>", "exec"), main.__dict__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=110)
     assert done.stdout == "fine\n", done.stderr
 
 
@@ -163,20 +163,22 @@ for kind in (reap.collectors.MultiSyncCollector, reap.collectors.MultiAsyncColle
     c.shutdown()
     assert look() == before
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=110)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_workers_use_no_cpu(kind):
     with collect(kind, [healthy(), healthy(1)], timeout=5) as c:
         held = [c.next() for _ in range(4)]
-        time.sleep(0.3)
         from reap.children import kept_seedbed
 
         watched = [*pids(c), kept_seedbed()[0]]
-        before = [cpu_seconds(pid) for pid in watched]
-        time.sleep(1.5)
-        used = [cpu_seconds(pid) - was for pid, was in zip(watched, before)]
+        for _ in range(10):  # they may still be running ahead; one that never rests uses some every time
+            before = [cpu_seconds(pid) for pid in watched]
+            time.sleep(1.5)
+            used = [cpu_seconds(pid) - was for pid, was in zip(watched, before)]
+            if max(used) <= 0.02:
+                break
         assert max(used) <= 0.02, used
         del held
 

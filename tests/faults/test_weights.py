@@ -68,7 +68,7 @@ def passes(kind, tensors, size, forward_passes, frames=100):
     thread.start()
     seen, done = set(), 0
     try:
-        while done < forward_passes:
+        while done < forward_passes or len(seen) < 4:  # whoever publishes has to come to it
             batch = c.next()
             done += batch.numel()
             least, most = batch["action"][..., 0], batch["action"][..., 1]
@@ -81,7 +81,6 @@ def passes(kind, tensors, size, forward_passes, frames=100):
         over.set()
         thread.join()
         c.shutdown()
-    assert len(seen) > 3, "nothing was published meanwhile"
     return len(seen), written[0]
 
 
@@ -143,8 +142,8 @@ def writer(shape):
         file.close()
 
 
-def read(file, shape, reads, patience=None):
-    """So many reads; returns how many were overtaken on the way, so that the fallback's turn can be counted."""
+def read(file, shape, reads, least=0):
+    """So many reads, of which at least so many were overtaken on the way."""
     weights, mine, last, overtaken, fresh = SharedWeights(file, packing_of(shape)), tensors_of(shape), 0, 0, 0
     plain = weights._read
 
@@ -155,7 +154,7 @@ def read(file, shape, reads, patience=None):
         return version
 
     weights._read = counted
-    while fresh < reads:
+    while fresh < reads or overtaken < least:
         version = weights.refresh(mine)
         if version is None:
             continue
@@ -165,7 +164,6 @@ def read(file, shape, reads, patience=None):
         for tensor in mine:
             least, most = tensor.aminmax()
             assert least == most == version % 1000, f"torn: {least} to {most} in version {version}"
-    return overtaken
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -186,7 +184,7 @@ def test_a_reader_that_is_always_overtaken(monkeypatch):
 
     with writer(shape) as file:
         monkeypatch.setattr(torch, "_foreach_copy_", slowly)
-        assert read(file, shape, 30) >= 30, "never overtaken: this test tests nothing"
+        read(file, shape, 30, least=30)
 
 
 @pytest.mark.slow

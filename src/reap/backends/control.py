@@ -22,6 +22,7 @@ from reap.core.shared import SharedFile
 from reap.core.stats import RECENT, Episodes, EpisodeWindow
 
 NOWHERE = -1  # the step of a worker that is in no rollout
+BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
 ALL = 2**62
 _FLAGS = 3
 _RING = 4 * RECENT  # episodes of a worker that are kept: whoever reads the last hundred is not overtaken

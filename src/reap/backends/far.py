@@ -5,7 +5,7 @@
      └── slot ◄── bell: somebody has spoken ◄── road ◄──┘ news
 
 Threads of the road put what they hear into a worker's ear and ring; whoever takes listens. A slot that is free again is
-handed out with the next take: nothing is sent from finalizers.
+handed out with the next take.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Bell:
 
 
 class Gifts:
-    """Slots a worker may fill, until they are sent. Used by finalizers: one append, no lock."""
+    """Slots a worker may fill, until they are sent."""
 
     def __init__(self) -> None:
         self.slots: deque[int] = deque()
@@ -125,7 +125,7 @@ class LocalChild:
 
     def __init__(self, child: Any, remote: FarRemote, give_up: Callable[[], None]) -> None:
         self._child, self._remote, self._give_up, self._told = child, remote, give_up, False
-        self.silence, self.signal, self._cut = child.silence, child.signal, False
+        self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
         self.where = getattr(child, "where", "")  # if it is on another machine
 
     @property
@@ -285,6 +285,7 @@ class FarBackend(ProcessBackend):
 
     def take(self, *, random: bool = False) -> Rollout:
         with self._talking, self._interrupts.held():
+            self._take_back()
             self._hand_out()
             return super().take(random=random)
 

@@ -3,6 +3,8 @@
 start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
 pause ──► "rest" ─► answered between two rollouts: from then on nothing is written
 look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
+watch ──► a thread looks now and then whether each has gone on, wherever in a rollout it is: in a step, in postproc,
+          while it writes; one that has not is found silent, whether anybody asks or not
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from typing import TypeVar
 
 from reap.backends.control import ALL, NOWHERE
 from reap.backends.process import ProcessBackend
+from reap.backends.remote import Remote
 from reap.errors import ReapError
+from reap.silence import Silence, frozen_first
 
+_LOOKS, _LEAST = 8, 0.01  # in the time a worker may be silent; and seconds between two
 T = TypeVar("T")
 
 
@@ -31,8 +36,12 @@ class FreeRunner:
         self._began = self._counted = backend.control.made()
         self._before, self._pauses, self._over = 0, 0, False
         self._lock = threading.RLock()
+        self._silence = Silence(backend.timeout)
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
         self._ended: dict[int, int] = {}  # episodes of each worker that were counted
+        self._watch_over = threading.Event()
+        watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
+        self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
         self._failure: ReapError | None = None
         self.told = False
 
@@ -51,13 +60,18 @@ class FreeRunner:
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
         with contextlib.suppress(ReapError):  # one that fails at once is found by whoever asks next, as later
             self._backend.call("run", self._backend.everyone())
+        self._watch.start()
 
     def pause(self) -> None:
         """Workers rest between two rollouts; returns when they do. Pauses add up."""
         with self._lock:
             self._pauses += 1
             if self._pauses == 1:
-                self._backend.call("rest", self._backend.everyone(True))
+                try:
+                    self._backend.call("rest", self._backend.everyone(True))
+                except KeyboardInterrupt:  # nobody knows of this pause, so nobody would end it
+                    self.resume()
+                    raise
 
     def resume(self) -> None:
         """Go on, after as many of these as there were pauses."""
@@ -70,6 +84,12 @@ class FreeRunner:
         """Workers end with the backend; `catch_up` counts their last frames then."""
         self.failure()  # what nobody has looked for until now
         self._over = True
+
+    def stop_watching(self) -> None:
+        """Before workers end: what is known of them goes with them."""
+        self._watch_over.set()
+        if self._watch.ident and self._watch is not threading.current_thread():
+            self._watch.join()
 
     def catch_up(self) -> None:
         """Count what was made since the last time."""
@@ -98,22 +118,40 @@ class FreeRunner:
             self.catch_up()
             try:
                 self._backend.look()
-                self._check_silence()
             except ReapError as error:
                 self._failure = error
         return self._failure
 
-    def _check_silence(self) -> None:
-        """A worker in the middle of a rollout is to make a step now and then. Seen by whoever asks twice."""
-        timeout, now = self._backend.timeout, time.monotonic()
-        for remote in self._backend.workers if timeout is not None else ():
-            step, made = int(self._words.step[remote.index]), int(self._counted[0, remote.index])
-            where, since = self._seen.get(remote.index, (None, now))
-            if where != (step, made) or step == NOWHERE:
-                self._seen[remote.index] = (step, made), now
-            elif timeout is not None and now - since > timeout:
-                raise remote.child.silence(now - since, timeout).at(worker=remote.name, step=step)
+    def look_for_silence(self) -> bool:
+        """A worker in the middle of a rollout is to go on now and then: the words it writes say whether it does.
+
+        Returns whether it is worth another look.
+        """
+        words, now, workers = self._words, time.monotonic(), self._backend.workers
+        made = words.made()[0]
+        for remote in workers:
+            place = int(words.step[remote.index]), int(made[remote.index])
+            if remote.index not in self._seen or self._seen[remote.index][0] != place:
+                self._seen[remote.index] = place, now
+        found = self._silence.check([(remote, self._silent_since(remote)) for remote in frozen_first(workers)])
+        if found is not None and self._failure is None:
+            remote, error = found
+            self._failure = error.at(worker=remote.name, **self._backend.place(remote))
+        return self._failure is None
+
+    def _silent_since(self, remote: Remote) -> float | None:
+        (step, _), since = self._seen[remote.index]
+        return None if step == NOWHERE or remote.child.gone() else since
 
     def between(self, work: Callable[[], T]) -> T:
         """Workers answer between two rollouts whatever they are asked."""
         return work()
+
+
+def _watch(watched: weakref.ref[FreeRunner], ended: threading.Event, period: float) -> None:
+    """The life of the thread that watches. It does not keep alive what it watches."""
+    while not ended.wait(period):
+        runner = watched()
+        if runner is None or not runner.look_for_silence():
+            return
+        del runner

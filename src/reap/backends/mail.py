@@ -11,6 +11,7 @@ import os
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,11 @@ class MailStation:
         own = self._parcels.room(parcel.nbytes)
         np.copyto(own.numpy(), parcel)
         self._parcels.put(own)
+
+    def stack(self) -> str:
+        """Where its thread is right now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
 
     def wait(self) -> None:
         """Until it has gone home."""

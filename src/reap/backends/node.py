@@ -73,11 +73,11 @@ class Node:
                     self._wake.recv(1)
                     why = self._obey(*self._news.get())
         finally:
+            self._tunnel.close()  # first: who waits for the store waits in native code, and hears no signal
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
             end(self._children.values(), patience=0.6 * DEADLINE, deadline=DEADLINE)
             self._wire.close()
-            self._tunnel.close()
             self._wake.close()
             self._waker.close()
         return why

@@ -6,7 +6,7 @@
                     ┌── free pipe: a slot number ──► worker 0 ─┐
     take ── wait ───┤                                          ├──► "full" ──► lend (or copy) ──► consumer
      ▲              └── free pipe: a slot number ──► worker 1 ─┘                                       │
-     └─────────────────── the last tensor on the slot dies: its number goes into the pipe ◄────────────┘
+     └── the last tensor on the slot has died: its number goes into the pipe with the next take ◄──────┘
 
 The parent waits on lines *and* sentinels: a death is seen when it happens. Nothing here runs in a thread. Ctrl-C is let
 in only while waiting, when nothing is in hand: to go on after it is to go on.
@@ -43,6 +43,7 @@ from reap.errors import NotReady, ReapError, UsageError, WorkerDied, WrongState
 from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
 from reap.seeding import chain
+from reap.silence import Silence
 from reap.spec import Key
 from reap.weight_update import Road
 from reap.weights.local import as_named, fitting
@@ -80,7 +81,7 @@ class ProcessBackend:
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
-        self._plans, self._sync, self._source, self.timeout = list(plans), sync, source, timeout
+        self._plans, self._sync, self._source, self._silence = list(plans), sync, source, Silence(timeout)
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method, self._hooks = threads, init, start_method, hooks
@@ -223,7 +224,8 @@ class ProcessBackend:
         `within`: wait so many seconds at most; 0: file what is there.
         """
         if self._failure is None:
-            waits = [seconds for seconds in (within, self._patience()) if seconds is not None]
+            silent = self._silence.patience(self._waited_for())
+            waits = [seconds for seconds in (within, silent) if seconds is not None]
             ready = self._speaking(min(waits, default=None))
             self._interrupts.let_in()
             if self._halted:
@@ -260,7 +262,7 @@ class ProcessBackend:
             if message == HELLO:
                 continue
             if isinstance(message, Raised):
-                self._failure = self._failure or message.unpack().at(worker=remote.name, **self._place(remote))
+                self._failure = self._failure or message.unpack().at(worker=remote.name, **self.place(remote))
                 return
             if isinstance(message, Full):
                 remote.working.discard(message.slot)
@@ -280,32 +282,29 @@ class ProcessBackend:
             self._failure = self._failure or self._death(remote)
 
     def _death(self, remote: Remote) -> WorkerDied:
-        return remote.child.death().at(worker=remote.name, **self._place(remote))
+        return remote.child.death().at(worker=remote.name, **self.place(remote))
 
-    def _place(self, remote: Remote) -> dict[str, int]:
+    def place(self, remote: Remote) -> dict[str, int]:
         """Step and lane, as far as they can be known from outside."""
         step = int(self.control.step[remote.index])
-        if step == NOWHERE:
+        if step < 0:
             return {}
         lane = 0 if remote.about.layout.lanes == 1 else int(self.control.lane[remote.index])
         return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
 
-    def _patience(self) -> float | None:
-        """How long until somebody may be called silent."""
-        if self.timeout is None:
-            return None
-        waits = [remote.busy_since + self.timeout for remote in self.workers if remote.busy]
-        return max(0.0, min(waits, default=time.monotonic() + self.timeout) - time.monotonic())
+    @property
+    def timeout(self) -> float | None:
+        """Seconds a worker that has work may say nothing."""
+        return self._silence.timeout
+
+    def _waited_for(self) -> list[tuple[Remote, float | None]]:
+        """Workers, and since when each has been silent."""
+        return [(remote, remote.busy_since if remote.busy else None) for remote in self.workers]
 
     def _check_silence(self) -> None:
-        if self.timeout is None or self._failure is not None:
-            return
-        for remote in self.workers:
-            silent = time.monotonic() - remote.busy_since
-            if remote.busy and silent >= self.timeout:
-                error = remote.child.silence(silent, self.timeout)
-                self._failure = error.at(worker=remote.name, **self._place(remote))
-                return
+        if self._failure is None and (found := self._silence.check(self._waited_for())) is not None:
+            remote, error = found
+            self._failure = error.at(worker=remote.name, **self.place(remote))
 
     def _answers(self, remotes: Sequence[Remote], call: int, grace: float = 0.0) -> list[Any]:
         """What each says to this call."""
@@ -396,6 +395,7 @@ class ProcessBackend:
             for remote in self.workers:
                 for slot in range(OWN_SLOTS):
                     remote.give(slot)
+        self._take_back()
         while not self._arrived:
             self._listen(first=True)
         remote, full = self._arrived.popleft()
@@ -428,12 +428,14 @@ class ProcessBackend:
             remote.give(index)
             return arrays
         remote.lent.add(index)
+        return slot.lend()
 
-        def give_back() -> None:
-            remote.lent.discard(index)
-            remote.give(index)
-
-        return slot.lend(give_back)
+    def _take_back(self) -> None:
+        """Slots at which the consumer does not look any more are the workers' again."""
+        for remote in self.workers:
+            for index in [index for index in remote.lent if remote.slots.slot(index).returned]:
+                remote.lent.discard(index)
+                remote.give(index)
 
     def breaker(self) -> Callable[[], None]:
         def break_off() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from reap.backends.control import NOWHERE, Control
+from reap.backends.control import BETWEEN, NOWHERE, Control
 from reap.backends.host import Host, Job, Writer
 from reap.children import Raised, send
 from reap.core.graphed import pin
@@ -174,10 +174,11 @@ class _Host(Host):
         claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
         self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
+        self._at[0] = NOWHERE
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
-        self._at[0] = NOWHERE
+        self._at[0] = BETWEEN
         return frames
 
     def _rest(self) -> int | None:
@@ -190,11 +191,13 @@ class _Host(Host):
         words, index = self._control, self._job.index
         if self.writer is None or not self.writer.wanted:
             return
+        self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
             stats = self.worker.stats
             words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
+        self._at[0] = NOWHERE
 
     @property
     def _size(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,9 +37,11 @@ from reap.pickling import dumps
 
 _log = logging.getLogger("reap")
 _ASKED = 2  # news asked for at a time: one is fetched while another is read
-_GROUPS = {"orders": 1, "news": 1, "weights": 1}  # calls of a group follow one another, groups run side by side
+# Calls of a group follow one another, groups run side by side.
+_GROUPS = {"orders": 1, "news": 1, "weights": 1, "stack": 1}
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 _LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
+_STACK = 1.0  # seconds for a stack to come
 
 
 def engine() -> Any:
@@ -136,8 +139,9 @@ class ReapWorker(MailStation):
 class _Actor:
     """Whether an actor lives, and how it ended."""
 
-    def __init__(self, pid: int, node: str) -> None:
-        self.pid, self.node, self._how = pid, node, ""
+    def __init__(self, handle: Any, pid: int, node: str) -> None:
+        self._handle, self.pid, self.node, self._how = handle, pid, node, ""
+        self.silent = False  # whether it was found to be: it is not asked to leave
 
     def end(self, how: str) -> None:
         self._how = self._how or how
@@ -151,8 +155,18 @@ class _Actor:
     def death(self) -> WorkerDied:
         return WorkerDied(self._how)
 
+    def ask_stack(self) -> str:
+        """Where its thread is right now; empty if it does not answer at all."""
+        ray = engine()
+        asked = self._handle.stack.options(concurrency_group="stack").remote()
+        try:
+            return str(ray.get(asked, timeout=_STACK))
+        except ray.exceptions.RayError:
+            return ""
+
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        return WorkerSilent(f"its actor sent nothing for {seconds:.1f} s (timeout={timeout})")
+        self.silent, stack = True, self.ask_stack() or "(its process does not answer)"
+        return WorkerSilent(f"its actor sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
 
 class RayRemote(FarRemote):
@@ -166,7 +180,7 @@ class RayRemote(FarRemote):
     def move(self, actor: Any, where: tuple[int, str]) -> None:
         """From now on it is this actor."""
         self._futures: deque[Any] = deque()
-        self.actor, self.child = actor, _Actor(*where)  # type: ignore[assignment]
+        self.actor, self.child = actor, _Actor(actor, *where)  # type: ignore[assignment]
         self.told = 0
         for _ in range(_ASKED):
             self._ask_news()
@@ -284,7 +298,7 @@ class RayBackend(FarBackend):
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
             here = [p for remote in workers if (p := self._process_of(remote.child)) is not None]
-            living = [remote for remote in workers if not remote.child.gone()]
+            living = [remote for remote in workers if not (remote.child.gone() or remote.child.silent)]
             left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE) for remote in living]
             if left:
                 self._ray.wait(left, num_returns=len(left), timeout=0.4 * DEADLINE)
@@ -294,10 +308,13 @@ class RayBackend(FarBackend):
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor) -> int | None:
-        """A descriptor of its process, if that is on this node and lives."""
+        """A descriptor of its process, if that is on this node and lives. One that was silent is killed here."""
         if actor.node == self._ray.get_runtime_context().get_node_id() and hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
-                return os.pidfd_open(actor.pid)
+                process = os.pidfd_open(actor.pid)
+                if actor.silent:  # one that is frozen would not do it for Ray
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                return process
         return None
 
     # ---- more of them, and one for another ------------------------------------------------------------------------

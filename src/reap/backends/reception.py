@@ -21,7 +21,7 @@ from reap.backends.node import run_secret
 from reap.backends.wire import Wire
 from reap.errors import WorkerDied, WorkerSilent
 
-_STACK = 2.0  # seconds for a stack to come
+_STACK = 1.5  # seconds for a stack to come
 _log = logging.getLogger("reap")
 
 
@@ -63,6 +63,7 @@ class Guest:
         self._how, self._stack, self._asked = "", "", threading.Event()
         self._pid, self._born = 0, threading.Event()
         self._ending = threading.Lock()
+        self.silent = False  # whether it was found to be: it is ended sooner
         self.lost = False  # it was not heard to end: what it holds open does not close by itself
 
     @property
@@ -100,14 +101,19 @@ class Guest:
         """How it ended, and its last stack if there is one."""
         return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
 
-    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+    def ask_stack(self) -> str:
+        """Where every thread of it is right now; empty if it does not even answer signals."""
         self._asked.clear()
         self._desk.wire.say(ask=self.index)
         self._asked.wait(_STACK)
-        if not self._stack:
+        return self._stack
+
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
+        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        self.silent, stack = True, self.ask_stack()
+        if not stack:
+            stack = "(it does not answer signals)"
             self.signal(signal.SIGKILL)
-        stack = self._stack or "(it does not answer signals)"
         return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
     def signal(self, number: int) -> None:

@@ -16,10 +16,7 @@ from reap.core.stats import Stats
 
 
 class Free:
-    """The parent's end of a worker's free pipe. Used by finalizers, in any thread: one atomic write, no lock.
-
-    In a fork of the parent finalizers give nothing back: the slot they speak of is still in use here.
-    """
+    """The parent's end of a worker's free pipe. A fork of the parent gives nothing back: the slot is in use here."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._owner = fd, os.getpid()
@@ -32,7 +29,7 @@ class Free:
 
     def close(self) -> None:
         """No more of it."""
-        fd, self._fd = self._fd, -1  # first: a finalizer must never write to a number that is somebody else's
+        fd, self._fd = self._fd, -1  # first: nobody may write to a number that is somebody else's
         if fd >= 0:
             os.close(fd)
 
@@ -47,7 +44,7 @@ class Remote:
         self.slots: SharedSlots  # its own, if asynchronous
         self.lent: set[int] = set()
         self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
-        self.working: set[int] = set()  # slots it may fill; single operations only, finalizers come in between
+        self.working: set[int] = set()  # slots it may fill
         self.asked: int | None = None  # the call it has not answered yet
         self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
         self.frames = self.rollouts = 0  # made so far

@@ -79,7 +79,7 @@ class ThreadRunner:
 
     def __init__(self, turn: Callable[[], bool], *, wanted: Callable[[], bool], break_off: Callable[[], None]) -> None:
         self._turn, self._wanted, self._break_off = weakref.WeakMethod(turn), wanted, break_off
-        self._change = threading.Condition()
+        self._change = threading.Condition(threading.RLock())
         self._requests: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._pauses, self._resting, self._stopping, self._over = 0, False, False, False
         self._failure: Exception | None = None
@@ -153,7 +153,11 @@ class ThreadRunner:
             self._pauses += 1
             self._change.notify_all()
             if threading.current_thread() is not self._thread:
-                self._change.wait_for(lambda: self._resting or self._over)
+                try:
+                    self._change.wait_for(lambda: self._resting or self._over)
+                except BaseException:  # Ctrl-C: nobody knows of this pause, so nobody would end it
+                    self.resume()
+                    raise
 
     def resume(self) -> None:
         with self._change:

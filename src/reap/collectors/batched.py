@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
@@ -162,6 +163,9 @@ class AsyncBatchedCollector(Collector):
         self._version_key = None if policy_version_key is None else _checked_key(policy_version_key)
         if self._version_key is None and options.setdefault("track_policy_version", False):
             raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
+        one_of("backend", backend, ("threading", "multiprocessing"), none=True)
+        one_of("env_backend", env_backend, ("threading", "multiprocessing"), none=True)
+        flag("yield_completed_trajectories", yield_completed_trajectories)
         cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
         if not listed(create_env_fn) or not create_env_fn:
             raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")

@@ -25,6 +25,7 @@ from tensordict.nn import InteractionType
 from torch import nn
 from typing_extensions import Self
 
+from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.background import ended_by
 from reap.collectors.multi import MultiSyncCollector
@@ -102,16 +103,19 @@ class Evaluator:
         if unknown:
             raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
         given = [name for name, value in later.items() if value is not None]
-        if given or backend == "ray":
+        if given or (isinstance(backend, str) and backend == "ray"):
             raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
-        if backend not in ("thread", "process"):
-            raise UsageError(f"backend must be 'thread' or 'process', got {backend!r}")
-        if busy_policy not in _BUSY:
-            raise UsageError(f"busy_policy must be one of {_BUSY}, got {busy_policy!r}")
+        one_of("backend", backend, ("thread", "process"))
+        one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
             raise WrongArgument("Evaluator needs policy or policy_factory, and not both")
         if isinstance(num_trajectories, bool) or not isinstance(num_trajectories, int) or num_trajectories < 1:
             raise UsageError(f"num_trajectories must be a whole number ≥ 1, got {num_trajectories!r}")
+        whole("max_steps", max_steps, least=None, none=True)
+        whole("frames_per_batch", frames_per_batch, none=True)
+        mapping("collector_kwargs", collector_kwargs)
+        for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
+            function(name, value)
         self._wanted, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
         self._reward, self._done, self._metrics = reward_keys, done_keys, metrics_fn
         self._dump, self._on_result = dump_video, on_result

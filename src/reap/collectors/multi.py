@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
 
+from reap.arguments import MOST_LANES, whole
 from reap.backends.base import Rollout
 from reap.backends.control import together
 from reap.backends.free import FreeRunner
@@ -371,6 +372,8 @@ class MultiCollector(BaseCollector):
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
+        if isinstance(self._runner, FreeRunner):
+            self._runner.stop_watching()
         super()._close(why)
         if isinstance(self._runner, FreeRunner):
             self._runner.catch_up()  # workers have ended: nothing is made any more
@@ -554,7 +557,7 @@ class AsyncCollector(MultiAsyncCollector):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
-        if options.pop("num_workers", None) not in (None, 1):
+        if whole("num_workers", options.pop("num_workers", None), none=True) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
         super().__init__([create_env_fn], policy, **options)
 
@@ -571,9 +574,9 @@ class Origin(NamedTuple):
 
 def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:
     if num_workers is not None and (
-        isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1
+        isinstance(num_workers, bool) or not isinstance(num_workers, int) or not 1 <= num_workers <= MOST_LANES
     ):
-        raise WrongArgument(f"num_workers must be a whole number ≥ 1, got {num_workers!r}")
+        raise WrongArgument(f"num_workers must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {num_workers!r}")
     if listed(create_env_fn):
         if not create_env_fn:
             raise UsageError(f"{owner} needs at least one env factory")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
+from reap.arguments import MOST, flag, function, mapping, one_of, seconds, whole
 from reap.core.exploration import exploration_type
 from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument, nearest
@@ -41,6 +42,18 @@ WORKERS_ONLY = frozenset(
         "timeout",
         "start_method",
     }
+)
+_FLAGS = (
+    "reset_at_each_iter",
+    "reset_when_done",
+    "split_trajs",
+    "extend_buffer",
+    "compact_obs",
+    "track_traj_ids",
+    "return_same_td",
+    "set_truncated",
+    "trust_policy",
+    "update_at_each_batch",
 )
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
@@ -96,7 +109,8 @@ class Options:
             Other models are named by their path, "env.transform[0].module" or "postproc.critic".
             In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
-        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever.
+        timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
+            after a minute the log says where it is.
         start_method: how workers start, "forkserver" or "spawn".
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
@@ -153,13 +167,17 @@ class Options:
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
-        self._whole("total_frames", none=True)
-        self._whole("max_frames_per_traj", none=True)
-        self._whole("init_random_frames", none=True)
+        for name in ("total_frames", "max_frames_per_traj", "init_random_frames", "worker_idx"):
+            self._whole(name, most=None if name == "total_frames" else MOST, none=True)
         for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
+            function(name, getattr(self, name))
+        for name in _FLAGS:
+            flag(name, getattr(self, name), none=True)
+        mapping("create_env_kwargs", self.create_env_kwargs)
+        for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
+            if not isinstance(value, (bool, type(None), Mapping)):
+                raise WrongArgument(f"{name} must be True, False or a mapping of options, got {value!r}")
         if self.interruptor is not None and not callable(getattr(self.interruptor, "collection_stopped", None)):
             kind = type(self.interruptor).__name__
             raise WrongArgument(f"interruptor needs a method collection_stopped(), got {kind}")
@@ -182,8 +200,7 @@ class Options:
             self._device(name)
 
     def _check_trajectories(self) -> None:
-        if self.traj_format not in (None, "padded", "cat"):
-            raise UsageError(f"traj_format must be 'padded' or 'cat', got {self.traj_format!r}")
+        one_of("traj_format", self.traj_format, ("padded", "cat"), none=True)
         if self.trajs_per_batch is None:
             if self.traj_format == "cat":
                 raise UsageError("traj_format='cat' needs trajs_per_batch")
@@ -214,12 +231,15 @@ class Options:
     def _check_workers(self) -> None:
         self._whole("max_lag", least=0, none=True)
         self._whole("num_sub_threads", least=1)
+        self._whole("num_threads", least=1, none=True)
         cat = self.cat_results
-        if cat not in (None, "stack") and (isinstance(cat, bool) or not isinstance(cat, int)):
+        if not (cat is None or (isinstance(cat, str) and cat == "stack")) and (
+            isinstance(cat, bool) or not isinstance(cat, int)
+        ):
             raise UsageError(f"cat_results must be 'stack' or a dimension like 0 or -1, got {cat!r}")
         share = self.preemptive_threshold
         if share is not None and (
-            isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1
+            isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1
         ):
             raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
         schemes = self.weight_sync_schemes
@@ -235,22 +255,11 @@ class Options:
                         f"weight_sync_schemes names {name!r}; a collector has 'policy', and models by their path in "
                         f"'env' and 'postproc', like 'env.transform[0].module'"
                     )
-        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
-            raise UsageError(f"timeout must be a number of seconds > 0, got {self.timeout!r}")
-        if self.start_method not in ("forkserver", "spawn"):
-            raise UsageError(f"start_method must be 'forkserver' or 'spawn', got {self.start_method!r}")
+        seconds("timeout", self.timeout)
+        one_of("start_method", self.start_method, ("forkserver", "spawn"))
 
-    def _whole(self, name: str, *, least: int | None = None, none: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and none:
-            return
-        if isinstance(value, (np.integer, float)) and float(value).is_integer():  # 1e6, and what NumPy counts with
-            value = int(value)
-            object.__setattr__(self, name, value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise WrongArgument(f"{name} must be a whole number, got {value!r}")
-        if least is not None and value < least:
-            raise UsageError(f"{name} must be at least {least}, got {value}")
+    def _whole(self, name: str, *, least: int | None = None, most: int | None = MOST, none: bool = False) -> None:
+        object.__setattr__(self, name, whole(name, getattr(self, name), least=least, most=most, none=none))
 
     def _device(self, name: str) -> torch.device | None:
         return named_device(name, getattr(self, name))
@@ -319,7 +328,8 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     for name in _WITHOUT_EFFECT:
         given.pop(name, None)
     for name in sorted(_LATER & given.keys()):
-        if given.pop(name) not in (None, False):
+        value = given.pop(name)
+        if value is not None and value is not False:
             raise UsageError(f"{owner} does not support {name} yet")
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:

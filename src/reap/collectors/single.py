@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.multi import MultiCollector
@@ -224,12 +225,11 @@ def _far(backend: str) -> type[MultiCollector]:
 def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
     """Backend, number of workers, whether in step, further options: what the front door was told."""
     name, count, sync = options.get("backend"), options.get("num_collectors"), options.get("sync")
-    more = options.get("backend_options") or {}
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-        raise WrongArgument(f"num_collectors must be a whole number, got {count!r}")
-    if count is not None and count < 1:
-        raise UsageError(f"num_collectors must be at least 1, got {count}")
-    if name is not None and name not in _BACKENDS:
+    more = options.get("backend_options")
+    mapping("backend_options", more)
+    more = more or {}
+    count = whole("num_collectors", count, most=MOST_LANES, none=True)
+    if name is not None and not (isinstance(name, str) and name in _BACKENDS):
         raise UsageError(f"backend must be one of {_KNOWN}, got {name!r}{nearest(str(name), _BACKENDS)}")
     backend = _BACKENDS[name] if name is not None else "direct" if count is None else "process"
     if sync is not None and not isinstance(sync, bool):
@@ -239,8 +239,6 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
         given += ["sync"] * (sync is not None)
         if given and not (given == ["num_collectors"] and count == 1):
             raise UsageError(f"{given[0]} is for workers in processes; give backend='process' or num_collectors")
-    if not isinstance(more, Mapping):
-        raise WrongArgument(f"backend_options must be a mapping, got {more!r}")
     twice = [key for key in more if key in options or key in {*_FRONT_DOOR, "num_workers"}]
     if twice:
         raise UsageError(f"backend_options holds {twice[0]!r}, which is an argument of its own")

@@ -114,7 +114,10 @@ def as_updater(given: Any) -> WeightUpdaterBase | None:
         return None
     warnings.warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning, stacklevel=5)
     made = isinstance(given, type) or (callable(given) and not hasattr(given, "push_weights"))
-    updater = given() if made else given
+    try:
+        updater = given() if made else given
+    except TypeError as cause:
+        raise WrongArgument(f"weight_updater must be made without arguments, got {given!r}: {cause}") from cause
     if not hasattr(updater, "push_weights"):
         raise WrongArgument(f"weight_updater must have push_weights, or make what has; got {type(given).__name__}")
     return updater  # type: ignore[no-any-return]

@@ -60,9 +60,11 @@ def exploring(kind: InteractionType | None) -> Iterator[None]:
 
 def exploration_type(given: InteractionType | str | None) -> InteractionType:
     """The option as a value: nothing means RANDOM, names are accepted."""
-    if not given:
+    if given is None:
         return InteractionType.RANDOM
     try:
+        if not isinstance(given, (str, InteractionType)):  # tensordict's own search compares, which arrays do not like
+            raise ValueError
         return InteractionType(given)
     except ValueError:
         names = ", ".join(t.value for t in InteractionType)

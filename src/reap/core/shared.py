@@ -101,7 +101,8 @@ class SharedSlots:
     def __init__(self, file: SharedFile, layout: Layout, count: int) -> None:
         self.layout, self.count = layout, count
         what = f"frames_per_batch: {count} slots of {layout.steps} steps of {layout.lanes} lanes"
-        self.block = file.map(max(layout.nbytes, 1) * count, what)
+        with layout.needing_memory():
+            self.block = file.map(max(layout.nbytes, 1) * count, what)
         self._slots: dict[int, Slot] = {}  # kept: a slot remembers whom it is lent to
 
     def slot(self, index: int) -> Slot:

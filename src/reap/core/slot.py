@@ -8,13 +8,16 @@
 
 A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
 loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
-column's the slot is free again. Every column is a storage of its own, so saving one does not drag the others along.
-References are not lent but handed over: a slot keeps no object alive that a consumer has dropped.
+column's the slot is free again for whoever wants one next. Every column is a storage of its own, so saving one does not
+drag the others along. References are not lent but handed over: a slot keeps no object alive that a consumer has
+dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +27,11 @@ import numpy as np
 import torch
 
 from reap.core.cells import Cells
+from reap.errors import ReapError, UsageError
 from reap.spec import USUAL, EnvSpec, Key, Leaf, Look, numpy_dtype
 
 _ALIGN = 64
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data they look at
 
 FLAGS = ("done", "terminated", "truncated")
@@ -57,9 +62,25 @@ class Layout:
 
     def block(self) -> np.ndarray[Any, Any]:
         """Fresh memory for every column."""
-        raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
+        with self.needing_memory():
+            raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
         start = -raw.ctypes.data % _ALIGN
         return raw[start : start + self.nbytes]
+
+    @contextlib.contextmanager
+    def needing_memory(self) -> Iterator[None]:
+        """Inside, memory for a slot is reserved; that there is not so much of it is told as what it is."""
+        try:
+            if self.nbytes > _MEMORY:  # the system would give it, and end the process when it is written to
+                raise MemoryError(f"this machine has {_MEMORY / 2**30:,.1f} GiB")
+            yield
+        except ReapError:
+            raise
+        except (MemoryError, OSError, OverflowError, ValueError) as cause:
+            raise UsageError(
+                f"frames_per_batch: {self.steps:,} steps of {self.lanes:,} lanes take {self.nbytes / 2**30:,.1f} GiB, "
+                f"and there is no room for that ({cause})"
+            ) from cause
 
     @property
     def batch_size(self) -> tuple[int, ...]:
@@ -171,6 +192,7 @@ class Slot:
         self.finals: Finals | None = None
         self._rows: tuple[RowKeys, list[Row]] | None = None
         self._loan: list[weakref.ref[np.ndarray[Any, Any]]] = []
+        self._ended: deque[Any] = deque()  # those of the loan that nobody looks at any more
         keys = [(*root, flag) for root in ((), ("next",)) for flag in FLAGS]
         self._flags = [self.arrays[key] for key in keys if key in self.arrays]
 
@@ -194,18 +216,19 @@ class Slot:
         """Copies of all columns, each its own: keeping one keeps one."""
         return {key: array.copy() for key, array in self.arrays.items() if key not in self._loose} | self.hand_over()
 
-    def lend(self, give_back: Callable[[], None]) -> dict[Key, np.ndarray[Any, Any]]:
-        """The columns for a consumer to keep; `give_back` is called when nothing looks at any of them any more."""
-        left = [len(self.arrays) - len(self._loose)]
-
-        def one_less(_: object) -> None:
-            left[0] -= 1
-            if not left[0]:
-                give_back()
-
+    def lend(self) -> dict[Key, np.ndarray[Any, Any]]:
+        """The columns for a consumer to keep; the slot is `returned` when nothing looks at any of them any more."""
         owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
-        self._loan = [weakref.ref(owner, one_less) for owner in owners.values()]
+        # In a finalizer Python swallows Ctrl-C, and what the finalizer had to do is not done. This one has no Python
+        # in it that could be interrupted; it is atomic, in whatever thread the last tensor is dropped.
+        self._ended = deque()
+        self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]
         return owners | self.hand_over()
+
+    @property
+    def returned(self) -> bool:
+        """Whether nothing looks any more at what was lent."""
+        return len(self._ended) == len(self._loan)
 
     def cut(self, keys: RowKeys, current: Sequence[np.ndarray[Any, Any]]) -> Iterator[Row]:
         """This slot's rows in order of time. Few steps: cut once and kept. Many: cut in chunks and forgotten."""
@@ -294,14 +317,18 @@ class Pool:
         self.layout = layout
         self._limit, self._make = limit, make
         self._slots: list[Slot] = []
-        # Finalizers append here, in whatever thread drops the last tensor: atomic, where a lock could deadlock.
-        self._free: deque[int] = deque()
+        self._lent: list[Slot] = []
+        self._free: deque[Slot] = deque()
         self._reserve: Slot | None = None
 
     def acquire(self) -> Slot:
         """A slot to write to."""
+        for slot in [slot for slot in self._lent if slot.returned]:
+            self._lent.remove(slot)
+            slot.state = State.FREE
+            self._free.append(slot)
         if self._free:
-            slot = self._slots[self._free.popleft()]
+            slot = self._free.popleft()
         elif len(self._slots) < self._limit:
             slot = self._make(self.layout, len(self._slots))
             self._slots.append(slot)
@@ -316,17 +343,12 @@ class Pool:
             slot.state = State.FREE
             return slot.copied()
         slot.state = State.READING
-        index, slots, free = slot.index, self._slots, self._free
-
-        def give_back() -> None:
-            slots[index].state = State.FREE
-            free.append(index)
-
-        return slot.lend(give_back)
+        self._lent.append(slot)
+        return slot.lend()
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""
         slot.hand_over()
         slot.state = State.FREE
         if slot is not self._reserve:
-            self._free.append(slot.index)
+            self._free.append(slot)

@@ -15,7 +15,7 @@ def named_device(name: str, value: Any) -> torch.device | None:
         return None
     try:
         device = torch.device(value)
-    except (RuntimeError, TypeError) as cause:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as cause:
         raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
     if device.type == "cuda" and not torch.cuda.is_available():
         raise WrongArgument(f"{name} is {value!r}, but torch sees no GPU here")

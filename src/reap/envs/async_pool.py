@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from reap import arguments
 from reap.children import StartMethod
 from reap.core.assemble import tree_of
 from reap.core.slot import FLAGS
@@ -32,7 +33,7 @@ from reap.envs.process_crew import MOST_HANDS, HandsCrew, ProcessCrew
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
-from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState, nearest
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.forks import guard
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
@@ -82,12 +83,11 @@ class AsyncEnvPool(EnvBase):
     ) -> None:
         if not isinstance(create_env_fns, (list, tuple)) or not create_env_fns:
             raise WrongArgument(f"create_env_fns must be a list with one factory per env, got {create_env_fns!r}")
-        if backend not in _BACKENDS:
-            hint = nearest(str(backend), _BACKENDS)
-            raise UsageError(f"backend must be 'threading' or 'multiprocessing', got {backend!r}{hint}")
+        arguments.one_of("backend", backend, _BACKENDS)
+        arguments.flag("worker_threads", worker_threads)
+        arguments.one_of("start_method", start_method, ("forkserver", "spawn"))
         _whole("envs_per_worker", envs_per_worker)
-        if timeout is not None and not _is_time(timeout):
-            raise UsageError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
+        arguments.seconds("timeout", timeout)
         _whole("min_ready", min_ready)
         _whole("max_ready", max_ready, none=True)
         _whole("num_sub_threads", num_sub_threads)

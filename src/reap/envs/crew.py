@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reap import silence
 from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.lane_host import BEGIN, DRAW, Traits
@@ -79,6 +80,8 @@ class Crew(abc.ABC):
     def __init__(self) -> None:
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
+        self._look_at = 0.0  # when to look next whether somebody is silent, though others are not
+        self._logged: tuple[int, float] | None = None  # a group that was silent, and since when
         guard(self)
 
     def in_fork(self, why: str) -> None:
@@ -93,6 +96,8 @@ class Crew(abc.ABC):
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Let groups do something with these lanes, or all of theirs (see lane_host.py). Nobody is waited for."""
         now = time.monotonic()
+        if now > self._look_at:
+            self._log_silence()
         for group in groups:
             self._away[group] = now
             self._ring_for(group, what, lanes)
@@ -108,11 +113,24 @@ class Crew(abc.ABC):
                 if over <= 0:
                     raise self._silence_of(longest, self.timeout)
                 left = over if left is None else min(over, left)
-            found = [group for group, token in self._answers(left) if not token]
+            wait = silence.LOGGED_AFTER if left is None else left
+            found = [group for group, token in self._answers(wait) if not token]
             for group in found:
                 self._away.pop(group, None)
             if found or (deadline is not None and time.monotonic() >= deadline):
                 return found
+            if left is None:
+                self._log_silence()
+
+    def _log_silence(self) -> None:
+        """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
+        now = time.monotonic()
+        self._look_at = now + silence.LOGGED_AFTER / 4
+        group, since = next(iter(self._away.items()), (0, now))
+        if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
+            self._logged = group, since
+            first, last = self.bounds[group]
+            silence.log(f"the worker of lanes {first} to {last - 1}", now - since, self._stack_of(group))
 
     def draw(self, groups: Sequence[int]) -> list[int]:
         """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""
@@ -182,6 +200,9 @@ class Crew(abc.ABC):
     @abc.abstractmethod
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         """Groups that have answered, after so many seconds at most, and their tokens; errors of theirs are raised."""
+
+    @abc.abstractmethod
+    def _stack_of(self, group: int) -> str: ...
 
     @abc.abstractmethod
     def _silence_of(self, group: int, timeout: float) -> ReapError: ...

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from reap.arguments import one_of, seconds, whole
 from reap.children import StartMethod
+from reap.core.where import named_device
 from reap.envs.base import EnvBase
 from reap.envs.process_crew import ProcessCrew
 from reap.envs.process_lanes import ProcessLanes
@@ -51,6 +53,10 @@ class ParallelEnv(EnvBase):
         lanes = num_workers if num_envs is None else num_envs  # as keywords, TorchRL calls the lanes workers
         if create_env_fn is None:
             raise WrongArgument("ParallelEnv needs create_env_fn: a factory, or one per lane")
+        seconds("timeout", timeout)
+        one_of("start_method", start_method, ("forkserver", "spawn"))
+        whole("num_sub_threads", num_sub_threads)
+        place = named_device("device", device)
         made = one_each("num_envs", lanes, create_env_fn, create_env_kwargs)
         count = len(made) if num_workers is None else num_workers
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(made):
@@ -61,6 +67,6 @@ class ParallelEnv(EnvBase):
         if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
             raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
         if ready is None:
-            super().__init__(ProcessLanes(shares, **options), device=device)
+            super().__init__(ProcessLanes(shares, **options), device=place)
         else:
-            super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready, ready), device=device)
+            super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready, ready), device=place)

@@ -62,8 +62,14 @@ class ProcessCrew(Crew):
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         return [(key.data, self._lanes.take(self._remotes[key.data])) for key, _ in self._selector.select(wait)]
 
+    def _process_of(self, group: int) -> Remote:
+        return self._remotes[group]
+
+    def _stack_of(self, group: int) -> str:
+        return self._process_of(group).child.ask_stack()
+
     def _silence_of(self, group: int, timeout: float) -> ReapError:
-        return self._lanes.silence_of(self._remotes[group])
+        return self._lanes.silence_of(self._process_of(group))
 
     def close(self) -> None:
         self._selector.close()
@@ -115,7 +121,10 @@ class HandsCrew(ProcessCrew):
 
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Straight to the thread: nobody in its process hands the order on."""
-        self._away.update(dict.fromkeys(groups, time.monotonic()))
+        now = time.monotonic()
+        if now > self._look_at:
+            self._log_silence()
+        self._away.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
@@ -162,8 +171,8 @@ class HandsCrew(ProcessCrew):
             found += [(first + number, token) for number, token in whole]
         return found
 
-    def _silence_of(self, group: int, timeout: float) -> ReapError:
-        return self._lanes.silence_of(self._where[group])
+    def _process_of(self, group: int) -> Remote:
+        return self._where[group]
 
     def close(self) -> None:
         super().close()

@@ -281,7 +281,8 @@ class ProcessLanes(Env):
 
     def _shared_slot(self, layout: Layout, index: int) -> Slot:
         start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
-        block = self._slots.map(self._end)[start : start + layout.nbytes]
+        with layout.needing_memory():
+            block = self._slots.map(self._end)[start : start + layout.nbytes]
         slot = Slot(layout, index, layout.arrays(block))
         slot.block = block
         slot.place, self._places = self._places, self._places + 1

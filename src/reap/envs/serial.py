@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reap.arguments import MOST_LANES
 from reap.core.env import Env
+from reap.core.where import named_device
 from reap.envs.accept import as_env, is_env
 from reap.envs.base import EnvBase
 from reap.envs.ids import for_workers
@@ -36,14 +38,15 @@ class SerialEnv(EnvBase):
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         device: Any = None,
     ) -> None:
+        place = named_device("device", device)
         made = one_each("num_workers", num_workers, create_env_fn, create_env_kwargs)
-        super().__init__(joined(made), device=device)
+        super().__init__(joined(made), device=place)
 
 
 def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) -> list[tuple[Any, dict[str, Any]]]:
     """A factory and its keywords for every lane; `name` is what the caller calls their number."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise WrongArgument(f"{name} must be a whole number ≥ 1, got {count!r}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_LANES:
+        raise WrongArgument(f"{name} must be a whole number ≥ 1 and at most {MOST_LANES:,}, got {count!r}")
     makers = list(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else [create_env_fn] * count
     if len(makers) != count:
         raise UsageError(f"{name} is {count} but create_env_fn holds {len(makers)}")
@@ -57,6 +60,8 @@ def one_each(name: str, count: Any, create_env_fn: Any, create_env_kwargs: Any) 
             raise WrongArgument(f"create_env_kwargs must be a mapping or a list of them, got {create_env_kwargs!r}")
         if len(kwargs) != count:
             raise UsageError(f"{name} is {count} but create_env_kwargs holds {len(kwargs)}")
+    if not all(isinstance(key, str) for one in kwargs for key in one):
+        raise WrongArgument(f"create_env_kwargs must hold keywords by their names, got {create_env_kwargs!r}")
     return [(for_workers(make), dict(keywords)) for make, keywords in zip(makers, kwargs)]
 
 

@@ -29,7 +29,7 @@ from reap.errors import ReapError, WorkerRaised, WorkerSilent
 from reap.fork_server import wake_in_time
 from reap.spec import Key, Leaf
 
-_DEADLINE = 5.0
+_DEADLINE, _SOON = 5.0, 0.5  # seconds a thread has to end, and one that was silent before
 
 
 class Orders(Protocol):
@@ -46,6 +46,7 @@ class Hand:
     def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
+        self.silent = False  # whether it was found to be: nobody waits for it any more
         self.orders: Orders = orders
         self.env: Env
         self.row: Row
@@ -191,8 +192,12 @@ class ThreadCrew(Crew):
             error.lane += hand.first
         return error.at(worker=hand.name)
 
+    def _stack_of(self, group: int) -> str:
+        return self.hands[group].stack()
+
     def _silence_of(self, group: int, timeout: float) -> ReapError:
         hand = self.hands[group]
+        hand.silent = True
         error = WorkerSilent(f"sent nothing for {timeout:.1f} s (timeout={timeout}); its stack:\n{hand.stack()}")
         return error.at(worker=hand.name)
 
@@ -200,15 +205,15 @@ class ThreadCrew(Crew):
         hands, self.hands = self.hands, []
         for hand in hands:
             hand.orders.put(None)
-        deadline = time.monotonic() + _DEADLINE
+        began = time.monotonic()
         others = [hand for hand in hands if hand.thread is not threading.current_thread()]  # a finalizer runs anywhere
         for hand in others:
-            hand.thread.join(max(0.0, deadline - time.monotonic()))
+            hand.thread.join(max(0.0, began + (_SOON if hand.silent else _DEADLINE) - time.monotonic()))
         for hand in others:
             if hand.thread.is_alive():
                 warnings.warn(
-                    f"the thread {hand.name} is still inside its env after {_DEADLINE:.0f} s, and no thread can be "
-                    f"ended from outside; it is left behind, at:\n{hand.stack()}",
+                    f"the thread {hand.name} is still inside its env, and no thread can be ended from outside; "
+                    f"it is left behind, at:\n{hand.stack()}",
                     RuntimeWarning,
                     stacklevel=2,
                 )

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from reap.arguments import function, seconds
 from reap.core.as_policy import takes_tensordict
 from reap.core.buckets import powers
 from reap.core.exploration import exploration_type as as_exploration
@@ -85,8 +86,8 @@ class InferenceServer:
                 raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
         if least > max_batch_size:
             raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0:
-            raise UsageError(f"timeout must be a number of seconds ≥ 0, got {timeout!r}")
+        seconds("timeout", timeout, none=False, zero=True, most=threading.TIMEOUT_MAX)
+        function("policy_factory", policy_factory)
         self._buckets = _buckets(buckets, max_batch_size)
         self._device = named_device("device", device)
         made = policy if policy_factory is None else policy_factory()
@@ -96,7 +97,9 @@ class InferenceServer:
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
-        if in_keys is not None and not isinstance(in_keys, (list, tuple)):
+        if in_keys is not None and not (
+            isinstance(in_keys, (list, tuple)) and all(isinstance(key, (str, tuple)) for key in in_keys)
+        ):
             raise WrongArgument(f"in_keys must be a list of keys, got {in_keys!r}")
         declared = in_keys if in_keys is not None else getattr(made, "in_keys", None)
         if declared is None and not self._whole:
@@ -319,7 +322,7 @@ def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:
         return []
     if given is True:
         return powers(most)
-    sizes = list(given) if isinstance(given, Iterable) else [None]
+    sizes: list[Any] = list(given) if isinstance(given, (list, tuple, range)) else [None]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise UsageError(f"buckets must be True or hold whole numbers ≥ 1, got {given!r}")
     if max(sizes, default=0) < most:

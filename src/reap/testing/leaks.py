@@ -31,8 +31,10 @@ def no_leaks(*, sockets: bool = True) -> Iterator[None]:
     gc.collect()
     wait_for_ends()
     after = _everything()
-    until = time.monotonic() + 1.0  # a process may be seen a moment after its end was told: it is reaped then
-    while after["processes"] - before["processes"] and time.monotonic() < until:
+    # A process may be seen a moment after its end was told: it is reaped then. And a stranger's shared memory may be
+    # seen a moment before he maps it.
+    until = time.monotonic() + 1.0
+    while any(after[one] - before[one] for one in ("processes", "shared memory")) and time.monotonic() < until:
         time.sleep(0.01)
         after = _everything()
     left = {what: sorted(after[what] - before[what]) for what in after if after[what] - before[what]}

@@ -42,8 +42,9 @@ _FRAMEWORKS = ("distributed", "rpc")
 
 def nodes_of(given: Mapping[str, Any]) -> Nodes:
     """From options of that name."""
-    launcher, slurm, patience = given["launcher"] or "join", given["slurm_kwargs"], given["join_timeout"]
-    if launcher not in LAUNCHERS:
+    launcher = "join" if given["launcher"] is None else given["launcher"]
+    slurm, patience = given["slurm_kwargs"], given["join_timeout"]
+    if not isinstance(launcher, str) or launcher not in LAUNCHERS:
         hint = nearest(str(launcher), LAUNCHERS)
         raise UsageError(f"launcher must be one of {', '.join(map(repr, LAUNCHERS))}, got {launcher!r}{hint}")
     if slurm is not None and not isinstance(slurm, Mapping):
@@ -79,7 +80,7 @@ def check_backend_name(name: Any) -> None:
         "ucc": dist.is_ucc_available(),
         "mpi": dist.is_mpi_available(),
     }
-    if name not in there:
+    if not isinstance(name, str) or name not in there:
         raise UsageError(f"backend must be one of {', '.join(there)}, got {name!r}{nearest(str(name), there)}")
     if not there[name]:
         raise UsageError(f"backend {name!r} is not built into this torch; 'gloo' is, and carries slots and weights")

@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from reap.arguments import mapping, whole
 from reap.backends.far import FarBackend
 from reap.backends.ray import RayBackend
 from reap.collectors.background import Runner
@@ -56,27 +57,27 @@ class RayCollector(FarCollector):
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
     ) -> Self:
         if cls is RayCollector:
-            return object.__new__(RaySyncCollector if sync else RayAsyncCollector)  # type: ignore[return-value]
+            return object.__new__(RaySyncCollector if sync is True else RayAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
         self._why_closed = "it was never built"
-        count = options.get("num_collectors")
+        count = whole("num_collectors", options.get("num_collectors"), none=True)
         if listed(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         if count is not None:
             options["num_workers"] = count
         for name, why in _ELSEWHERE.items():
-            if options.get(name):
+            value = options.get(name)
+            if value is not None and value is not False:
                 raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
         if not isinstance(restart := options.get("restart", False), bool):
             raise WrongArgument(f"restart must be True or False, got {restart!r}")
         super().__init__(create_env_fn, policy, **options)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+        mapping("ray_init_config", self._given["ray_init_config"])
         cluster = self._given["ray_init_config"] or {}
-        if not isinstance(cluster, Mapping):
-            raise WrongArgument(f"ray_init_config must be a mapping for ray.init, got {type(cluster).__name__}")
         self._ray = RayBackend(
             plans,
             cluster=cluster,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from typing_extensions import Self
 
+from reap.arguments import mapping
 from reap.backends.far import FarBackend
 from reap.backends.rpc import THREADS, RPCBackend
 from reap.collectors.distributed.far import FarCollector
@@ -41,13 +42,12 @@ class RPCCollector(FarCollector):
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
     ) -> Self:
         if cls is RPCCollector:
-            return object.__new__(RPCSyncCollector if sync else RPCAsyncCollector)  # type: ignore[return-value]
+            return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+        mapping("tensorpipe_options", self._given["tensorpipe_options"])
         agent = self._given["tensorpipe_options"] or {}
-        if not isinstance(agent, Mapping):
-            raise WrongArgument(f"tensorpipe_options must be a mapping, got {type(agent).__name__}")
         try:
             threads = TensorPipeRpcBackendOptions(**agent).num_worker_threads
         except (TypeError, ValueError, RuntimeError) as error:

@@ -50,7 +50,7 @@ class DistributedCollector(FarCollector):
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
     ) -> Self:
         if cls is DistributedCollector:
-            return object.__new__(DistributedSyncCollector if sync else DistributedAsyncCollector)  # type: ignore[return-value]
+            return object.__new__(DistributedSyncCollector if sync is True else DistributedAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:

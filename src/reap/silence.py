@@ -1,0 +1,87 @@
+"""Silence: how long one that has work may say nothing, and what is done about it then.
+
+    timeout=30     an error after 30 seconds, with the stack of the one that is silent; it is ended
+    timeout=None   a line in the log after `LOGGED_AFTER` seconds, with its stack; it is left alone
+
+Of several that are silent, the one that has been so for longest is told of: the others may be waiting for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from reap.errors import WorkerSilent
+
+LOGGED_AFTER = 60.0  # seconds without a word, where no timeout was given
+_log = logging.getLogger("reap")
+
+
+class _Process(Protocol):
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent: ...
+
+    def ask_stack(self) -> str: ...
+
+
+class _Worker(Protocol):
+    index: int
+    child: Any  # a _Process, here or elsewhere
+
+    @property
+    def name(self) -> str: ...
+
+
+W = TypeVar("W", bound=_Worker)
+
+
+class Silence:
+    """Watches workers, each of which has been silent since some time. None: it has nothing to do."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._logged: dict[int, float] = {}  # the silence of each worker that is in the log already, by its beginning
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which something is done."""
+        return LOGGED_AFTER if self.timeout is None else self.timeout
+
+    def patience(self, workers: Iterable[tuple[_Worker, float | None]]) -> float | None:
+        """Seconds until something may have to be done; None: never, as things are."""
+        begun = [s for worker, s in workers if s is not None and self._logged.get(worker.index) != s]
+        if begun:
+            return max(0.0, min(begun) + self.limit - time.monotonic())
+        return self.timeout
+
+    def check(self, workers: Iterable[tuple[W, float | None]]) -> tuple[W, WorkerSilent] | None:
+        """The one that has been silent for longer than `timeout`, and the error for it."""
+        now = time.monotonic()
+        silent = [(s, worker) for worker, s in workers if s is not None and now - s >= self.limit]
+        for since, worker in sorted(silent, key=lambda one: one[0]):
+            if self.timeout is not None:
+                return worker, worker.child.silence(now - since, self.timeout)
+            if self._logged.get(worker.index) != since:
+                self._logged[worker.index] = since
+                log(f"worker {worker.name}", now - since, worker.child.ask_stack())
+        return None
+
+
+def log(who: str, seconds: float, stack: str) -> None:
+    """Write into the log that somebody is silent."""
+    where = stack or "(it does not answer signals)"
+    _log.warning("%s sent nothing for %.0f s; with timeout=None it is waited for. Its stack:\n%s", who, seconds, where)
+
+
+def frozen_first(workers: Sequence[W]) -> list[W]:
+    """Workers of this machine, those that are stopped (SIGSTOP) before the others, who may be waiting for them."""
+    return sorted(workers, key=lambda worker: not _stopped(worker.child.pid))
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] in "Tt"
+    except (OSError, IndexError):  # it is gone; or this is not Linux
+        return False

@@ -1,0 +1,129 @@
+"""Workers that say nothing: an error in time where there is a `timeout`, a line in the log where there is none."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+
+import pytest
+
+from reap import silence
+from reap.collectors import AsyncBatchedCollector
+from reap.collectors.distributed import DistributedSyncCollector, RPCSyncCollector
+from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.errors import WorkerSilent
+from reap.testing import CountingEnv
+from tests.faults.worlds import KINDS, collect, faulty, healthy, within
+
+pytestmark = pytest.mark.timeout(120)
+TIMEOUT = 1.0
+PROMISED = 2.0  # seconds after the timeout by which the error is there, and everything closed
+ROOM = 1.0  # for a busy machine
+THREADS = functools.partial(AsyncBatchedCollector, env_backend="threading")
+PROCESSES = functools.partial(AsyncBatchedCollector, env_backend="multiprocessing")
+THREADS_OF_A_PROCESS = functools.partial(PROCESSES, envs_per_worker=2, worker_threads=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [
+        (KINDS[0], "deaf"),
+        (DistributedSyncCollector, "deaf"),
+        (THREADS, "hang"),
+        (THREADS_OF_A_PROCESS, "hang"),
+        pytest.param(DistributedSyncCollector, "stop", marks=pytest.mark.slow),
+        pytest.param(RPCSyncCollector, "deaf", marks=pytest.mark.slow),
+        pytest.param(PROCESSES, "stop", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the thread of lanes")
+def test_the_error_comes_in_time(kind, fault):
+    """Also where the one that hangs cannot be asked to go: a thread, or native code that hears no signal."""
+    c = collect(kind, [healthy(), faulty(fault, 20)], timeout=TIMEOUT)
+    last = time.monotonic()
+    with pytest.raises(WorkerSilent, match=r"sent nothing for 1\.\d s \(timeout=1\.0\)"):
+        while True:
+            c.next()
+            last = time.monotonic()
+    took = time.monotonic() - last
+    assert took < TIMEOUT + PROMISED + ROOM, f"{took:.1f} s"
+    assert c.closed
+
+
+def gated(gate):
+    """An env whose twelfth step waits for a file. (A class of its own: workers need not import this module.)"""
+
+    def make():
+        class Gated(CountingEnv):
+            left = 12
+
+            def step(self, action):
+                self.left -= 1
+                while self.left == 0 and not gate.exists():
+                    time.sleep(0.01)
+                return super().step(action)
+
+        return Gated((50,), 1)
+
+    return make
+
+
+class Opening(logging.Handler):
+    """Opens the gate when somebody is said to be silent."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.told = gate, []
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+        self.gate.touch()
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    handler = Opening(tmp_path / "gate")
+    handler.be_impatient = lambda: monkeypatch.setattr(silence, "LOGGED_AFTER", 0.6)
+    logging.getLogger("reap").addHandler(handler)
+    yield handler
+    logging.getLogger("reap").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*KINDS, DistributedSyncCollector, THREADS, PROCESSES, pytest.param(RPCSyncCollector, marks=pytest.mark.slow)],
+)
+def test_without_a_timeout_the_log_says_where_it_is(kind, log):
+    """And it is waited for: nothing is killed, nothing is lost."""
+    gate = log.gate
+    if kind in (THREADS, PROCESSES):
+        log.be_impatient()
+    c = collect(kind, [healthy(), gated(gate)])
+    log.be_impatient()  # where workers are watched while they are built, not before: that takes its time
+    while not log.told:
+        c.next()
+    while not (c.next()["observation"][..., 2] > 12).any():
+        pass  # it goes on where it was
+    assert not c.closed
+    c.shutdown()
+    told = next(told for told in log.told if "step" in told)  # on a busy machine others may be slow too
+    assert "sent nothing for 1 s" in told
+    assert "lanes 1 to 1" in told or "worker 1 (pid" in told
+    assert "test_silence.py" in told
+
+
+def test_in_the_background_too(log):
+    gate, memory = log.gate, ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    with collect(KINDS[1], [healthy(), gated(gate)], replay_buffer=memory) as c:
+        log.be_impatient()
+        c.start()
+        with within(20):
+            while not log.told:
+                memory.sample()
+            while not (memory[:]["observation"][:, 2] > 12).any():
+                pass
+        assert c.is_running()
+    told = next(told for told in log.told if "in step" in told)
+    assert "worker 1 (pid" in told
+    assert "in step" in told

@@ -1,0 +1,166 @@
+"""Storms of Ctrl-C, at any moment of any collector: no hole, nothing twice, nothing swallowed, and it goes on."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+from reap.collectors import AsyncBatchedCollector, AsyncCollector, Collector
+from reap.envs import ParallelEnv
+from reap.testing import CountingWorld, assert_same, no_leaks
+from tests.background.worlds import KINDS as IN_BACKGROUND
+from tests.background.worlds import buffer, check_streams, make
+from tests.faults.test_interrupts import Handler, Pest
+from tests.faults.worlds import KINDS, collect, healthy
+
+pytestmark = pytest.mark.timeout(120)
+SHORT, LONG = 60, 1000  # interrupts; the long ones of all kinds come to more than ten thousand
+
+
+@pytest.fixture(params=[SHORT, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def interrupts(request):
+    return request.param
+
+
+def storm(act, interrupts, seed=0):
+    """Call `act` again and again until it was interrupted so often; after each call that was not, what it returns."""
+    caught, swallowed, pest = 0, [], Pest(seed)
+    with Handler() as handler:
+        sys.unraisablehook = swallowed.append
+        pest.start()
+        pest.on.set()
+        try:
+            while caught < interrupts:
+                try:
+                    handler.armed = True
+                    got = act()  # what it returned before is dropped here
+                    handler.armed = False
+                except KeyboardInterrupt:
+                    caught += 1
+                else:
+                    yield got
+        finally:
+            handler.armed = False
+            pest.stop()
+    assert not swallowed, f"{len(swallowed)} were swallowed by finalizers: {swallowed[0]}"
+
+
+# ---- workers of their own: what is interrupted goes on where it was ------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
+def test_workers_lose_nothing(kind, interrupts):
+    one = kind is AsyncCollector
+    worlds = [CountingWorld([(3, 1, 5)], first_lane=w, worker=w, workers=2 - one) for w in (0, 1)]
+    with no_leaks():
+        c = collect(kind, healthy(0) if one else [healthy(0), healthy(1)])
+        for batch in storm(c.next, interrupts):
+            if kind is KINDS[0]:
+                for w in (0, 1):
+                    assert_same(batch[w], worlds[w].batch(4))
+            else:
+                assert_same(batch, worlds[batch.origin.worker].batch(8))
+        batch = None
+        c.next()
+        c.next()  # looks who has given back what
+        assert sum(len(remote.lent) for remote in c._process.workers) <= 2, "slots were lost"
+        c.shutdown()
+        del c, batch
+
+
+# ---- envs of this process: a rollout that was broken off is forgotten, and every lane begins anew ------------------
+
+LANES = ((3, 1, 5), (2, 2, 7), (4,))
+
+
+def whole(batch):
+    """Every trajectory of a batch is one: steps of one episode, side by side."""
+    flat = batch.reshape(-1)
+    ids = flat["collector", "traj_ids"]
+    for one in ids.unique():
+        frames = flat[ids == one]
+        lane, episode, first = frames["observation"][0].tolist()
+        want = torch.tensor([[lane, episode, first + t] for t in range(len(frames) + 1)])
+        assert torch.equal(frames["observation"], want[:-1])
+        assert torch.equal(frames["next", "observation"], want[1:])
+        length = LANES[int(lane)][int(episode) % len(LANES[int(lane)])]
+        assert torch.equal(frames["next", "done"][:, 0], want[1:, 2] == length)
+    return set(ids.tolist())
+
+
+def counting():
+    from reap.testing import CountingEnv
+
+    return [lambda n=n, one=one: CountingEnv(one, n) for n, one in enumerate(LANES)]
+
+
+HERE = {
+    "single": lambda: collect(Collector, counting()[0]),
+    "parallel": lambda: collect(Collector, ParallelEnv(3, counting()), frames_per_batch=24),
+    **{
+        name: functools.partial(collect, AsyncBatchedCollector, counting(), frames_per_batch=24, **options)
+        for name, options in {
+            "threads": {"env_backend": "threading"},
+            "processes": {"env_backend": "multiprocessing"},
+            "threads of a process": {"env_backend": "multiprocessing", "worker_threads": True, "envs_per_worker": 3},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_envs_of_this_process_deliver_true_frames(kind, interrupts):
+    with no_leaks():
+        c = HERE[kind]()
+        seen = set()
+        for batch in storm(c.next, interrupts):
+            now = whole(batch)
+            assert not {one for one in now if one < min(seen, default=0)}, "time runs backwards"
+            seen = now
+        batch = None
+        whole(c.next())
+        c.shutdown()
+        del c, batch
+
+
+# ---- in the background ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", IN_BACKGROUND)
+def test_the_background_goes_on(kind, interrupts):
+    memory = buffer(200_000)
+    collector = make(kind, memory)
+    collector.start()
+    memory.sample()
+    turns = [0]
+
+    def paused():
+        with collector.pause():
+            return memory.write_count
+
+    def act():
+        turns[0] += 1
+        return (collector.stats, collector.update_policy_weights_, paused, collector.state_dict)[turns[0] % 4]()
+
+    for _ in storm(act, interrupts):
+        pass
+    count = memory.write_count
+    while memory.write_count == count:  # none of the pauses that were broken off holds
+        assert collector.is_running()
+    collector.async_shutdown()
+    check_streams(memory[:])
+
+
+def test_the_handler_is_the_callers_again():
+    before = signal.getsignal(signal.SIGINT)
+    c = collect(KINDS[1], [healthy()])
+    for _ in storm(c.next, 20):
+        pass
+    c.shutdown()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert threading.current_thread() is threading.main_thread()
