@@ -80,6 +80,7 @@ class Base:
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
         self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
+        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
         self.first = [result.get(key).clone() for key in self.reset_keys]
         return result
 
@@ -133,7 +134,6 @@ class Base:
             if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
             self._rows.append((row, results))
-        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
 
     def step(self, *actions: Tensor) -> tuple[Tensor, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
@@ -232,7 +232,7 @@ class CapturedRows(TorchRLRows):
             except KeyError:
                 leaves = [None]  # type: ignore[list-item]
             if any(value is None for value in leaves):
-                return super().step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
+                return self._plain_step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
         outputs = [torch.from_numpy(array) for array in row.outputs]
         if self._copies:
             outputs = [value.clone() for value in outputs]
@@ -320,13 +320,20 @@ class CapturedRows(TorchRLRows):
                 for base in self._bases:
                     base.given = ()
 
+    def _plain_step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        """TorchRL's step; lanes that end are reset as always, so that it is known what each began with."""
+        with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            return super().step(lanes, row)
+
     def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
         """TorchRL's step, and the recording of the next ones."""
-        if self._tries >= _TRIES or not self.captures or self._overridden():
+        if not self.captures or self._overridden():
             return super().step(lanes, row)
+        if self._tries >= _TRIES:
+            return self._plain_step(lanes, row)
         before = self.root.copy()
         with _in_place_of("_step", {base: base.watched for base in self._bases}):
-            ended = super().step(lanes, row)
+            ended = self._plain_step(lanes, row)
         self._tries += 1
         try:
             self._capture(before, row)
