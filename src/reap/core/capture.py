@@ -105,11 +105,35 @@ class Decision(NamedTuple):
     checks: bool  # whether a distribution looked at its own arguments: the other answer raises
 
 
+class Shadows:
+    """Copies of tensors that lie in memory as those do: two that share it have copies that share theirs."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Any] = {}  # copies, by the address of what was copied
+        self.original: dict[int, int] = {}  # the other way round, by addresses
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The copy that stands for a tensor; always the same one."""
+        if id(tensor) not in self._made:
+            memory: Any = tensor.untyped_storage()
+            at = memory.data_ptr()
+            if at not in self._memory:
+                self._memory[at] = memory.clone()
+                self.original[self._memory[at].data_ptr()] = at
+            copy = self._memory[at]
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            shadow = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copy, *place)
+            self._made[id(tensor)] = tensor, shadow
+        return self._made[id(tensor)][1]
+
+
 class Recorder(TorchFunctionMode):
     """Runs what is called and writes it down."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], shadows: Shadows | None = None) -> None:
         super().__init__()
+        self.shadows = shadows  # what stands for tensors from outside while it runs, if they may be changed
         self.tensors: list[Tensor] = []  # by register; kept alive, so that no id is given twice
         self.calls: list[Call] = []
         self.decisions: list[Decision] = []
@@ -119,7 +143,6 @@ class Recorder(TorchFunctionMode):
         self.inputs = len(inputs)
         self.paused = False
         self.made: set[int] = set()  # registers that a call wrote
-        self.first: dict[int, tuple[Tensor, int]] = {}  # of tensors from outside: values and version, when first met
 
     def register(self, tensor: Tensor) -> int:
         """The number of a tensor, a new one if it has not been met."""
@@ -137,12 +160,23 @@ class Recorder(TorchFunctionMode):
         results = tuple(map(Register, writes))
         self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True))
 
-    def restore(self) -> None:
-        """Give every tensor from outside the values it had before."""
-        with torch.no_grad():
-            for at, (value, version) in self.first.items():
-                if self.tensors[at]._version != version:
-                    self.tensors[at].copy_(value)
+    def _outside(self, tensor: Tensor) -> bool:
+        at = self._at.get(id(tensor))
+        return at is None or (at >= self.inputs and at not in self.made)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Call, on shadows of what is from outside; returns the result and which of the given tensors were changed."""
+        given = list(_tensors((args, kwargs)))
+        if self.shadows is None:
+            before = [t._version for t in given]
+            result = func(*args, **kwargs)
+            return result, [t for t, version in zip(given, before) if t._version != version]
+        stands = {id(t): self.shadows.of(t) if self._outside(t) else t for t in given}
+        whom = {id(stands[id(t)]): t for t in given}
+        before = [stands[id(t)]._version for t in given]
+        result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
+        changed = [t for t, version in zip(given, before) if stands[id(t)]._version != version]
+        return _mapped(result, whom), changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,13 +184,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         name = _name(func)
         given = list(_tensors((args, kwargs)))
-        if name not in _METADATA:
-            for tensor in given:
-                if id(tensor) not in self._at:
-                    self.first[self.register(tensor)] = tensor.detach().clone(), tensor._version
-        before = [t._version for t in given]
         chance = _chance(given)
-        result = func(*args, **kwargs)
+        result, altered = self._run(func, args, kwargs)
         drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
         if name in _METADATA and not isinstance(result, Tensor):
             return result
@@ -170,7 +199,7 @@ class Recorder(TorchFunctionMode):
         if name in ("__set__", "backward", "register_hook", "share_memory_", "resize_", "set_"):
             raise NotCaptured(f"it calls Tensor.{name}")
         reads = tuple(self.register(t) for t in given)
-        changed = tuple(at for at, t, v in zip(reads, given, before) if t._version != v)
+        changed = tuple(self.register(t) for t in altered)
         template = _replace(args, self.register), {k: _replace(v, self.register) for k, v in kwargs.items()}
         if not made and result is not None:
             return self._decide(name, func, template, reads, result)
@@ -248,6 +277,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors((value.start, value.stop, value.step))
 
 
+def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:
+    """`value` with other tensors in place of those that are named by their ids."""
+    if isinstance(value, Tensor):
+        return stands.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(v, stands) for v in value)
+    if type(value) is dict:
+        return {k: _mapped(v, stands) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*[_mapped(v, stands) for v in (value.start, value.stop, value.step)])
+    return value
+
+
 def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
     """`value` with a Register in place of each tensor."""
     if isinstance(value, Tensor):
@@ -300,19 +342,18 @@ class Recording(NamedTuple):
     outputs: tuple[int, ...]
 
 
-def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor]) -> Recording:
-    """Run `call` on copies of `inputs` and write down what it does to tensors. Those from outside are put back."""
+def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None) -> Recording:
+    """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
     inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
     versions = [t._version for t in inputs]
     numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
-    recorder = Recorder(inputs)
+    recorder = Recorder(inputs, shadows)
     _recording.by = recorder
     try:
         with torch.no_grad(), recorder:
             outputs = call(*inputs)
     finally:
         _recording.by = None
-        recorder.restore()
     if [t._version for t in inputs] != versions:
         raise NotCaptured("it changes its input in place")
     if repr(numpy_state) != repr(np.random.get_state(legacy=False)) or python_state != random.getstate():
@@ -361,8 +402,8 @@ class Captured:
         modules: whose attributes, hooks and parameters the step relies on.
         call: makes the step; takes and returns tensors.
         probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
-        writes: whether the step may change tensors that are not its own, as a running mean does. They are given back
-            the values they had before.
+        writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
+            and compared, copies stand for them.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -378,9 +419,9 @@ class Captured:
         self._call, self._writes = call, writes
         _refuse_hooks(modules)
         self._relied_on = Fingerprint(modules)
-        first = record(call, probes[0])
+        first = record(call, probes[0], Shadows() if writes else None)
         _refuse_decisions(first.recorder)
-        self._outside = _from_outside(first, record(call, probes[1]))
+        self._outside = _from_outside(first, record(call, probes[1], Shadows() if writes else None))
         self._arrange(first)
         for probe in probes:
             if not self.bind():
@@ -394,7 +435,9 @@ class Captured:
         """Sort the calls: made once per rollout, at each step, or not at all."""
         recorder, outputs = recording
         calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
-        memory = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
+        real = recorder.shadows.original if recorder.shadows is not None else {}
+        places = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
+        memory = {at: real.get(place, place) for at, place in places.items()}
         changed = {memory[at] for call in calls for at in call.changes if at in memory}
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
@@ -424,8 +467,13 @@ class Captured:
         self.outputs = len(outputs)
         given = {memory.get(at) for at in inputs}
         self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
-        self._prepare = _compile(prologue, (), (), (*fixed, *(d.at for d in guards)), self._outside)
-        self._step = _compile(body, fixed, self.used, (*outputs, *(d.at for d in self.checks)), self._outside)
+        self._prologue = prologue, (), (), (*fixed, *(d.at for d in guards))
+        self._body = body, fixed, self.used, (*outputs, *(d.at for d in self.checks))
+        self._prepare, self._step = self._compiled(self._outside)
+
+    def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Prologue and body as functions, on these tensors from outside."""
+        return _compile(*self._prologue, outside), _compile(*self._body, outside)
 
     def bind(self) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed."""
@@ -441,27 +489,37 @@ class Captured:
     def agrees(self, inputs: Sequence[Tensor]) -> bool:
         """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
 
-        The generator is left as the step leaves it, tensors from outside as they were before.
+        The generator is left as the step leaves it. Tensors from outside that a step may change are not touched: step
+        and replay each have copies of them, which must be the same afterwards.
         """
-        outside = list(self._outside.values())
         with torch.no_grad():
-            before = [t.clone() for t in outside]
             state = torch.get_rng_state()
-            wanted = [*self._call(*[x.clone() for x in inputs]), *[t.clone() for t in outside]]
-            after = torch.get_rng_state()
-            torch.set_rng_state(state)
-            _put_back(outside, before)
-            got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs], *outside]
+            if self._writes:
+                wanted, after, got = self._on_copies(inputs, state)
+            else:
+                versions = [t._version for t in self._outside.values()]
+                wanted = [*self._call(*[x.clone() for x in inputs])]
+                if versions != [t._version for t in self._outside.values()]:
+                    return False
+                after = torch.get_rng_state()
+                torch.set_rng_state(state)
+                got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs]]
             same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
             torch.set_rng_state(after)
-            _put_back(outside, before)
         return same
 
-
-def _put_back(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for tensor, value in zip(tensors, values):
-        if not _same_bits(tensor, value):  # a parameter that nobody changed keeps its version
-            tensor.copy_(value)
+    def _on_copies(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        """What the step makes and has changed; the generator after it; what the replay makes and has changed."""
+        theirs, ours = Shadows(), Shadows()
+        stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
+        made = record(self._call, inputs, theirs)
+        wanted = [made.recorder.tensors[at] for at in made.outputs]
+        wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        prepare, step = self._compiled(stands)
+        values = step(*prepare()()[: self._fixed])(*[inputs[i] for i in self.used])[: self.outputs]
+        return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -516,7 +574,7 @@ def _compile(
     fixed: Sequence[int],
     inputs: Sequence[int],
     results: Sequence[int],
-    outside: dict[int, Tensor],
+    outside: Mapping[int, Tensor],
 ) -> Callable[..., Callable[..., tuple[Any, ...]]]:
     """A function of the `fixed` registers that returns a function of `inputs` that makes the calls."""
     names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
