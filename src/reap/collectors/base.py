@@ -603,7 +603,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _closed_meanwhile(self) -> WrongState:
         """The error for whoever waited while it was closed."""
-        return WrongState(f"this {type(self).__name__} was closed while it was at work: {self._why_closed}")
+        why = self._why_closed or "it was broken off"
+        return WrongState(f"this {type(self).__name__} was closed while it was at work: {why}")
 
     @property
     def closed(self) -> bool:

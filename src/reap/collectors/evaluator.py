@@ -258,10 +258,10 @@ class Evaluator:
                 with self._one:
                     result = self._play(weights, step)
                 self._tell(result)
-            except Exception as error:  # raised where it is asked for
+            except (Exception, Halted) as error:  # raised where it is asked for
                 result = error
-            except Halted:
-                result = WrongState("this evaluation was broken off: its Evaluator was shut down")
+                if isinstance(error, Halted) or isinstance(error.__cause__, Halted):
+                    result = WrongState("this evaluation was broken off: its Evaluator was shut down")
             except BaseException as cause:
                 result = ended_by(cause, "the evaluating thread")
             with self._news:

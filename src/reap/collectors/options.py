@@ -44,6 +44,7 @@ WORKERS_ONLY = frozenset(
     }
 )
 _FLAGS = (
+    "capture",
     "reset_at_each_iter",
     "reset_when_done",
     "split_trajs",
