@@ -29,6 +29,7 @@ from torchrl.envs import (
     SignTransform,
     SqueezeTransform,
     StepCounter,
+    TrajCounter,
     TransformedEnv,
     UnsqueezeTransform,
     VecNorm,
@@ -130,8 +131,8 @@ def collected(cls, make, frames=96, batches=3, between=None, **options):
 def assert_the_same(make, *, captured=True, **options):
     theirs, their_state, _ = collected(TheirCollector, make, **options)
     ours, our_state, lanes = collected(Collector, make, **options)
-    assert isinstance(lanes, CapturedRows)
-    assert (lanes.why is None) == captured, lanes.why
+    assert isinstance(lanes, CapturedRows) == captured, lanes
+    assert not captured or lanes.why is None, lanes.why
     for a, b in zip(theirs, ours):
         assert set(a.keys(True, True)) == set(b.keys(True, True))
         for key in a.keys(True, True):
@@ -210,27 +211,20 @@ class Counts(Transform):
         return self._call(tensordict_reset)
 
 
-@pytest.mark.parametrize("make", [LooksAtValues, Counts])
+@pytest.mark.parametrize("make", [LooksAtValues, Counts, TrajCounter])
 def test_a_transform_that_cannot_be_captured_is_torchrls(make):
     assert_the_same(lambda: FORMS["one"](lambda: [make(), RewardSum()]), captured=False)
 
 
-class Doubles(Transform):
-    """A user's own, in plain tensor operations: captured like any other."""
-
-    def __init__(self):
-        super().__init__(in_keys=["observation"], out_keys=["observation"])
+class OwnClip(ClipTransform):
+    """A subclass may do anything."""
 
     def _apply_transform(self, observation):
-        return observation * 2
-
-    def _reset(self, tensordict, tensordict_reset):
-        return self._call(tensordict_reset)
+        return super()._apply_transform(observation) * 2
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_users_own_transform(form):
-    assert_the_same(lambda: FORMS[form](lambda: [Doubles(), StepCounter()]))
+def test_a_subclass_of_a_known_transform_is_torchrls():
+    assert_the_same(lambda: FORMS["one"](lambda: [OwnClip(in_keys=["observation"], low=-1, high=1)]), captured=False)
 
 
 def freeze(env, n):
@@ -247,13 +241,14 @@ def rescale(env, n):
     env.transform[0].loc.add_(1) if n == 0 else env.transform[0].scale.mul_(2)
 
 
+@pytest.mark.parametrize("form", ["one", "around"])
 @pytest.mark.parametrize(
     ("chain", "between"),
     [("VecNorm", freeze), ("VecNorm of rewards", append), ("ObservationNorm, standard", rescale)],
     ids=["frozen", "appended", "rescaled"],
 )
-def test_a_transform_changed_between_batches(chain, between):
-    assert_the_same(lambda: FORMS["one"](CHAINS[chain]), between=between)
+def test_a_transform_changed_between_batches(chain, between, form):
+    assert_the_same(lambda: FORMS[form](CHAINS[chain]), between=between)
 
 
 def test_nothing_is_captured_where_that_is_switched_off():

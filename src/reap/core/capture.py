@@ -422,6 +422,7 @@ class Captured:
         first = record(call, probes[0], Shadows() if writes else None)
         _refuse_decisions(first.recorder)
         self._outside = _from_outside(first, record(call, probes[1], Shadows() if writes else None))
+        self._kinds = [(t, _kind(t)) for t in self._outside.values()]
         self._arrange(first)
         for probe in probes:
             if not self.bind():
@@ -477,7 +478,7 @@ class Captured:
 
     def bind(self) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed."""
-        if not self._relied_on.holds():
+        if not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds):
             return False
         with torch.no_grad():
             values = self._prepare()()
@@ -499,11 +500,11 @@ class Captured:
             else:
                 versions = [t._version for t in self._outside.values()]
                 wanted = [*self._call(*[x.clone() for x in inputs])]
-                if versions != [t._version for t in self._outside.values()]:
-                    return False
                 after = torch.get_rng_state()
                 torch.set_rng_state(state)
                 got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs]]
+                if versions != [t._version for t in self._outside.values()]:
+                    return True  # another thread trains meanwhile: nothing can be told
             same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
             torch.set_rng_state(after)
         return same
@@ -520,6 +521,10 @@ class Captured:
         prepare, step = self._compiled(stands)
         values = step(*prepare()()[: self._fixed])(*[inputs[i] for i in self.used])[: self.outputs]
         return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -627,6 +632,7 @@ class Fingerprint:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [part for module in modules for part in module.modules()]
         self._types = [type(m) for m in self._modules]
+        self._forwards = [kind.forward for kind in self._types]
         self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
         self._names: list[tuple[dict[str, Any], str, Any]] = []  # and those of modules
@@ -660,8 +666,8 @@ class Fingerprint:
 
     def holds(self) -> bool:
         """Whether every variable and every container still holds the very same objects."""
-        for module, kind in zip(self._modules, self._types):
-            if type(module) is not kind:
+        for module, kind, forward in zip(self._modules, self._types, self._forwards):
+            if type(module) is not kind or kind.forward is not forward:
                 return False
         for cell, value in self._cells:
             if cell.cell_contents is not value:

@@ -20,11 +20,13 @@ from reap.core.as_policy import untouched
 from reap.core.capture import Captured, NotCaptured
 from reap.core.exploration import exploring
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.provable import why_not
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
 
 _log = logging.getLogger("reap.policy")
+_COMPARED = (2, 16)  # rollouts in which a step is made by module and replay
 _MOST = 4  # recordings kept: of train() and eval(), of one or another head
 
 
@@ -100,7 +102,7 @@ class CapturedPolicy(TensorPolicy):
         self._plain.begin(slot)
         self._checks = []
         self._rollouts += 1
-        self._compares = self._rollouts & (self._rollouts - 1) == 0  # in the 1st, 2nd, 4th, 8th … rollout
+        self._compares = self._rollouts in _COMPARED
         before = self._active
         self._active = next((c for c, _ in self._captures if c.bind()), None)
         if self._active is None and self.why is None and len(self._captures) < _MOST and self._capture():
@@ -194,9 +196,12 @@ def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: Interact
     first = [columns[key] for key in plain.inputs]
     if not all(isinstance(value, Tensor) for value in first):
         return policy
-    made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
-    if made.captured:
-        return made
-    _log.info("%s is called at each step: %s", type(model).__name__, made.why)
-    policy.why = made.why
+    why = why_not(model)
+    if why is None:
+        made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
+        if made.captured:
+            return made
+        why = made.why
+    _log.info("%s is called at each step: %s", type(model).__name__, why)
+    policy.why = why
     return policy

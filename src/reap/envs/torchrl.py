@@ -23,7 +23,7 @@ from reap.core.env import Env
 from reap.envs.gymnasium import FrameSkip, GymLanes
 from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_by_hand import handed_out, taken_back
-from reap.envs.torchrl_captured import Base, CapturedRows, watching_resets
+from reap.envs.torchrl_captured import Base, CapturedRows, captured_whole, watching_resets
 from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
@@ -101,7 +101,7 @@ def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
         return True
     if type(env) is TransformedEnv:
         transformed.append(env)
-        return _inside(env.base_env, bases, transformed)
+        return all(map(captured_whole, env.transform.modules())) and _inside(env.base_env, bases, transformed)
     return type(env) is SerialEnv and all(_inside(one, bases, transformed) for one in env._envs)
 
 

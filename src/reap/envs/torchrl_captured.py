@@ -8,8 +8,8 @@ The first step is TorchRL's own. Then `step`, with the innermost env's step as a
 core/capture.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
 `env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets, as it always does.
 
-A transform that cannot be captured (its Python code looks at values, or steps the env by itself) leaves the env to
-TorchRL's step; `why` says which it was. One that is changed between two rollouts is recorded again.
+Only TorchRL's own transforms that keep nothing in Python are captured (`TRANSFORMS`); a subclass, or one of the user's,
+leaves the env to TorchRL's step. One that is changed between two rollouts is recorded again.
 """
 
 from __future__ import annotations
@@ -37,6 +37,28 @@ _METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_r
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
+
+
+# Transforms whose steps and resets are functions of tensors, by reading them: nothing they do stays in Python.
+# fmt: off
+TRANSFORMS = frozenset(
+    {
+        "ActionMask", "ActionScaling", "BinarizeReward", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform",
+        "Compose", "Crop", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "FlattenObservation",
+        "GrayScale", "InitTracker", "ObservationNorm", "PermuteTransform", "RenameTransform", "Resize",
+        "RewardClipping", "RewardScaling", "RewardSum", "SelectTransform", "SignTransform", "SqueezeTransform",
+        "Stack", "StepCounter", "TargetReturn", "TensorDictPrimer", "TimeMaxPool", "ToTensorImage",
+        "UnsqueezeTransform", "VecNorm", "VecNormV2"
+    }
+)
+# fmt: on
+
+
+def captured_whole(part: Any) -> bool:
+    """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
+    kind = type(part)
+    where = kind.__module__
+    return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
 
 
 class Base:
@@ -212,7 +234,9 @@ class CapturedRows(TorchRLRows):
 
     def _rebound(self) -> bool:
         assert self._captured is not None
-        if self._overridden() or self._transforms() != self._relied_on or not self._captured.bind():
+        if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
+            return False
+        if self._transforms() != self._relied_on or not self._captured.bind():
             return False
         for base in self._bases:
             base.prepare()  # somebody may have used the env by hand since
