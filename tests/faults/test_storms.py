@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 import threading
@@ -126,6 +127,35 @@ def test_envs_of_this_process_deliver_true_frames(kind, interrupts):
         whole(c.next())
         c.shutdown()
         del c, batch
+
+
+@pytest.mark.parametrize("when", ["before it is sent", "after it is answered"])
+def test_a_step_of_which_it_is_not_known_whether_it_was_answered(when, monkeypatch):
+    """Lanes in processes: broken off at the two moments that look the same from here, and are not."""
+    with HERE["parallel"]() as c:
+        whole(c.next())
+        remote, read, write = c.env.remotes[1], os.read, os.write
+
+        def answered(fd, size):
+            data = read(fd, size)
+            if fd == remote.reply:
+                raise KeyboardInterrupt
+            return data
+
+        def sent(fd, data):
+            if fd == remote.bell:
+                raise KeyboardInterrupt
+            return write(fd, data)
+
+        if when == "before it is sent":
+            monkeypatch.setattr(os, "write", sent)
+        else:
+            monkeypatch.setattr(os, "read", answered)
+        with pytest.raises(KeyboardInterrupt):
+            c.next()
+        monkeypatch.undo()
+        for _ in range(3):
+            whole(c.next())
 
 
 # ---- in the background ----------------------------------------------------------------------------------------------
