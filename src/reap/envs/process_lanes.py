@@ -56,6 +56,8 @@ from reap.spec import EnvSpec, Key, Leaf
 
 _DEADLINE = 5.0
 
+_TOKENS = 200
+
 
 class Remote:
     """A child process and its lanes, `[first, last)` of all."""
@@ -66,7 +68,7 @@ class Remote:
         self.spec: EnvSpec
         self.traits: Traits
         self.first = self.last = 0
-        self.owes = False  # a step was sent, its answer has not come
+        self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
         self.asked = 0  # messages so far
 
@@ -95,6 +97,7 @@ class ProcessLanes(Env):
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
+        self._token = 0  # of the last settling
         guard(self)
         try:
             with enough_room("processes for the lanes"):
@@ -224,10 +227,27 @@ class ProcessLanes(Env):
         self._wait(remote, remote.reply)
         self.take(remote)
 
+    def _settle(self, remote: Remote) -> None:
+        """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
+
+        So it is asked something it was never asked before: who has answered that has answered all that came before.
+        """
+        self._token = self._token % _TOKENS + 1
+        self._ring(remote, PING, 0, self._token)
+        while True:
+            self._wait(remote, remote.reply)
+            if self._read(remote) == self._token:
+                break
+        remote.owes = False  # not before: this may be broken off too
+
     def take(self, remote: Remote) -> int:
         """The byte a child owes, which is there: 0, or the token of what it was asked."""
-        data = os.read(remote.reply, 1)
+        token = self._read(remote)
         remote.owes = False
+        return token
+
+    def _read(self, remote: Remote) -> int:
+        data = os.read(remote.reply, 1)
         if data != DONE and (not data or data[0] < PONG):
             raise self.gone(remote)
         return 0 if data == DONE else data[0] - PONG
@@ -257,8 +277,8 @@ class ProcessLanes(Env):
         return message
 
     def _call(self, remote: Remote, name: str, *arguments: Any) -> None:
-        if remote.owes:  # a step that was broken off (Ctrl-C)
-            self.finish(remote)
+        if remote.owes:
+            self._settle(remote)
         self._done(remote, self._ask(remote, name, arguments))
 
     def _ask(self, remote: Remote, name: str, arguments: Any) -> int:
@@ -335,7 +355,7 @@ class ProcessLanes(Env):
             own = [lane for lane in lanes if remote.first <= lane < remote.last]
             if own:
                 if remote.owes:
-                    self.finish(remote)
+                    self._settle(remote)
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
                 asked.append((remote, self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))))
         for remote, number in asked:
@@ -377,7 +397,7 @@ class ProcessLanes(Env):
             self._some[list(lanes)] = True
         for remote in self.remotes:
             if remote.owes:
-                self.finish(remote)
+                self._settle(remote)
             if all_of_them or self._some[remote.first : remote.last].any():
                 remote.owes = True
                 self._ring(remote, STEP if all_of_them else SOME, place, step)
