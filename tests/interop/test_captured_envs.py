@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -277,3 +279,46 @@ def test_mujoco_in_doubles():
     for a, b in zip(found[TheirCollector], found[Collector]):
         for key in a.keys(True, True):
             assert np.array_equal(a[key].numpy(), b[key].numpy()), key
+
+
+def test_looking_at_the_env_changes_nothing():
+    """`collector.env` is the user's env, moved by hand from now on; that nobody moved it is known."""
+    make = lambda: FORMS["around"](CHAINS["as PPO"])  # noqa: E731
+    found = []
+    for look in (False, True):
+        env = make()
+        env.set_seed(3)
+        policy = TensorDictModule(Leans(), in_keys=["observation"], out_keys=["action"])
+        collector = Collector(env, policy, frames_per_batch=96)
+        if look:
+            assert collector.env is env
+        found.append([collector.next().clone() for _ in range(3)])
+        assert "replays the torch calls" in collector.explain()
+        collector.shutdown()
+    for a, b in zip(*found):
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+
+
+def test_a_learner_in_another_thread_loses_no_update():
+    """While a policy is recorded and compared, nothing is written to its parameters."""
+    policy = nn.Linear(4, 2)
+    collector = Collector("CartPole-v1", policy, frames_per_batch=2)
+    stop, steps = threading.Event(), [0]
+
+    def learn():
+        while not stop.is_set():
+            with torch.no_grad():
+                policy.bias += 1
+            steps[0] += 1
+
+    with torch.no_grad():
+        policy.bias.zero_()
+    learner = threading.Thread(target=learn)
+    learner.start()
+    for _ in range(40):
+        collector.next()
+    stop.set()
+    learner.join()
+    collector.shutdown()
+    assert torch.equal(policy.bias.detach(), torch.full((2,), float(steps[0]))) or steps[0] > 2**24

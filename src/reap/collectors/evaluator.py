@@ -341,8 +341,7 @@ class Evaluator:
         return {f"{self._prefix}/{name}": value for name, value in found.items()}
 
     def _dump_videos(self, step: Any) -> None:
-        inner = getattr(getattr(self._collector, "env", None), "env", None)
-        for part in _modules_of(inner) if self._dump else ():
+        for part in _modules_of(getattr(self._collector, "env", None)) if self._dump else ():
             if type(part).__name__ == "VideoRecorder":
                 part.dump(step=step)  # type: ignore[operator]
 

@@ -228,6 +228,8 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
     more = options.get("backend_options")
     mapping("backend_options", more)
     more = more or {}
+    if isinstance(count, float):
+        raise WrongArgument(f"num_collectors must be a whole number, got {count!r}")
     count = whole("num_collectors", count, most=MOST_LANES, none=True)
     if name is not None and not (isinstance(name, str) and name in _BACKENDS):
         raise UsageError(f"backend must be one of {_KNOWN}, got {name!r}{nearest(str(name), _BACKENDS)}")

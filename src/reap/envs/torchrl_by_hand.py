@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -50,6 +51,11 @@ def taken_back(env: Any) -> None:
     for name in _MOVES:
         if isinstance(vars(env).get(name), _Move):
             del vars(env)[name]
+
+
+def replaced(env: Any, names: Iterable[str]) -> bool:
+    """Whether somebody else has put a method of his own into the object in place of one of these."""
+    return any(name in vars(env) and not isinstance(vars(env)[name], _Move) for name in names)
 
 
 def seeded_reset(env: Any, seed: int, *, static: bool) -> TensorDictBase:

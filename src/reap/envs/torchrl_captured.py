@@ -29,6 +29,7 @@ from reap.core.capture import Captured, NotCaptured, foreign, unrecorded
 from reap.core.env import Env
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl_by_hand import replaced
 from reap.envs.torchrl_rows import Columns, TorchRLRows
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, as_key
@@ -230,7 +231,7 @@ class CapturedRows(TorchRLRows):
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
         envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(name in vars(env) for env in envs for name in _METHODS)
+        return any(replaced(env, _METHODS) for env in envs)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
@@ -268,7 +269,8 @@ class CapturedRows(TorchRLRows):
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
-        for array, value in zip((*row.next, *row.rewards), values):
+        mine = len(self.spec.observation)  # whoever wraps us has added leaves of his own behind ours
+        for array, value in zip((*row.next[:mine], *row.rewards), values):
             array[...] = value.numpy().reshape(array.shape)
         done = values[self._flag_at["done"]].numpy()
         self._leaves = values[self._after_at : self._after_to]
@@ -294,6 +296,14 @@ class CapturedRows(TorchRLRows):
 
     def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
         """Reset the lanes that are done, as TorchRL does after a step."""
+        assert self._leaves is not None
+        driver = self.driver
+        try:
+            self._begin_lanes(done)
+        finally:
+            self.driver = driver  # they were moved by us, not by hand
+
+    def _begin_lanes(self, done: np.ndarray[Any, Any]) -> None:
         assert self._leaves is not None
         pattern = done.tobytes()
         known = self._resets.get(pattern, 0)
@@ -359,6 +369,7 @@ class CapturedRows(TorchRLRows):
         with _in_place_of("_step", {base: base.watched for base in self._bases}):
             ended = self._plain_step(lanes, row)
         self._tries += 1
+        driver = self.driver
         try:
             self._capture(before, row)
             self.why = None
@@ -366,11 +377,14 @@ class CapturedRows(TorchRLRows):
             self.why, self._tries = str(reason), _TRIES
         except Exception as cause:  # whatever transforms make of a recording: TorchRL steps on
             self.why, self._tries = f"recording it raised {cause!r}", _TRIES
+        finally:
+            self.driver = driver  # they were moved by us, not by hand
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
+        own -= self.spec.observation.keys()  # a policy may write over what an env carries
         self._root_keys = [key for key in before.keys(True, True) if as_key(key) not in own]
         sizes = [len(base.stepped) for base in self._bases]
         observation, rewards = list(self.spec.observation), list(self.spec.reward)
