@@ -157,7 +157,7 @@ def test_numbers_of_answers_are_whole_and_nothing_is_lost(options, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"timeout": -1}, "timeout must be a number of seconds > 0 or None, got -1"),
+        ({"timeout": -1}, "timeout must be a number of seconds > 0, got -1"),
         ({"timeout": "a"}, "timeout must be a number of seconds > 0 or None, got 'a'"),
         ({"min_ready": 0}, "min_ready must be a whole number ≥ 1, got 0"),
         ({"max_ready": 0}, "max_ready must be a whole number ≥ 1, got 0"),

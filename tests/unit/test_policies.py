@@ -23,9 +23,9 @@ from torch import distributions, nn
 
 from reap.collectors import Collector, RandomPolicy
 from reap.core.as_policy import untouched
-from reap.core.capture import Fingerprint
 from reap.core.captured_policy import CapturedPolicy
 from reap.core.exploration import exploring
+from reap.core.fingerprint import Fingerprint
 from reap.core.flat import flatten
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy
 from reap.envs import GymEnv, SerialEnv

@@ -24,16 +24,11 @@ parameters, `train()`. A value decided by parameters alone (`if self.scale.max()
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import enum
-import inspect
-import operator
 import os
 import random
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
@@ -41,8 +36,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, resolve_name
+
+from reap.core.fingerprint import GLOBAL_HOOKS, Fingerprint
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
@@ -622,80 +618,6 @@ def _compile(
     return names["make"]  # type: ignore[no-any-return]
 
 
-class Fingerprint:
-    """What modules rely on, as it is now: attributes, hooks, parameters, and the variables their code looks up.
-
-    `holds` tells whether all of it still is the same. Of variables those are known that the methods of a user's own
-    classes name; what functions that they call look up is not.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [part for module in modules for part in module.modules()]
-        self._types = [type(m) for m in self._modules]
-        self._forwards = [kind.forward for kind in self._types]
-        self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
-        self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
-        self._names: list[tuple[dict[str, Any], str, Any]] = []  # and those of modules
-        for hooks in _GLOBAL_HOOKS:
-            self._keep(hooks, 0)
-        for module in self._modules:
-            self._keep(vars(module), 3)
-        theirs = [value for m in self._modules for value in vars(m).values() if isinstance(value, types.FunctionType)]
-        for function in {*theirs, *(f for kind in dict.fromkeys(self._types) for f in _methods(kind))}:
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):  # an empty one
-                    self._cells.append((cell, cell.cell_contents))
-                    self._keep_if_container(cell.cell_contents)
-            for name in function.__code__.co_names:
-                if name in function.__globals__:
-                    self._names.append((function.__globals__, name, function.__globals__[name]))
-                    self._keep_if_container(function.__globals__[name])
-
-    def _keep(self, container: Any, depth: int) -> None:
-        """Note the objects in a container: identity tells whether one was replaced."""
-        keys = tuple(container) if isinstance(container, dict) else ()
-        values = tuple(container.values() if isinstance(container, dict) else container)
-        self._held.append((container, keys, values))
-        for value in values if depth else ():
-            if isinstance(value, (list, dict)):
-                self._keep(value, depth - 1)
-
-    def _keep_if_container(self, value: Any) -> None:
-        if type(value) in (list, dict, set, collections.deque, collections.defaultdict, collections.Counter):
-            self._keep(value, 0)
-
-    def holds(self) -> bool:
-        """Whether every variable and every container still holds the very same objects."""
-        for module, kind, forward in zip(self._modules, self._types, self._forwards):
-            if type(module) is not kind or kind.forward is not forward:
-                return False
-        for cell, value in self._cells:
-            if cell.cell_contents is not value:
-                return False
-        for names, name, value in self._names:
-            if names.get(name) is not value:
-                return False
-        for container, keys, values in self._held:
-            if len(container) != len(values):
-                return False
-            if values:
-                now = container.values() if isinstance(container, dict) else container
-                if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
-                    return False
-        return True
-
-
-def _methods(kind: type) -> Iterator[types.FunctionType]:
-    """Every function in the classes of a user's own."""
-    for cls in kind.__mro__:
-        if cls.__module__.partition(".")[0] not in ("torch", "tensordict", "torchrl", "builtins", "abc", "typing"):
-            for value in vars(cls).values():
-                value = getattr(value, "__func__", getattr(value, "fget", value))
-                value = inspect.unwrap(value) if callable(value) else value
-                if isinstance(value, types.FunctionType):
-                    yield value
-
-
 def _refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
     """What a computed value decides in Python is another program for every value."""
     if moving is None:
@@ -717,13 +639,5 @@ def _refuse_hooks(modules: Sequence[nn.Module]) -> None:
             known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
             if not all(known) or "forward" in vars(part):
                 raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
-    if any(_GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS):
         raise NotCaptured("there is a hook for all modules")
-
-
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
