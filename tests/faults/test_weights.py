@@ -162,8 +162,8 @@ def read(file, shape, reads, least=0):
         assert version > last, "time runs backwards"
         last = version
         for tensor in mine:
-            least, most = tensor.aminmax()
-            assert least == most == version % 1000, f"torn: {least} to {most} in version {version}"
+            lowest, highest = tensor.aminmax()
+            assert lowest == highest == version % 1000, f"torn: {lowest} to {highest} in version {version}"
 
 
 @pytest.mark.parametrize("size", SIZES)
