@@ -44,6 +44,7 @@ bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks.buffers
 	$(BIN)/python -m benchmarks.batched
 	$(BIN)/python -m benchmarks.dropin
+	$(BIN)/python -m benchmarks.scripts
 	$(BIN)/python -m benchmarks.roads
 	$(BIN)/python -m benchmarks.on_ray
 

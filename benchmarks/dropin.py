@@ -1,6 +1,6 @@
 """TorchRL's own envs in three hands: `env.rollout`, TorchRL's collector, reap's.
 
-    python -m benchmarks.dropin             a ProbabilisticActor, which reap runs flat
+    python -m benchmarks.dropin             tensordict's probabilistic modules, which reap runs flat
     python -m benchmarks.dropin --custom    a module of the user's own that takes the whole TensorDict
 
 For each env the three take turns, so that a busy machine is busy for all. Printed are medians of frames per second,
