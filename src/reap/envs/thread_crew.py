@@ -205,10 +205,11 @@ class ThreadCrew(Crew):
         hands, self.hands = self.hands, []
         for hand in hands:
             hand.orders.put(None)
-        began = time.monotonic()
+        # Where one hangs, others may, too: somebody waits to be told of it.
+        until = time.monotonic() + (_SOON if any(hand.silent for hand in hands) else _DEADLINE)
         others = [hand for hand in hands if hand.thread is not threading.current_thread()]  # a finalizer runs anywhere
         for hand in others:
-            hand.thread.join(max(0.0, began + (_SOON if hand.silent else _DEADLINE) - time.monotonic()))
+            hand.thread.join(max(0.0, until - time.monotonic()))
         for hand in others:
             if hand.thread.is_alive():
                 warnings.warn(
