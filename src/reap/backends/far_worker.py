@@ -276,9 +276,11 @@ def run_station(job: FarJob, road: Road, weights: Weights) -> None:
         road.send(News.of(Raised.of(error, "building it" if station is None else station.doing)), _nothing)
         road.finish()
     finally:
-        no_more_goodbyes()
-        if station is not None:
-            station.worker.close()
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if station is not None:
+                station.worker.close()
 
 
 def _nothing() -> None:

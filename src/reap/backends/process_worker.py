@@ -78,9 +78,11 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
     except BaseException as error:
         send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
-        no_more_goodbyes()
-        if host is not None:
-            host.worker.close()
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if host is not None:
+                host.worker.close()
 
 
 class _Interruptor:

@@ -125,9 +125,11 @@ def serve(
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)
     finally:
-        no_more_goodbyes()
-        if host is not None:
-            host.close()
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if host is not None:
+                host.close()
 
 
 class Host(abc.ABC):
