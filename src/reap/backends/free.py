@@ -78,7 +78,8 @@ class FreeRunner:
         with self._lock:
             self._pauses = max(self._pauses - 1, 0)
             if not self._pauses:
-                self._backend.call("rest", self._backend.everyone(False))
+                with self._backend.uninterrupted():  # broken off, workers would rest for ever
+                    self._backend.call("rest", self._backend.everyone(False))
 
     def stop(self, timeout: float) -> None:
         """Workers end with the backend; `catch_up` counts their last frames then."""

@@ -500,7 +500,11 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             raise WrongState("there is nothing to pause: start() was not called")
         with self._watching():
             self._runner.pause()
-            self._look()
+            try:
+                self._look()
+            except BaseException:  # nobody knows of this pause, so nobody would end it
+                self._runner.resume()
+                raise
         return Paused(self.resume)
 
     def resume(self) -> None:
