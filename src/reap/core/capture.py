@@ -302,11 +302,11 @@ def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
     return value
 
 
-class _Recording(threading.local):
+class _Recorders(threading.local):
     by: Recorder | None = None
 
 
-_recording = _Recording()
+_recording = _Recorders()
 
 
 def unrecorded(call: Callable[[], Any]) -> Any:
@@ -331,14 +331,16 @@ def foreign(
     return made
 
 
-class Recording(NamedTuple):
+class RecordedStep(NamedTuple):
     """What one run of a policy did, and which registers hold what it returned."""
 
     recorder: Recorder
     outputs: tuple[int, ...]
 
 
-def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None) -> Recording:
+def record(
+    call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None
+) -> RecordedStep:
     """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
     inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
     versions = [t._version for t in inputs]
@@ -357,10 +359,10 @@ def record(call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows
     for value in outputs:
         if not isinstance(value, Tensor):
             raise NotCaptured(f"it returns a {type(value).__name__}")
-    return Recording(recorder, tuple(recorder.register(v) for v in outputs))
+    return RecordedStep(recorder, tuple(recorder.register(v) for v in outputs))
 
 
-def _from_outside(first: Recording, second: Recording) -> dict[int, Tensor]:
+def _from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
     """The tensors that both recordings found outside, by register; NotCaptured where the two recordings differ."""
     a, b = first.recorder, second.recorder
     if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
@@ -428,7 +430,7 @@ class Captured:
         if not self._relied_on.holds():
             raise NotCaptured("it changes its own attributes")
 
-    def _arrange(self, recording: Recording) -> None:
+    def _arrange(self, recording: RecordedStep) -> None:
         """Sort the calls: made once per rollout, at each step, or not at all."""
         recorder, outputs = recording
         calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
