@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from reap.core.capture import Captured, NotCaptured
+from reap.core.capture import NotCaptured
+from reap.core.replay import Captured
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from reap.core.fingerprint import GLOBAL_HOOKS, Fingerprint
+from reap.core.fingerprint import GLOBAL_HOOKS
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
@@ -84,6 +84,7 @@ class Call(NamedTuple):
     writes: tuple[int, ...]
     changes: tuple[int, ...]  # registers of tensors whose values it changed
     random: bool
+    foreign: bool = False  # whether it is no function of torch's
 
 
 class Register(NamedTuple):
@@ -154,7 +155,7 @@ class Recorder(TorchFunctionMode):
         writes = tuple(self.register(t) for t in made)
         self.made.update(writes)
         results = tuple(map(Register, writes))
-        self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True))
+        self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True, True))
 
     def _outside(self, tensor: Tensor) -> bool:
         at = self._at.get(id(tensor))
@@ -178,7 +179,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        name = _name(func)
+        name = name_of(func)
         given = list(_tensors((args, kwargs)))
         chance = _chance(given)
         result, altered = self._run(func, args, kwargs)
@@ -245,7 +246,8 @@ def _question() -> Question | None:
     return None
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What a torch function is called; of a property's getter the property."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         owner = getattr(func, "__self__", None)
@@ -362,14 +364,14 @@ def record(
     return RecordedStep(recorder, tuple(recorder.register(v) for v in outputs))
 
 
-def _from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
+def from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
     """The tensors that both recordings found outside, by register; NotCaptured where the two recordings differ."""
     a, b = first.recorder, second.recorder
     if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
         raise NotCaptured("it does not make the same calls every time")
     for x, y in zip(a.calls, b.calls):
         if x.func != y.func or not _alike((x.args, x.kwargs, x[3:]), (y.args, y.kwargs, y[3:])):
-            raise NotCaptured(f"it does not call {_name(x.func)} in the same way every time")
+            raise NotCaptured(f"it does not call {name_of(x.func)} in the same way every time")
     if [(d.at, d.checks) for d in a.decisions] != [(d.at, d.checks) for d in b.decisions]:
         raise NotCaptured("it does not decide about the same things every time")
     outside = {}
@@ -391,236 +393,7 @@ def _alike(a: Any, b: Any) -> bool:
     return type(a) is type(b) and isinstance(a, (bool, int, float, str, slice, torch.device, torch.dtype)) and a == b
 
 
-class Captured:
-    """A step as straight-line code: `bind` before each rollout, then `run` at each step.
-
-    `run` takes those of the inputs that `used` names and returns the outputs, then a value for each of `checks`.
-
-    Args:
-        modules: whose attributes, hooks and parameters the step relies on.
-        call: makes the step; takes and returns tensors.
-        probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
-        writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
-            and compared, copies stand for them.
-    """
-
-    run: Callable[..., tuple[Any, ...]]
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        call: Callable[..., Sequence[Any]],
-        probes: Sequence[Sequence[Tensor]],
-        *,
-        writes: bool = False,
-    ) -> None:
-        self._call, self._writes = call, writes
-        _refuse_hooks(modules)
-        self._relied_on = Fingerprint(modules)
-        first = record(call, probes[0], Shadows() if writes else None)
-        _refuse_decisions(first.recorder)
-        self._outside = _from_outside(first, record(call, probes[1], Shadows() if writes else None))
-        self._kinds = [(t, _kind(t)) for t in self._outside.values()]
-        self._arrange(first)
-        for probe in probes:
-            if not self.bind():
-                raise NotCaptured("it changes its own attributes")
-            if not self.agrees(probe):
-                raise NotCaptured("its replay gives other numbers")
-        if not self._relied_on.holds():
-            raise NotCaptured("it changes its own attributes")
-
-    def _arrange(self, recording: RecordedStep) -> None:
-        """Sort the calls: made once per rollout, at each step, or not at all."""
-        recorder, outputs = recording
-        calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
-        real = recorder.shadows.original if recorder.shadows is not None else {}
-        places = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
-        memory = {at: real.get(place, place) for at, place in places.items()}
-        changed = {memory[at] for call in calls for at in call.changes if at in memory}
-        kept = inputs if self._writes else (*inputs, *self._outside)
-        if any(memory.get(at) in changed for at in kept):
-            raise NotCaptured("it changes a tensor in place that it did not make itself")
-        calls, names = _without_copies(calls, memory, changed)
-        outputs = tuple(names.get(at, at) for at in outputs)
-        decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
-        moving = set(inputs)
-        steady, each = [], []
-        for call in calls:
-            shared = any(memory.get(at) in changed for at in (*call.reads, *call.writes))
-            if call.random or call.changes or shared or moving.intersection(call.reads):
-                each.append(call)
-                moving.update(call.writes)
-            else:
-                steady.append(call)
-        moving.update(at for at in self._outside if memory.get(at) in changed)
-        _refuse_decisions(recorder, moving)
-        self.checks = [d for d in decisions if d.at in moving]
-        guards = [d for d in decisions if d.at not in moving]
-        body = _needed(each, {*outputs, *(d.at for d in self.checks)})
-        read = {at for call in body for at in call.reads} | {*outputs}
-        fixed = sorted(at for at in read if at not in moving and at not in self._outside)
-        prologue = _needed(steady, {*fixed, *(d.at for d in guards)})
-        self._guards, self._fixed = guards, len(fixed)
-        self.used = [at for at in inputs if at in read]
-        self.outputs = len(outputs)
-        given = {memory.get(at) for at in inputs}
-        self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
-        self._prologue = prologue, (), (), (*fixed, *(d.at for d in guards))
-        self._body = body, fixed, self.used, (*outputs, *(d.at for d in self.checks))
-        self._prepare, self._step = self._compiled(self._outside)
-
-    def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Prologue and body as functions, on these tensors from outside."""
-        return _compile(*self._prologue, outside), _compile(*self._body, outside)
-
-    def bind(self) -> bool:
-        """Compute what depends on parameters alone. False: something the recording relied on has changed."""
-        if not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds):
-            return False
-        with torch.no_grad():
-            values = self._prepare()()
-            if any(d.read(v) != d.value for d, v in zip(self._guards, values[self._fixed :])):
-                return False
-        self.run = self._step(*values[: self._fixed])
-        return True
-
-    def agrees(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
-
-        The generator is left as the step leaves it. Tensors from outside that a step may change are not touched: step
-        and replay each have copies of them, which must be the same afterwards.
-        """
-        with torch.no_grad():
-            state = torch.get_rng_state()
-            if self._writes:
-                wanted, after, got = self._on_copies(inputs, state)
-            else:
-                versions = [t._version for t in self._outside.values()]
-                wanted = [*self._call(*[x.clone() for x in inputs])]
-                after = torch.get_rng_state()
-                torch.set_rng_state(state)
-                got = [*self.run(*[inputs[i] for i in self.used])[: self.outputs]]
-                if versions != [t._version for t in self._outside.values()]:
-                    return True  # another thread trains meanwhile: nothing can be told
-            same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
-            torch.set_rng_state(after)
-        return same
-
-    def _on_copies(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-        """What the step makes and has changed; the generator after it; what the replay makes and has changed."""
-        theirs, ours = Shadows(), Shadows()
-        stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
-        made = record(self._call, inputs, theirs)
-        wanted = [made.recorder.tensors[at] for at in made.outputs]
-        wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        prepare, step = self._compiled(stands)
-        values = step(*prepare()()[: self._fixed])(*[inputs[i] for i in self.used])[: self.outputs]
-        return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-
-
-def _without_copies(
-    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
-) -> tuple[list[Call], dict[int, int]]:
-    """The calls without copies of what nobody changes; and which register stands for the copy."""
-    names: dict[int, int] = {}
-    kept = []
-    for call in calls:
-        if names:
-            call = _renamed(call, names)
-        copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
-        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
-            names[call.writes[0]] = call.reads[0]
-        else:
-            kept.append(call)
-    return kept, names
-
-
-def _renamed(call: Call, names: Mapping[int, int]) -> Call:
-    def new(value: Any) -> Any:
-        if isinstance(value, Register):
-            return Register(names.get(value.at, value.at))
-        if type(value) in (tuple, list):
-            return type(value)(map(new, value))
-        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
-
-    if not names.keys() & {*call.reads}:
-        return call
-    reads = tuple(names.get(at, at) for at in call.reads)
-    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
-
-
-def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
-    """Those of `calls` that have an effect on the registers `wanted`, or on the generator."""
-    kept = []
-    for call in reversed(calls):
-        if call.random or call.changes or wanted.intersection(call.writes):
-            kept.append(call)
-            wanted = wanted.union(call.reads)
-    return kept[::-1]
-
-
-def _compile(
-    calls: Sequence[Call],
-    fixed: Sequence[int],
-    inputs: Sequence[int],
-    results: Sequence[int],
-    outside: Mapping[int, Tensor],
-) -> Callable[..., Callable[..., tuple[Any, ...]]]:
-    """A function of the `fixed` registers that returns a function of `inputs` that makes the calls."""
-    names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
-
-    def text(value: Any) -> str:
-        if isinstance(value, Register):
-            return f"r{value.at}"
-        if value is None or value is Ellipsis or type(value) in (bool, int, str):
-            return repr(value)
-        if type(value) in (tuple, list):
-            inner = "".join(f"{text(v)}, " for v in value)
-            return f"({inner})" if type(value) is tuple else f"[{inner}]"
-        if isinstance(value, slice):
-            return f"slice({text(value.start)}, {text(value.stop)}, {text(value.step)})"
-        name = f"k{len(names)}"
-        names[name] = value
-        return name
-
-    def target(value: Any, reads: tuple[int, ...]) -> str:
-        if isinstance(value, Register):
-            return "_" if value.at in reads else f"r{value.at}"  # changed in place: it has its name already
-        inner = "".join(f"{target(v, reads)}, " for v in value) if isinstance(value, (tuple, list)) else ""
-        return f"({inner})" if inner else "_"
-
-    lines = []
-    for call in calls:
-        arguments = [*map(text, call.args), *(f"{k}={text(v)}" for k, v in call.kwargs.items())]
-        lines.append(f"{target(call.results, call.reads)} = {text(call.func)}({', '.join(arguments)})")
-    given = ", ".join(f"r{at}" for at in inputs)
-    source = "\n".join(
-        [
-            f"def make({', '.join(f'r{at}' for at in fixed)}):",
-            f"    def run({given}):",
-            *(f"        {line}" for line in lines),
-            f"        return ({''.join(f'r{at}, ' for at in results)})",
-            "    return run",
-        ]
-    )
-    exec(compile(source, "<a captured policy>", "exec"), names)  # our own text: names of registers, no user's strings
-    return names["make"]  # type: ignore[no-any-return]
-
-
-def _refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
+def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
     """What a computed value decides in Python is another program for every value."""
     if moving is None:
         computed = set(range(recorder.inputs))
@@ -630,10 +403,10 @@ def _refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None
         moving = computed
     for decision in recorder.decisions:
         if decision.at in moving and not decision.checks:
-            raise NotCaptured(f"{_name(decision.read)}() of a tensor it computed decides what it does next")
+            raise NotCaptured(f"{name_of(decision.read)}() of a tensor it computed decides what it does next")
 
 
-def _refuse_hooks(modules: Sequence[nn.Module]) -> None:
+def refuse_hooks(modules: Sequence[nn.Module]) -> None:
     """A hook is there to be called."""
     for module in modules:
         for part in module.modules():

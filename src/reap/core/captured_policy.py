@@ -17,16 +17,19 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from reap.core.as_policy import untouched
-from reap.core.capture import Captured, NotCaptured
+from reap.core.capture import NotCaptured
 from reap.core.exploration import exploring
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.provable import why_not
+from reap.core.replay import Captured, Halves
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
 
 _log = logging.getLogger("reap.policy")
 _COMPARED = (2, 16)  # rollouts in which a step is made by module and replay
+_RECOMPUTED = (3, 17)  # rollouts of which every row that was left to the end is computed alone as well
+_SHORT = 32  # steps of a rollout at whose end there is nothing to win
 _MOST = 4  # recordings kept: of train() and eval(), of one or another head
 
 
@@ -49,6 +52,9 @@ class CapturedPolicy(TensorPolicy):
         self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs of each step, and what was checked
         self._pick: Callable[[Any], Any] = tuple
         self._rollouts, self._compares = 0, False
+        self._halves: Halves | None = None  # of the step, where some outputs are left to the end of the rollout
+        self._rows: list[tuple[Any, ...]] = []  # what each step has left
+        self._whole = False  # whether nothing may be left to the end
         self._capture()
 
     def explain(self) -> str:
@@ -58,6 +64,11 @@ class CapturedPolicy(TensorPolicy):
     def captured(self) -> bool:
         """Whether the module's torch calls are known."""
         return bool(self._captures)
+
+    @property
+    def written(self) -> Sequence[Key]:
+        keys = list(self.outputs)
+        return keys if self._halves is None else [keys[i] for i in self._halves.now]
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
@@ -100,7 +111,7 @@ class CapturedPolicy(TensorPolicy):
 
     def begin(self, slot: Slot) -> None:
         self._plain.begin(slot)
-        self._checks = []
+        self._checks, self._rows = [], []
         self._rollouts += 1
         self._compares = self._rollouts in _COMPARED
         before = self._active
@@ -112,8 +123,23 @@ class CapturedPolicy(TensorPolicy):
             self._keeps = next(keys for c, keys in self._captures if c is self._active)
             used = self._active.used
             self._pick = operator.itemgetter(*used) if len(used) > 1 else lambda inputs: [inputs[i] for i in used]
+        self._halves = self._in_two(slot)
+
+    def _in_two(self, slot: Slot) -> Halves | None:
+        """The step without what nobody looks at before the rollout ends, where that is worth it."""
+        short = slot.layout.steps < _SHORT
+        if self._active is None or self.looked_at is None or self._keeps or self._compares or self._whole or short:
+            return None
+        return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.looked_at])
 
     def act(self, row: Row) -> None:
+        halves = self._halves
+        if halves is not None:
+            values = halves.run(*self._pick(row.inputs))
+            for value, column in zip(values, row.outputs):
+                column[...] = value
+            self._rows.append(values)
+            return None
         active = self._active
         if active is None:
             return self._plain.act(row)
@@ -130,10 +156,7 @@ class CapturedPolicy(TensorPolicy):
         values = active.run(*self._pick(inputs))
         ours = len(self._readers)
         for value, read, column in zip(values, self._readers, row.outputs):
-            array = read(value)
-            if array.shape != column.shape or array.dtype != column.dtype:
-                raise self._changed(array, column, row)
-            column[...] = array
+            column[...] = read(value)
         if self._keeps:
             self._plain._kept = dict(zip(self._keeps, values[ours : active.outputs]))  # type: ignore[union-attr]
         if active.checks:
@@ -153,14 +176,34 @@ class CapturedPolicy(TensorPolicy):
 
     def end(self, slot: Slot, steps: int) -> None:
         self._plain.end(slot, steps)
-        if self._active is None or not self._active.checks:
-            return
-        for t, (inputs, values) in enumerate(self._checks[:steps]):
-            if any(check.read(value) != check.value for check, value in zip(self._active.checks, values)):
-                with torch.no_grad():
-                    self._plain.forward(inputs)  # the module says what its distribution has against them
-                raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
-        self._checks = []
+        if self._halves is not None:
+            self._finish(self._halves, slot, steps)
+        elif self._active is not None and self._active.checks:
+            for t, (inputs, values) in enumerate(self._checks[:steps]):
+                if any(check.read(value) != check.value for check, value in zip(self._active.checks, values)):
+                    self._refused(inputs, t)
+        self._checks, self._rows = [], []
+
+    def _finish(self, halves: Halves, slot: Slot, steps: int) -> None:
+        """Compute and write what was left to the end."""
+        columns, same = halves.finish(self._rows[:steps], check=self._rollouts in _RECOMPUTED)
+        if not same:
+            self._whole = True  # torch computes these columns otherwise than their rows: row by row from now on
+        keys = list(self.outputs)
+        for column, at, moves in zip(columns, halves.rest, halves.moves):
+            into = slot.arrays[keys[at]][:steps]
+            into[...] = self._readers[at](column).reshape(into.shape if moves else into.shape[1:])
+        for check, column in zip(halves.checks, columns[len(halves.rest) :]):
+            wrong = column != check.value
+            if bool(wrong.any()):
+                t = int(wrong.nonzero()[0])
+                self._refused(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
+
+    def _refused(self, inputs: tuple[Tensor, ...], t: int) -> None:
+        """Let the module say what its distribution has against what it was given at step `t`."""
+        with torch.no_grad():
+            self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
+        raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
 
     def forget(self, lanes: Sequence[int]) -> None:
         self._plain.forget(lanes)

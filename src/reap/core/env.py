@@ -19,7 +19,7 @@ Guarantees an adapter gives, whatever the library behind it does by itself:
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,10 @@ class Env(abc.ABC):
 
     def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
         """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        """Which of a policy's outputs its steps look at; the others need not be there before a rollout ends."""
+        return self.spec.action
 
     def filled(self) -> int:
         """In how many positions of the row that is decided about next a lane stands."""

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Policy:
     remembers = False  # whether `forget` has anything to do
     inner: Mapping[Key, tuple[int, ...]] = {}  # batch dimensions that branches of its outputs have of their own
     why: str | None = None  # why it is called at each step, where capturing it was tried
+    looked_at: Collection[Key] | None = None  # the outputs that somebody looks at before a rollout ends; None: all
 
     @property
     def written(self) -> Sequence[Key]:

@@ -48,6 +48,9 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
+        self._carried = [
+            key for key in policy.outputs if key[0] == "next" or key in spec.observation
+        ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written)
@@ -83,6 +86,7 @@ class RolloutLoop:
         if self._due:
             self.reset(self._due)
         slot.clear_flags()
+        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
             self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone

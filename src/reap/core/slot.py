@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import os
 import weakref
 from collections import deque
@@ -280,21 +281,34 @@ class Slot:
         mask = list(arrays[MASK][a:b]) if MASK in arrays else [None] * (b - a)
         done = flat(("next", "done"))
         terminated, truncated = flat(("next", "terminated")), flat(("next", "truncated"))
-        for t in range(b - a):
+        # Tuples by `zip`, not one by one: a long rollout is cut anew every time.
+        rows = zip(
+            _tuples(inputs, b - a),
+            _tuples(outputs, b - a),
+            _tuples(actions, b - a),
+            _tuples(nexts, b - a),
+            _tuples(afters, b - a),
+            _tuples(rewards, b - a),
+            zip(reward, mask, done, terminated, truncated),
+        )
+        separate = [i for i, (after, new) in enumerate(zip(afters, nexts)) if after is not new]
+        for t, (given, written, action, successor, after, rewarded, rest) in enumerate(rows):
             row = Row()
             row.narrow = {}
-            row.inputs = tuple(c[t] for c in inputs)
-            row.outputs = tuple(c[t] for c in outputs)
-            row.action = tuple(c[t] for c in actions)
-            row.next = tuple(c[t] for c in nexts)
-            row.after = tuple(c[t] for c in afters)
-            row.copies = tuple((after, new) for after, new in zip(row.after, row.next) if after is not new)
-            row.rewards = tuple(c[t] for c in rewards)
-            row.reward, row.mask = reward[t], mask[t]
-            row.done, row.terminated, row.truncated = done[t], terminated[t], truncated[t]
-            beyond = row.next and row.next[0] is row.after[0] and a + t + 1 == self.layout.steps  # not in this slot
-            row.place = None if self.place is None or beyond else (self.place, a + t)
+            row.inputs, row.outputs, row.action, row.next, row.after = given, written, action, successor, after
+            row.rewards = rewarded
+            row.reward, row.mask, row.done, row.terminated, row.truncated = rest
+            row.copies = tuple([(after[i], successor[i]) for i in separate])
+            row.place = None
+            if self.place is not None:  # what lies beyond this slot has none
+                beyond = successor and successor[0] is after[0] and a + t + 1 == self.layout.steps
+                row.place = None if beyond else (self.place, a + t)
             yield row
+
+
+def _tuples(columns: Sequence[Sequence[Any]], steps: int) -> Iterator[tuple[Any, ...]]:
+    """For each step one of every column."""
+    return zip(*columns) if columns else itertools.repeat((), steps)
 
 
 class RowKeys:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import Env, Rows
@@ -60,6 +60,9 @@ class Wrapped(Env):
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self._env.follow(outputs)
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        return self._env.looks_at(outputs)
 
     def filled(self) -> int:
         return self._env.filled()

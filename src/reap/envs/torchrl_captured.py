@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,17 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap.core.as_policy import untouched
-from reap.core.capture import Captured, NotCaptured, foreign, unrecorded
-from reap.core.env import Env
+from reap.core.capture import NotCaptured, foreign, unrecorded
+from reap.core.env import Env, Rows
 from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.replay import Captured
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl_by_hand import replaced
 from reap.envs.torchrl_rows import Columns, TorchRLRows
 from reap.errors import ReapError, WorkerRaised
 from reap.spec import Key, Leaf, as_key
+
+Array = np.ndarray[Any, Any]
 
 _METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
@@ -74,10 +78,10 @@ class Base:
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
         self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
         self._flags: list[tuple[Any, Tensor]] = []
-        self._begins: dict[tuple[int, ...], Callable[[], Sequence[Tensor]]] = {}
+        self._begins: dict[tuple[int, ...], Callable[[], Sequence[Array]]] = {}
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
         self._reset_at: dict[Key, int] = {}
-        self._rows: list[tuple[Row, tuple[Tensor, ...]]] = []
+        self._rows: list[tuple[Row, tuple[Array, ...]]] = []
         self._turn = 0
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
@@ -111,7 +115,7 @@ class Base:
         """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
         lanes = tuple(self._marked(td))
         begin = self._begins.setdefault(lanes, functools.partial(self.begin, lanes))
-        made = foreign(begin, (), begin)
+        made = foreign(begin, (), lambda: [torch.from_numpy(array) for array in begin()])
         result = TensorDict({}, batch_size=self.size, device=self.env.device)
         for key, value in (*zip(self.reset_keys, made), *self._flags):
             result.set(key, value if key in self.reset_keys else value.clone())
@@ -125,17 +129,17 @@ class Base:
         chosen = unrecorded(lambda: mark.reshape(len(lanes), -1).any(-1).tolist())
         return [lane for lane in lanes if chosen[lane]]
 
-    def begin(self, lanes: Sequence[int]) -> Sequence[Tensor]:
+    def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
         """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
         if self.given:
-            return [value.clone() for value in self.given]
+            return [value.numpy().copy() for value in self.given]
         into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
         self.lanes.reset(lanes, into)
         at = list(lanes)
         for key, array in zip(self.lanes.spec.observation, into):
             mine = self.first[self._reset_at[key]]
             mine.reshape(array.shape).numpy()[at] = array[at]
-        return [value.clone() for value in self.first]
+        return [value.numpy().copy() for value in self.first]
 
     def prepare(self) -> None:
         """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
@@ -153,20 +157,20 @@ class Base:
             arrays: dict[Key, Any] = dict(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
             arrays.update({(flag,): array for flag, array in flags.items()})
             tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
-            results = tuple(t.reshape(*self.size, *t.shape[1:]) for t in tensors)
+            results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
             if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-            self._rows.append((row, results))
+            self._rows.append((row, tuple(t.numpy() for t in results)))
 
-    def step(self, *actions: Tensor) -> tuple[Tensor, ...]:
+    def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
         if self.given:
-            return tuple(value.clone() for value in self.given)
+            return tuple(value.numpy().copy() for value in self.given)
         self._turn ^= 1
         row, results = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         lanes, dims = self.lanes.spec.lanes, len(self.size)
-        row.action = tuple([a.numpy().reshape(lanes, *a.shape[dims:]) for a in actions])
+        row.action = tuple([a.reshape(lanes, *a.shape[dims:]) for a in actions])
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
@@ -174,7 +178,7 @@ class Base:
         finally:
             for lock in self.locks:
                 lock.acquire()
-        return tuple([t.clone() for t in results]) if self.fresh else results
+        return tuple([array.copy() for array in results]) if self.fresh else results
 
 
 class CapturedRows(TorchRLRows):
@@ -183,9 +187,7 @@ class CapturedRows(TorchRLRows):
     def __init__(
         self, env: Any, root: TensorDictBase, columns: Columns, bases: Sequence[Base], transformed: Sequence[Any]
     ) -> None:
-        self._leaves: Sequence[Tensor] | None = (
-            None  # the root's values by `_root_keys`, where they are newer than `_root`
-        )
+        self._leaves: Sequence[Array] | None = None  # the root's values by `_root_keys`, where newer than `_root`
         self._root_keys: list[Any] = []
         super().__init__(env, root, columns)
         self._bases, self._transformed = bases, transformed
@@ -195,7 +197,9 @@ class CapturedRows(TorchRLRows):
         self._resets: dict[bytes, int | Captured] = {}  # by which lanes ended: how often so far, or how it is done
         self._bound: dict[bytes, int] = {}  # for which rollout a captured reset was bound
         self.why: str | None = "it is captured after its first step"
-        self._following: Sequence[Key] = ()
+        self._acted: list[Key] = []  # the policy's outputs when it was recorded
+        self._locks: list[Any] = []
+        self._shown_at: list[int] = []  # where among the root's values each observation is
 
     def explain(self) -> str:
         if not self.captures:
@@ -209,7 +213,7 @@ class CapturedRows(TorchRLRows):
         if self._leaves is not None:
             root = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
             for key, value in zip(self._root_keys, self._leaves):
-                root.set(key, value)
+                root.set(key, torch.from_numpy(value))
             self._root, self._leaves = root, None
         return self._root
 
@@ -220,13 +224,22 @@ class CapturedRows(TorchRLRows):
     def lend(self, policy: TensorDictPolicy) -> Policy:
         return policy if self.captures else super().lend(policy)
 
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        if self._captured is None:
+            return super().looks_at(outputs)
+        root = len(self._root_keys)
+        return [*self.spec.action, *(self._acted[i - root] for i in self._captured.used if i >= root)]
+
     def follow(self, outputs: Sequence[Key]) -> None:
         super().follow(outputs)
         self._rollouts += 1
-        if self._captured is not None and (tuple(outputs) != self._following or not self._rebound()):
+        if self._captured is None:
+            return
+        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._acted} and self._rebound():
+            self._choose()
+        else:
             self._captured = self._run = None  # somebody changed a transform: it is recorded again
             self._resets.clear()
-        self._following = tuple(outputs)
 
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
@@ -252,29 +265,29 @@ class CapturedRows(TorchRLRows):
             return self._torchrl_step(lanes, row)
         leaves = self._leaves
         if leaves is None:
-            try:
-                leaves = [self._root.get(key) for key in self._root_keys]
-            except KeyError:
-                leaves = [None]  # type: ignore[list-item]
-            if any(value is None for value in leaves):
+            found = [self._root.get(key, None) for key in self._root_keys]
+            if any(value is None for value in found):
                 return self._plain_step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
-        outputs = [torch.from_numpy(array) for array in row.outputs]
-        if self._copies:
-            outputs = [value.clone() for value in outputs]
-        given = [*leaves, *outputs]
+            leaves = [value.numpy() for value in found]
+        outputs = [array.copy() for array in row.outputs] if self._copies else row.outputs
         try:
-            with self._locked():
-                values = self._run(*[given[i] for i in self._used])
+            for lock in self._locks:
+                lock.acquire()
+            try:
+                values = self._run(*self._pick((*leaves, *outputs)))
+            finally:
+                for lock in self._locks:
+                    lock.release()
         except ReapError:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
-        mine = len(self.spec.observation)  # whoever wraps us has added leaves of his own behind ours
-        for array, value in zip((*row.next[:mine], *row.rewards), values):
-            array[...] = value.numpy().reshape(array.shape)
-        done = values[self._flag_at["done"]].numpy()
+        # Whoever wraps us has added leaves of his own behind ours.
+        for array, value in zip((*row.next[: self._mine], *row.rewards), values):
+            array[...] = value if self._flat else value.reshape(array.shape)
+        done = values[self._done_at]
         self._leaves = values[self._after_at : self._after_to]
-        if not done.any():
+        if 1 not in done.tobytes():
             self._ended = []
             return self._ended
         try:
@@ -287,9 +300,18 @@ class CapturedRows(TorchRLRows):
         row.done[:] = over
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
             if flag in self._flag_at:
-                column[:] = values[self._flag_at[flag]].numpy().reshape(self.spec.lanes)
+                column[:] = values[self._flag_at[flag]].reshape(self.spec.lanes)
         self._ended = np.flatnonzero(over).tolist()
         return self._ended
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        leaves = self._leaves
+        if leaves is None or seeds is not None or lanes is not self._ended:
+            return super().reset(lanes, into, seeds)
+        for at, array in zip(self._shown_at, into):  # they have begun anew already
+            array[lanes] = leaves[at].reshape(array.shape)[lanes]
+        self._unused, self._ended = False, []
+        return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
@@ -309,10 +331,10 @@ class CapturedRows(TorchRLRows):
         known = self._resets.get(pattern, 0)
         if isinstance(known, Captured) and (self._bound[pattern] == self._rollouts or known.bind()):
             self._bound[pattern] = self._rollouts
-            with self._locked():
+            with _held(self._locks):
                 self._leaves = known.run(*[self._leaves[i] for i in known.used])
             return
-        before = self._leaves
+        before = [torch.from_numpy(array) for array in self._leaves]
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
             self.root = self.env.maybe_reset(self.root)
         count = 1 if isinstance(known, Captured) else known + 1
@@ -349,7 +371,8 @@ class CapturedRows(TorchRLRows):
             for transform in transforms:
                 stack.enter_context(untouched(transform))
             try:
-                return Captured(transforms, call, [first, *(_varied(first, by) for by in (1, 2, 3))], writes=True)
+                probes = [first, *(_varied(first, by) for by in (1, 2, 3))]
+                return Captured(transforms, call, probes, writes=True, arrays=True)
             finally:
                 for base in self._bases:
                     base.given = ()
@@ -407,6 +430,7 @@ class CapturedRows(TorchRLRows):
             found += [root.get(key) for key in self._root_keys]
             return [*found, *(action for base in self._bases for action in base.asked)]
 
+        self._acted = [as_key(key) for key in outputs]
         leaves = [before.get(key) for key in self._root_keys]
         acted = [torch.from_numpy(array.copy()) for array in row.outputs]
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
@@ -415,18 +439,28 @@ class CapturedRows(TorchRLRows):
         for base in self._bases:
             base.prepare()
         self._captured, self._run, self._relied_on = captured, captured.run, transforms
-        self._used = captured.used
         flags_at = len(observation) + len(rewards)
         self._flag_at = {flag: flags_at + i for i, flag in enumerate(self._flags)}
+        self._done_at = self._flag_at["done"]
         self._after_at = flags_at + len(self._flags)
         self._after_to = self._after_at + len(self._root_keys)
         # What a step leaves for the next in the memory of what it was given must be memory of its own.
         self._copies = any(captured.aliases[self._after_at : self._after_to])
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
-        self._locked = functools.partial(_held, self._locks) if self._locks else contextlib.nullcontext
         for base in self._bases:
             base.locks, base.fresh = self._locks, self._copies
+        self._mine, self._flat = len(observation), len(env.batch_size) <= 1
+        self._shown_at = [[as_key(key) for key in self._root_keys].index(key) for key in observation]
+        self._choose()
+
+    def _choose(self) -> None:
+        """Find what the recorded step takes among the root's values and the policy's outputs, as they are now."""
+        assert self._captured is not None
+        outputs = [as_key(key) for key in self._outputs]
+        root = len(self._root_keys)
+        places = [i if i < root else root + outputs.index(self._acted[i - root]) for i in self._captured.used]
+        self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
 
 
 def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ The root TensorDict is TorchRL's own, carried from step to step: envs without a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,6 +232,9 @@ class TorchRLRows(TorchRLEnv):
         kept = type(self.env).step_and_maybe_reset.__qualname__ == "EnvBase.step_and_maybe_reset"
         seen = policy.device is None and policy.shown in (None, self.root.device)
         return RootPolicy(policy, self) if here and kept and seen else policy
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        return outputs  # its transforms may read anything
 
     def follow(self, outputs: Sequence[Key]) -> None:
         self.decided = False
