@@ -255,6 +255,11 @@ def name_of(func: Any) -> str:
     return name or (resolve_name(func) or repr(func)).rpartition(".")[-1]
 
 
+def _numpys_chance() -> tuple[Any, ...]:
+    name, key, *rest = np.random.get_state()
+    return name, key.tobytes(), *rest  # type: ignore[union-attr]
+
+
 def _chance(given: Sequence[Tensor]) -> list[Tensor]:
     states = [torch.default_generator.get_state()]
     if any(t.is_cuda for t in given):
@@ -346,7 +351,7 @@ def record(
     """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
     inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
     versions = [t._version for t in inputs]
-    numpy_state, python_state = np.random.get_state(legacy=False), random.getstate()
+    numpy_state, python_state = _numpys_chance(), random.getstate()
     recorder = Recorder(inputs, shadows)
     _recording.by = recorder
     try:
@@ -356,7 +361,7 @@ def record(
         _recording.by = None
     if [t._version for t in inputs] != versions:
         raise NotCaptured("it changes its input in place")
-    if repr(numpy_state) != repr(np.random.get_state(legacy=False)) or python_state != random.getstate():
+    if numpy_state != _numpys_chance() or python_state != random.getstate():
         raise NotCaptured("it draws from NumPy's or Python's random numbers")
     for value in outputs:
         if not isinstance(value, Tensor):

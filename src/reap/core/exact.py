@@ -4,8 +4,8 @@
     NumPy      multiply(…, out=sum)  add(…, out=sum)  divide(…)         maximum(…)           about 0.35–0.6 µs
 
 Only what IEEE 754 leaves no choice about is here: sums, products and quotients of two numbers, comparisons, choices,
-casts and copies. Functions whose last bit is a library's own (exp, tanh, even torch's sqrt) stay torch's, and so do sums
-of many numbers, whose order is. `agrees` of a replay compares all of it with torch once more.
+casts and copies. Functions whose last bit is a library's own (exp, tanh, even torch's sqrt) stay torch's, as do sums of
+many numbers, whose order is. `agrees` of a replay compares all of it with torch once more.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "view_as"}
 def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Expression | None:
     """The same call by NumPy, or None if its bits could be others. Tensors among `args` are Operands."""
     tensors = [a.like for a in args if isinstance(a, Operand)]
-    if not result.ndim or not tensors or not all(t.ndim for t in tensors) or result.numel() > MOST:
+    if not result.ndim or not tensors or result.numel() > MOST:
         return None  # NumPy makes bare numbers of arrays without dimensions
     if any(
         t.numel() > MOST or t.dtype not in DTYPES or t.device.type not in ("cpu", "meta") for t in (*tensors, result)

@@ -30,6 +30,7 @@ from reap.core.capture import (
     refuse_hooks,
 )
 from reap.core.fingerprint import Fingerprint
+from reap.core.shortcuts import Shortened
 from reap.core.source import Source, Wanted
 
 # Functions that give the same bits for a row alone and among others. Some of torch's do not (softplus, sigmoid, atanh):
@@ -37,13 +38,15 @@ from reap.core.source import Source, Wanted
 # fmt: off
 _ROW_BY_ROW = frozenset(
     {
-        "add", "sub", "mul", "div", "pow", "square", "neg", "abs", "sqrt", "exp", "log", "log1p", "tanh", "relu", "sign",
-        "floor", "round", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill",
+        "add", "sub", "mul", "div", "pow", "square", "neg", "abs", "sqrt", "exp", "log", "log1p", "tanh", "relu",
+        "sign", "floor", "round", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
+        "masked_fill",
         "gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "isfinite", "logical_or", "logical_and", "logical_not",
         "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
         "__pow__", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "__or__", "__and__", "__invert__",
         "sum", "all", "any", "logsumexp", "softmax", "log_softmax", "gather", "reshape", "view", "squeeze", "unsqueeze",
-        "expand", "flatten", "to", "float", "double", "long", "bool", "type_as", "detach", "clone"
+        "expand", "flatten", "to", "float", "double", "long", "bool", "type_as", "detach", "clone",
+        "broadcast_tensors", "__getitem__"
     }
 )
 # fmt: on
@@ -143,15 +146,16 @@ class Captured:
         self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
-    def _source(self, outside: Mapping[int, Tensor], *, numpy: bool) -> Source:
-        return Source(self._tensors, outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
+    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> Source:
+        return Source(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Prologue and body as functions, on these tensors from outside."""
         first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
         prologue = Source(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
-        return prologue, self._source(outside, numpy=True).function(self._body, self.used, wanted)
+        source = Source(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
+        return prologue, source.function(self._body, self.used, wanted)
 
     def bind(self) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed."""
@@ -188,24 +192,32 @@ class Captured:
             wanted = wanted.union(*(call.writes for call in bound))
         rest = [i for i in range(len(self._outputs)) if i not in now]
         asked = [self._outputs[i] for i in rest] + [d.at for d in self.checks]
-        after = {at for call in later for at in call.writes}
+        after = _written(later)
         read = {at for call in later for at in call.reads} | {*asked}
         kept = sorted(at for at in read if at in self._moving and at not in after)
         said = all(type(d.value) is bool for d in self.checks)
         if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _KEPT:
             return None
-        source = self._source(self._outside, numpy=True)
+        short = Shortened(first, self._tensors, {*kept, *wanted})
+        checks = [*self.checks, *short.checks]
+        asked += [d.at for d in short.checks]
+        kept = sorted({*kept, *(at for call in short.checked for at in call.reads)} - _written(short.checked))
         at_once = [*(Wanted(self._outputs[i], as_array=True) for i in now), *map(Wanted, kept)]
-        step = source.function(first, self.used, at_once)
-        columns = self._source(self._outside, numpy=False).function(later, kept, [Wanted(at) for at in asked])
-        halves = Halves(step, columns, now, rest, self.checks, [at in self._moving for at in asked])
+        step = self._source(short.tensors, numpy=True).function(short.calls, self.used, at_once)
+        later += short.checked
+        columns = self._source(short.tensors, numpy=False).function(later, kept, [Wanted(at) for at in asked])
+        moves = [at in self._moving or at >= len(self._tensors) for at in asked]
+        halves = Halves(step, columns, now, rest, checks, moves)
         halves.bind(*self._steady)
         return halves if halves.agrees(self.run, self._probes, self.used) else None
 
     def _by_column(self, call: Call) -> bool:
         if call.random or call.changes or any(at in self._changing for at in (*call.reads, *call.writes)):
             return False
-        return name_of(call.func) in _ROW_BY_ROW
+        name = name_of(call.func)
+        if name == "argmax":
+            return "dim" in call.kwargs or len(call.args) > 1  # else it is that of a whole column
+        return name in _ROW_BY_ROW
 
     def agrees(self, inputs: Sequence[Tensor]) -> bool:
         """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
@@ -325,12 +337,12 @@ class Halves:
                 columns, same = self.finish(rows, check=True)
             except Exception:  # a function that does not go over rows: all is made at each step
                 return False
-            places = [*self.rest, *range(len(wanted[0]) - len(self.checks), len(wanted[0]))]
-            for column, at, moves in zip(columns, places, self.moves):
+            for column, at, moves in zip(columns, self.rest, self.moves):
                 for t, row in enumerate(wanted):
                     if not _same_bits(row[at], column[t] if moves else column):
                         return False
-        return same
+            said = zip(self.checks, columns[len(self.rest) :])
+            return same and all(bool((column == check.value).all()) for check, column in said)
 
 
 def _noisy(value: Tensor) -> Tensor:
@@ -386,6 +398,10 @@ def _of_shapes_alone(call: Call, tensors: Sequence[Tensor]) -> Call:
             shape = tuple(tensors[other.at].shape)
             return call._replace(func=Tensor.expand, args=(one, shape), reads=(one.at,))
     return call
+
+
+def _written(calls: Sequence[Call]) -> set[int]:
+    return {at for call in calls for at in call.writes if at not in call.reads}
 
 
 def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
