@@ -256,8 +256,8 @@ def name_of(func: Any) -> str:
 
 
 def _numpys_chance() -> tuple[Any, ...]:
-    name, key, *rest = np.random.get_state()
-    return name, key.tobytes(), *rest  # type: ignore[union-attr]
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), *state[2:]
 
 
 def _chance(given: Sequence[Tensor]) -> list[Tensor]:

@@ -75,11 +75,11 @@ class Shortened:
         if len(call.args) != 3 or call.kwargs or not all(isinstance(a, Register) for a in call.args):
             return False
         x, weight, bias = (self.tensors[a.at] for a in call.args)
-        return x.ndim == 1 and weight.ndim == 2 and bias.ndim == 1 and weight.is_contiguous()
+        return bool(x.ndim == 1 and weight.ndim == 2 and bias.ndim == 1 and weight.is_contiguous())
 
     def _of_one_sample(self, call: Call) -> bool:
         p, *rest = call.args
-        return rest[:1] == [1] and len(rest) <= 2 and not call.kwargs and isinstance(p, Register)
+        return bool(rest[:1] == [1]) and len(rest) <= 2 and not call.kwargs and isinstance(p, Register)
 
     def _sample(self, call: Call) -> None:
         p = call.args[0]
@@ -102,7 +102,7 @@ class Shortened:
         mean, std = (call.kwargs.get(name) for name in ("mean", "std"))
         if call.args or len(call.kwargs) != 2 or not isinstance(mean, Register) or not isinstance(std, Register):
             return False
-        return self.tensors[mean.at].shape == self.tensors[std.at].shape
+        return bool(self.tensors[mean.at].shape == self.tensors[std.at].shape)
 
     def _normal(self, call: Call) -> None:
         mean, std = call.kwargs["mean"], call.kwargs["std"]

@@ -15,9 +15,9 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,8 @@ class Base:
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
         self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
         self._flags: list[tuple[Any, Tensor]] = []
-        self._begins: dict[tuple[int, ...], Callable[[], Sequence[Array]]] = {}
+        self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
+        self.begin_due = lambda: self.begin(self.due)
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
         self._reset_at: dict[Key, int] = {}
         self._rows: list[tuple[Row, tuple[Array, ...]]] = []
@@ -113,9 +114,8 @@ class Base:
 
     def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
-        lanes = tuple(self._marked(td))
-        begin = self._begins.setdefault(lanes, functools.partial(self.begin, lanes))
-        made = foreign(begin, (), lambda: [torch.from_numpy(array) for array in begin()])
+        self.due = tuple(self._marked(td))
+        made = foreign(self.begin_due, (), lambda: [torch.from_numpy(array) for array in self.begin(self.due)])
         result = TensorDict({}, batch_size=self.size, device=self.env.device)
         for key, value in (*zip(self.reset_keys, made), *self._flags):
             result.set(key, value if key in self.reset_keys else value.clone())
@@ -181,6 +181,17 @@ class Base:
         return tuple([array.copy() for array in results]) if self.fresh else results
 
 
+@dataclass
+class _Reset:
+    """How lanes are reset."""
+
+    captured: Captured
+    mask: Tensor  # which lanes; the recording looks at it
+    due: list[tuple[int, ...]]  # of each base
+    bound: int = -1  # to which rollout
+    proved: bool = False  # whether it was seen to hold for another mask
+
+
 class CapturedRows(TorchRLRows):
     """A transformed env over `bases`, whose step is captured after the first."""
 
@@ -194,8 +205,7 @@ class CapturedRows(TorchRLRows):
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
-        self._resets: dict[bytes, int | Captured] = {}  # by which lanes ended: how often so far, or how it is done
-        self._bound: dict[bytes, int] = {}  # for which rollout a captured reset was bound
+        self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded
         self._locks: list[Any] = []
@@ -325,31 +335,62 @@ class CapturedRows(TorchRLRows):
         finally:
             self.driver = driver  # they were moved by us, not by hand
 
-    def _begin_lanes(self, done: np.ndarray[Any, Any]) -> None:
+    def _begin_lanes(self, done: Array) -> None:
         assert self._leaves is not None
-        pattern = done.tobytes()
+        # Resets of some lanes of one base differ in the mask alone; all others are told apart by their lanes.
+        partly = len(self._bases) == 1 and not done.all()
+        pattern = b"" if partly else done.tobytes()
         known = self._resets.get(pattern, 0)
-        if isinstance(known, Captured) and (self._bound[pattern] == self._rollouts or known.bind()):
-            self._bound[pattern] = self._rollouts
+        if isinstance(known, _Reset) and self._prepared(known, done):
             with _held(self._locks):
-                self._leaves = known.run(*[self._leaves[i] for i in known.used])
+                self._leaves = known.captured.run(*[self._leaves[i] for i in known.captured.used])
             return
         before = [torch.from_numpy(array) for array in self._leaves]
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
             self.root = self.env.maybe_reset(self.root)
-        count = 1 if isinstance(known, Captured) else known + 1
+        known = self._resets.get(pattern, 0)
+        count = 1 if isinstance(known, _Reset) else known + 1
         if 0 < count < _RESETS or len(self._resets) >= _PATTERNS:
             self._resets[pattern] = count
             return
         self._resets[pattern] = -1  # not tried again, if it fails
         if count == _RESETS:
             with contextlib.suppress(Exception):  # whatever transforms make of a recording: TorchRL resets
-                self._resets[pattern] = self._captured_reset(before, done)
-                self._bound[pattern] = -1
+                mask, due = torch.from_numpy(done.copy()), [base.due for base in self._bases]
+                captured = self._recorded(self._reset_of(mask), self._first_of(before))
+                self._resets[pattern] = _Reset(captured, mask, due)
 
-    def _captured_reset(self, before: Sequence[Tensor], done: np.ndarray[Any, Any]) -> Captured:
-        """TorchRL's `maybe_reset` of lanes that are `done`, which is taken for given."""
-        env, over = self.env, torch.from_numpy(done.copy())
+    def _prepared(self, reset: _Reset, done: Array) -> bool:
+        """Get a recorded reset ready for these lanes. False: TorchRL must make this one."""
+        for base, due in zip(self._bases, reset.due):
+            base.due = due
+        if done.all() or len(self._bases) > 1:
+            if reset.bound != self._rollouts:
+                reset.bound = self._rollouts if reset.captured.bind() else -1
+            return reset.bound == self._rollouts
+        self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
+        other = not np.array_equal(reset.mask.numpy(), done)
+        reset.mask.copy_(torch.from_numpy(done))
+        if not reset.captured.bind():
+            return False
+        if other and not reset.proved:  # that the mask decides nothing else is looked at once
+            probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
+            try:
+                reset.proved = reset.captured.agrees(probe)
+            finally:
+                self._bases[0].given = ()
+            if not reset.proved:
+                self._resets[b""] = -1
+                return False
+        return True
+
+    def _first_of(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """What a reset is recorded with: the root, and what each base would begin with."""
+        return [*before, *(value for base in self._bases for value in base.first)]
+
+    def _reset_of(self, over: Tensor) -> Callable[..., list[Tensor]]:
+        """TorchRL's `maybe_reset` of the lanes that are `over`."""
+        env = self.env
         sizes = [len(base.first) for base in self._bases]
 
         def reset(*values: Tensor) -> list[Tensor]:
@@ -363,7 +404,7 @@ class CapturedRows(TorchRLRows):
                 root = env.maybe_reset(td)
             return [root.get(key) for key in self._root_keys]
 
-        return self._recorded(reset, [*before, *(value for base in self._bases for value in base.first)])
+        return reset
 
     def _recorded(self, call: Callable[..., list[Tensor]], first: Sequence[Tensor]) -> Captured:
         transforms = self._transforms()
