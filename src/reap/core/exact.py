@@ -145,15 +145,12 @@ def _bounded(
     for func, bound in ((np.maximum, low), (np.minimum, high)):
         if bound is None:
             continue
+        same = _same([bound], result.dtype)
+        known = same is not None and not (isinstance(bound, Operand) and bound.like.is_meta)
         # -0.0 and 0.0 are equal, and which of them is taken is the library's choice
-        if isinstance(bound, Operand):
-            zero = bound.like.is_meta or bool((bound.like == 0).any())
-        else:
-            zero = bound == 0
-        same = None if zero else _same([bound], result.dtype)
-        if same is None:
+        if not known or bool(((bound.like if isinstance(bound, Operand) else same[0]) == 0).any()):  # type: ignore[index]
             return None
-        found = Expression(func, (found, *same))
+        found = Expression(func, (found, *same))  # type: ignore[misc]
     return found if isinstance(found, Expression) else None
 
 

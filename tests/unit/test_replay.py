@@ -1,0 +1,206 @@
+"""A replayed step gives the bits of torch by shorter ways: NumPy, fewer calls, whole columns at the end."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from reap.core.exact import Expression, Operand, as_numpy
+from reap.core.replay import Captured
+
+FLOATS = st.one_of(
+    st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-38, 3e38])
+)
+TWO = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "__rsub__": Tensor.__rsub__,
+    "gt": torch.gt,
+    "le": torch.le,
+    "eq": torch.eq,
+}
+ONE = {"neg": torch.neg, "abs": torch.abs, "square": torch.square}
+WITH_A_NUMBER = {
+    "add": lambda x, n: torch.add(x, n),
+    "mul": lambda x, n: torch.mul(x, n),
+    "div": lambda x, n: torch.div(x, n),
+    "clamp_min": lambda x, n: torch.clamp_min(x, n),
+    "clamp_max": lambda x, n: torch.clamp_max(x, n),
+    "lt": lambda x, n: torch.lt(x, n),
+    "__rsub__": lambda x, n: n - x,
+}
+
+
+def evaluated(expression, values):
+    def value(a):
+        if isinstance(a, Operand):
+            return values[a.at]
+        return evaluated(a, values) if isinstance(a, Expression) else a
+
+    with np.errstate(all="ignore"):
+        return expression.func(*map(value, expression.args))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.is_floating_point:  # of NaN there are many
+        number = ~(a.isnan() & b.isnan())
+        a, b = a[number], b[number]
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def by_numpy(name, result, *args):
+    operands = [Operand(i, a.to("meta")) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    rule = as_numpy(name, operands, {}, result.to("meta"))
+    assert rule is not None, name
+    return torch.from_numpy(
+        np.asarray(evaluated(rule, {i: a.numpy() for i, a in enumerate(args) if isinstance(a, Tensor)}))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_numpy_gives_the_bits_of_torch(dtype, data):
+    size = data.draw(st.integers(1, 19))
+    x, y = (torch.tensor(data.draw(st.lists(FLOATS, min_size=size, max_size=size)), dtype=dtype) for _ in range(2))
+    number = data.draw(st.one_of(st.integers(-5, 5), st.floats(-3, 3)).filter(lambda n: np.float32(n) != 0))
+    for name, func in TWO.items():
+        assert same_bits(by_numpy(name, func(x, y), x, y), func(x, y)), name
+    for name, func in ONE.items():
+        assert same_bits(by_numpy(name, func(x), x), func(x)), name
+    for name, func in WITH_A_NUMBER.items():
+        assert same_bits(by_numpy(name, func(x, number), x, number), func(x, number)), name
+    assert same_bits(by_numpy("where", torch.where(x > y, x, y), x > y, x, y), torch.where(x > y, x, y))
+    assert same_bits(by_numpy("pow", x.pow(2), x, 2), x.pow(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "func", "args"),
+    [
+        ("sqrt", torch.sqrt, (torch.rand(4),)),  # torch's is not correctly rounded
+        ("exp", torch.exp, (torch.rand(4),)),
+        ("sum", torch.sum, (torch.rand(4, 3), -1)),
+        ("add", torch.add, (torch.rand(4), torch.rand(4).double())),
+        ("add", torch.add, (torch.arange(4), 0.5)),  # torch makes it float32, NumPy float64
+        ("mul", torch.mul, (torch.rand(4).half(), 2)),
+        ("clamp_min", torch.clamp_min, (torch.rand(4), 0)),  # which zero is taken is the library's choice
+        ("add", torch.add, (torch.tensor(1.0), 1)),  # NumPy makes it a bare number
+        ("add", torch.add, (torch.rand(100, 100), 1)),  # large: nothing to win
+        ("long", Tensor.long, (torch.rand(4),)),
+    ],
+)
+def test_what_numpy_might_do_otherwise_is_left_to_torch(name, func, args):
+    operands = [Operand(i, a.to("meta")) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    assert as_numpy(name, operands, {}, func(*args).to("meta")) is None
+
+
+def test_what_overflows_does_so_without_a_word_as_in_torch(recwarn):
+    class Overflows(nn.Module):
+        def forward(self, x):
+            return (x * 1e38 * 1e38) / (x - x)
+
+    model = Overflows()
+    replay = Captured([model], lambda x: (model(x),), [[torch.rand(3)] for _ in range(3)])
+    assert replay.bind()
+    replay.halves([0])
+    replay.run(torch.rand(3))
+    assert not recwarn.list
+
+
+class Samples(nn.Module):
+    """A sample of each kind for which there is a shorter way, and columns that can wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.scale = nn.Parameter(torch.full((3,), 0.3))
+
+    def forward(self, x):
+        logits = self.last(torch.tanh(self.first(x)))
+        normal = logits - logits.logsumexp(-1, keepdim=True)
+        share = normal.exp()
+        index = torch.multinomial(share.reshape(-1, 3), 1, True).reshape(x.shape[:-1])
+        noise = torch.normal(mean=torch.zeros_like(logits), std=self.scale.expand_as(logits))
+        log_prob = normal.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return index, logits + noise, log_prob, (share * normal).sum(-1), self.scale.expand_as(logits)
+
+
+def halves_of(model, size, now):
+    probes = [[torch.randn(*size, 4)] for _ in range(3)]
+    replay = Captured([model], model, probes)
+    assert replay.bind()
+    return replay, replay.halves(now)
+
+
+@pytest.mark.parametrize("size", [(), (1,), (8,)], ids=str)
+def test_both_halves_make_what_the_whole_makes(size):
+    torch.manual_seed(0)
+    model = Samples()
+    _, halves = halves_of(model, size, [0])
+    assert halves is not None
+    assert halves.now == (0,)
+    inputs = [torch.randn(*size, 4) for _ in range(101)]
+    torch.manual_seed(5)
+    with torch.no_grad():
+        wanted = [model(x) for x in inputs]
+    torch.manual_seed(5)
+    with torch.no_grad():
+        rows = [halves.run(x) for x in inputs]
+        columns, same = halves.finish(rows, check=True)
+    assert same
+    for t, whole in enumerate(wanted):
+        assert torch.equal(whole[0], torch.from_numpy(rows[t][0]))
+        for column, at, moves in zip(columns, halves.rest, halves.moves):
+            assert torch.equal(whole[at], column[t] if moves else column), at
+
+
+def test_what_is_made_at_once_is_only_what_was_asked_for():
+    _, halves = halves_of(Samples(), (), [0])
+    asked = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            asked.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Watch():
+        halves.run(torch.randn(4))
+    assert "gather" not in asked
+    assert "multinomial" not in asked
+    assert "linear" not in asked  # one row: addmv
+    assert "argmax" in asked
+
+
+def test_probabilities_that_multinomial_refuses_are_found_at_the_end():
+    model = Samples()
+    _, halves = halves_of(model, (2,), [0])
+    inputs = [torch.randn(2, 4) for _ in range(5)]
+    inputs[3][1] = torch.nan
+    with torch.no_grad():
+        columns, _ = halves.finish([halves.run(x) for x in inputs])
+    (check,) = halves.checks
+    assert (columns[len(halves.rest)] == check.value).tolist() == [True, True, True, False, True]
+
+
+class Softplus(nn.Module):
+    """torch gives other bits for a row alone than for one among many."""
+
+    def forward(self, x):
+        return x * 2, nn.functional.softplus(x) + 1
+
+
+def test_what_torch_computes_otherwise_for_columns_is_made_at_each_step():
+    _, halves = halves_of(Softplus(), (3,), [0])
+    x = torch.randn(3, 4)
+    _, kept = halves.run(x)[0], halves.run(x)[1:]
+    assert any(torch.equal(k, nn.functional.softplus(x)) for k in kept)
