@@ -15,7 +15,7 @@ import torch
 
 from reap.errors import UsageError, WorkerDied
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, healthy, pids, within
+from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, freeze, healthy, pids, within
 
 pytestmark = pytest.mark.timeout(120)
 LENGTHS = (3, 1, 5)
@@ -233,7 +233,7 @@ def test_a_frozen_reader_does_not_freeze_us():
     policy = torch.nn.Sequential(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 1))
     c = collect(KINDS[0], [healthy(0), healthy(1)], policy, timeout=1.0)
     state = c.state_dict()
-    os.kill(pids(c)[1], signal.SIGSTOP)
+    freeze(pids(c)[1])
     with within(1 + SOON), pytest.raises(WorkerSilent, match="worker 1"):
         c.load_state_dict(state)
     assert c.closed

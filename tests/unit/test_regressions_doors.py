@@ -18,6 +18,7 @@ from reap.envs import GymEnv, ParallelEnv, SerialEnv, TorchCartPole, TorchEnv
 from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, no_leaks
 from reap.weight_update import MultiProcessWeightSyncScheme, NoWeightSyncScheme, SharedMemWeightSyncScheme
+from tests.faults.worlds import freeze
 
 
 def run(code: str, *more: str, **options) -> str:
@@ -244,7 +245,7 @@ def test_a_stack_that_was_told_before_is_no_answer():
         assert until_ready([child.line.fileno()], within=60)
         for _ in range(2):
             assert child.ask_stack().count("in waits") == 1
-        child.signal(signal.SIGSTOP)
+        freeze(child.pid)
         assert child.ask_stack(0.2) == ""
     finally:
         child.signal(signal.SIGKILL)
