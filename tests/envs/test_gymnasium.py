@@ -92,7 +92,7 @@ def run(observation_space=BOX, action_space=BOX, policy=None, steps=6, **kwargs)
             },
         ),
     ],
-    ids=str,
+    ids=lambda given: None if isinstance(given, dict) else str(given),
 )
 def test_observation_spaces(space, categorical, columns):
     env, batch = run(space, categorical_action_encoding=categorical)
