@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -358,7 +356,7 @@ def test_an_error_is_raised_at_the_end_of_the_block_unless_there_is_another():
                 raise KeyError
 
 
-def test_a_program_may_end_while_it_runs():
+def test_a_program_may_end_while_it_runs(programs):
     code = """
 from reap.collectors import Collector, MultiSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
@@ -371,7 +369,7 @@ for collector, buffer in zip((one, two), buffers):
     buffer.sample()
 print("over")
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=110, capture_output=True, text=True)
+    done = programs.run(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import subprocess
 import sys
 import threading
 
@@ -515,8 +514,8 @@ print("ends")
 
 
 @pytest.mark.parametrize("how", ["told", "dropped", "forgotten"])
-def test_a_thread_that_waits_for_rows_ends_with_the_program(how):
-    done = subprocess.run([sys.executable, "-c", STARVING, how], capture_output=True, text=True, timeout=45)
+def test_a_thread_that_waits_for_rows_ends_with_the_program(how, programs):
+    done = programs.run(STARVING, how, timeout=45)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
 
 

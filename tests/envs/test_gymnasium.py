@@ -427,3 +427,12 @@ def test_atari():
     assert batch["pixels"].dtype is torch.uint8
     assert torch.equal(batch["next", "pixels"][:, :-1], batch["pixels"][:, 1:])
     assert batch["action"].shape == (2, 20, 6)
+
+
+def test_async_vector_env_without_shared_memory():
+    from gymnasium.vector import AsyncVectorEnv
+
+    env = AsyncVectorEnv([CountingEnv], shared_memory=False)
+    with pytest.raises(UsageError, match="shared_memory=True or another autoreset_mode"):
+        Collector(env, frames_per_batch=3)
+    env.close()

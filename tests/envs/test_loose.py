@@ -640,3 +640,10 @@ def test_by_hand(kind):
 @pytest.mark.parametrize("kind", [TextEnv, StoryEnv, ScribblingEnv, ThingEnv])
 def test_check_env_lets_them_pass(kind):
     assert not [remark for remark in check_env(lambda: kind((4,))) if "changes the observation" not in remark]
+
+
+def test_envs_of_others():
+    with pytest.raises(TypeError, match="create_env_kwargs must be a mapping"):
+        Collector(CountingEnv, frames_per_batch=3, create_env_kwargs=[1])
+    with pytest.raises(UsageError, match="has lanes of its own already"):
+        SerialEnv(2, lambda: CountingVector([(3,)], AutoresetMode.SAME_STEP))

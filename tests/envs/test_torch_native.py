@@ -127,3 +127,21 @@ def test_what_is_refused():
     with pytest.raises(UsageError, match="steps all its lanes at once"):
         c = Collector(TorchEnv(CountingTorch([(1,), (5,)])), EchoPolicy(), frames_per_batch=8, reset_when_done=False)
         c.next()
+
+
+def test_torch_env_with_an_offset_and_a_state():
+    class Offset(CountingTorch):
+        single_observation_space = gym.spaces.Dict(state=CountingEnv.observation_space)
+        single_action_space = gym.spaces.Discrete(3, start=5)
+
+        def look(self):
+            return {"state": super().look()}
+
+        def step(self, action):
+            self.got = action
+            return super().step(action.unsqueeze(1).float())
+
+    inner = Offset([(4,), (4,)])
+    batch = Collector(TorchEnv(inner), lambda observation: torch.tensor([0, 2]), frames_per_batch=4).next()
+    assert inner.got.tolist() == [5, 7]
+    assert batch["observation"].shape == (2, 2, 3)

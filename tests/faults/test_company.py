@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -124,7 +123,7 @@ def test_an_env_with_a_program_of_its_own(how, end, tmp_path):
         del c
 
 
-def test_a_worker_that_prints_a_lot():
+def test_a_worker_that_prints_a_lot(programs):
     code = """
 import os, sys
 from reap.collectors import MultiAsyncCollector
@@ -137,7 +136,7 @@ with MultiAsyncCollector([lambda: Loud((3,), 0)] * 2, EchoPolicy(), frames_per_b
     for _ in range(5): c.next()
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    done = programs.run(code, timeout=110)
     assert done.returncode == 0
     assert done.stdout.rstrip().endswith("fine")
     assert len(done.stdout) > 2e5

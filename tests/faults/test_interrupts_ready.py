@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -55,9 +52,9 @@ print("hits", hits)
         'env_backend="multiprocessing", worker_threads=True, envs_per_worker=2',
     ],
 )
-def test_ctrl_c_at_any_moment(options):
+def test_ctrl_c_at_any_moment(options, programs):
     code = SCRIPT.replace("{options}", options)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    done = programs.run(code, timeout=110)
     assert done.returncode == 0, done.stderr
     said, hits = done.stdout.split()
     assert said == "hits"

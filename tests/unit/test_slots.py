@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import deque
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -206,3 +207,17 @@ def test_memory_is_two_batches():
 @pytest.mark.parametrize("batched", [True, False])
 def test_batch_size(batched):
     assert layout(5, 1, batched).batch_size == ((1, 5) if batched else (5,))
+
+
+def test_keeping_one_column_keeps_no_other():
+    class Image(CountingEnv):
+        observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+
+        def _observation(self):
+            return np.zeros((64, 64, 3), np.uint8)
+
+    c = Collector(Image(), frames_per_batch=50)
+    kept = [c.next()["next", "reward"] for _ in range(6)]
+    assert all(r.untyped_storage().nbytes() == 200 for r in kept)
+    weights = [r.numpy().base for r in kept[2:]]  # copied out of the reserve: nothing of the images hangs on them
+    assert all(w is None or getattr(w, "nbytes", 0) <= 200 for w in weights)
