@@ -31,7 +31,7 @@ test: $(VENV)/.with-test
 	$(BIN)/python -m pytest -m "not slow and not cuda" -n 4
 
 test-all: $(VENV)/.with-test
-	$(BIN)/python -m pytest --timeout=1800
+	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff check .

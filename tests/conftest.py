@@ -2,20 +2,49 @@ from __future__ import annotations
 
 import gc
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from reap.testing import no_leaks
 from tests.programs import Programs
+
+HERE = Path(__file__).parent
 
 torch.set_num_threads(1)
 # Started in the background by a shell, we would ignore Ctrl-C, and so would every program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same examples each time, unless one is looking for new ones: `make test` is red for a reason, never by luck.
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("new", deadline=None)
+settings.load_profile("same")
+
+# Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
+LONGEST = (
+    "interop/test_parity_multi.py",
+    "backends/test_ray.py",
+    "faults/test_parent.py",
+    "test_docs.py",
+    "interop/test_compat.py",
+    "interop/test_scripts.py",
+    "examples/test_examples.py",
+    "faults/test_launchers.py",
+    "faults/test_company.py",
+    "backends/test_multi.py",
+    "backends/test_shared_objects.py",
+    "faults/test_programs.py",
+    "faults/test_far.py",
+    "faults/test_deaths.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {str(HERE / file): place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(str(item.path), len(LONGEST)))
     unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if unstable:
         # Processes that share the tests out agree on them by name: an address is another one in each.
