@@ -72,7 +72,7 @@ def programs():
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(request: pytest.FixtureRequest):
-    """Whatever a test starts or opens has ended when it has; fixtures of a wider scope are older than this one."""
-    allowed = request.node.get_closest_marker("keeps")
-    with no_leaks(sockets=allowed is None or "sockets" not in allowed.args):
+    """Whatever reap starts or opens in a test has ended with it; fixtures of a wider scope are older than this one."""
+    with no_leaks(libraries=False):
         yield
+        request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on

@@ -29,8 +29,6 @@ from reap.data import (
 )
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def frames(ids, steps, done=None, *, pixels=False):
     ids, steps = torch.as_tensor(ids), torch.as_tensor(steps)
@@ -515,7 +513,7 @@ print("ends")
 
 @pytest.mark.parametrize("how", ["told", "dropped", "forgotten"])
 def test_a_thread_that_waits_for_rows_ends_with_the_program(how, programs):
-    done = programs.run(STARVING, how, timeout=45)
+    done = programs.run(STARVING, how)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reap.buffers.memory import Memory
 from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
 from tests.buffers.lines import hear, tell
-
-pytestmark = pytest.mark.timeout(30)
 
 
 class Model:

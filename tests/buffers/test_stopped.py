@@ -23,8 +23,6 @@ from tests.buffers.test_processes import half_a_row, start, stop
 from tests.buffers.test_replay import frames, line
 from tests.faults.worlds import freeze, wait_until_stopped, within
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():
     buffer = ReplayBuffer(storage=LazyTensorStorage(40), batch_size=8)

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from reap.buffers import tree as module
 from reap.buffers.tree import SumTree
 
-pytestmark = pytest.mark.timeout(30)
-
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 300), st.sampled_from([8, 16, 4096]), st.integers(0, 2**31), st.integers(0, 6))

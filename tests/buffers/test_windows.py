@@ -28,8 +28,6 @@ from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.lines import hear, tell
 from tests.buffers.test_processes import episodes, half_a_row, start, stop
 
-pytestmark = pytest.mark.timeout(60)
-
 SAMPLERS = {
     "random": lambda capacity: RandomSampler(),
     "prioritized": lambda capacity: PrioritizedSampler(capacity, 0.7, 0.5),

@@ -16,7 +16,6 @@ from reap.errors import UsageError, WorkerDied
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, freeze, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
 LENGTHS = (3, 1, 5)
 
 

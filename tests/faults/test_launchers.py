@@ -36,8 +36,6 @@ from tests.faults.worlds import (
     within,
 )
 
-pytestmark = pytest.mark.timeout(110)
-
 
 @pytest.fixture(scope="module")
 def secret(tmp_path_factory):

@@ -13,8 +13,6 @@ import pytest
 
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
 import sys, time, os
 from reap.collectors import MultiSyncCollector, MultiAsyncCollector

@@ -16,7 +16,6 @@ from reap.errors import WorkerSilent
 from reap.testing import CountingEnv
 from tests.faults.worlds import KINDS, collect, faulty, healthy, within
 
-pytestmark = pytest.mark.timeout(120)
 TIMEOUT = 1.0
 PROMISED = 2.0  # seconds after the timeout by which the error is there, and everything closed
 ROOM = 1.0  # for a busy machine

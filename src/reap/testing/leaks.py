@@ -14,37 +14,44 @@ from pathlib import Path
 from reap.children import kept_seedbed, wait_for_ends
 from reap.fork_server import is_resource_tracker
 
+# Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a
+# stranger's shared memory may be seen a moment before he maps it, or for a while after he was killed.
+PATIENCE = 5.0
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @contextlib.contextmanager
-def no_leaks(*, sockets: bool = True) -> Iterator[None]:
+def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
     """Fails with the names of threads, processes, file descriptors or shared-memory files left behind.
 
     >>> with no_leaks():
     ...     Collector("CartPole-v1", frames_per_batch=10).shutdown()
 
     `sockets`: False leaves them out. Ray, in this process, opens and closes its own when it likes.
+    `libraries`: False leaves out what torch, `multiprocessing` and others may keep from their first use on for as long
+    as the program runs: threads and descriptors that are not reap's, and shared memory, of which nobody is the owner.
     """
     before = _everything()
     yield
-    left = _new(before, sockets)
+    left = _new(before, sockets, libraries)
     if left:  # collecting garbage is slow in a large program: only where it could make a difference
         gc.collect()
         wait_for_ends()
-        left = _new(before, sockets)
-    # A process or a thread may be seen a moment after its end was told. And a stranger's shared memory may be seen a
-    # moment before he maps it.
-    until = time.monotonic() + 1.0
+        left = _new(before, sockets, libraries)
+    until = time.monotonic() + PATIENCE
     while left and time.monotonic() < until:
         time.sleep(0.01)
-        left = _new(before, sockets)
+        left = _new(before, sockets, libraries)
     assert not left, "left behind: " + "; ".join(f"{what}: {', '.join(names)}" for what, names in left.items())
 
 
-def _new(before: dict[str, set[str]], sockets: bool) -> dict[str, list[str]]:
+def _new(before: dict[str, set[str]], sockets: bool, libraries: bool) -> dict[str, list[str]]:
     """What is there now and was not then, by kind."""
     new = {what: names - before[what] for what, names in _everything().items()}
+    if not libraries:
+        new["threads"] = {name for name in new["threads"] if name.startswith("reap")}
+        new["descriptors"] = {name for name in new["descriptors"] if "memfd:reap" in name}
+        new["shared memory"] = set()
     if new["shared memory"]:
         new["shared memory"] -= _mapped_by_strangers()
     if not sockets:
