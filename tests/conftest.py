@@ -12,6 +12,7 @@ from reap.testing import no_leaks
 from tests.programs import Programs
 
 HERE = Path(__file__).parent
+FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
 
 torch.set_num_threads(1)
 # Started in the background by a shell, we would ignore Ctrl-C, and so would every program that a test starts.
@@ -20,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The same examples each time, unless one is looking for new ones: `make test` is red for a reason, never by luck.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
-settings.register_profile("new", deadline=None)
+settings.register_profile("new", max_examples=1000, deadline=None)
 settings.load_profile("same")
 
 # Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
@@ -70,9 +71,18 @@ def programs():
     made.close()
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = (yield).get_result()
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind(request: pytest.FixtureRequest):
     """Whatever reap starts or opens in a test has ended with it; fixtures of a wider scope are older than this one."""
-    with no_leaks(libraries=False):
-        yield
-        request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on
+    guard = no_leaks(libraries=False)
+    guard.__enter__()
+    yield
+    request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on
+    if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_a_thread") is None:
+        guard.__exit__(None, None, None)

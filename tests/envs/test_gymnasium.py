@@ -432,7 +432,7 @@ def test_atari():
 def test_async_vector_env_without_shared_memory():
     from gymnasium.vector import AsyncVectorEnv
 
-    env = AsyncVectorEnv([CountingEnv], shared_memory=False)
+    env = AsyncVectorEnv([CountingEnv], shared_memory=False, context="fork")
     with pytest.raises(UsageError, match="shared_memory=True or another autoreset_mode"):
         Collector(env, frames_per_batch=3)
     env.close()

@@ -33,15 +33,11 @@ def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
     """
     before = _everything()
     yield
-    left = _new(before, sockets, libraries)
-    if left:  # collecting garbage is slow in a large program: only where it could make a difference
-        gc.collect()
-        wait_for_ends()
-        left = _new(before, sockets, libraries)
     until = time.monotonic() + PATIENCE
-    while left and time.monotonic() < until:
+    while (left := _new(before, sockets, libraries)) and time.monotonic() < until:
+        gc.collect()  # slow in a large program: only where it could make a difference; what ends may leave more
+        wait_for_ends()
         time.sleep(0.01)
-        left = _new(before, sockets, libraries)
     assert not left, "left behind: " + "; ".join(f"{what}: {', '.join(names)}" for what, names in left.items())
 
 
