@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import multiprocessing.process
 import subprocess
+import sys
 
 import pytest
 
 from reap.children import Child
-
-STARTS = [(Child, "__init__"), (multiprocessing.process.BaseProcess, "start"), (subprocess.Popen, "__init__")]
 
 
 @pytest.fixture(autouse=True)
@@ -17,5 +16,13 @@ def _no_process_starts(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError(f"{request.node.nodeid} starts a process: it belongs elsewhere")
 
-    for owner, name in STARTS:
-        monkeypatch.setattr(owner, name, refuse)
+    start = subprocess.Popen.__init__
+
+    def popen(self: object, args: object, *more: object, **options: object) -> None:
+        if isinstance(args, list) and args[0] == sys.executable:
+            refuse()
+        start(self, args, *more, **options)  # of libraries, which ask for compilers and the like
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", popen)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(Child, "__init__", refuse)
