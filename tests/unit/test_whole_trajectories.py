@@ -39,7 +39,7 @@ patterns = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_siz
 
 
 @given(lengths=patterns, steps=st.integers(1, 7), wanted=st.integers(1, 5))
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_padded_and_cat_hold_the_same_whole_episodes(lengths, steps, wanted):
     size, total = steps * len(lengths), 12 * steps * len(lengths)
     expected = episodes(lengths, 12 * steps)
