@@ -49,7 +49,7 @@ print("hits", hits)
     [
         'env_backend="threading"',
         'env_backend="multiprocessing"',
-        'env_backend="multiprocessing", worker_threads=True, envs_per_worker=2',
+        pytest.param('env_backend="multiprocessing", worker_threads=True, envs_per_worker=2', marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_at_any_moment(options, programs):
