@@ -26,11 +26,12 @@ $(VENV)/.with-%: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.with-demo
 	$(BIN)/python examples/ppo_cartpole.py
 
+# Many tests wait for processes more than they compute: more of them at once than there are cores.
 test: $(VENV)/.with-test
-	$(BIN)/python -m pytest -m "not slow and not cuda"
+	$(BIN)/python -m pytest -m "not slow and not cuda" -n 4
 
 test-all: $(VENV)/.with-test
-	$(BIN)/python -m pytest --timeout=1800
+	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
 
 check: $(VENV)/.with-dev
 	$(BIN)/ruff check .

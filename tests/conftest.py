@@ -1,19 +1,88 @@
 from __future__ import annotations
 
+import gc
 import signal
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+from reap.testing import no_leaks
+from tests.programs import Programs
+
+HERE = Path(__file__).parent
+FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
 
 torch.set_num_threads(1)
 # Started in the background by a shell, we would ignore Ctrl-C, and so would every program that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The same examples each time, unless one is looking for new ones: `make test` is red for a reason, never by luck.
+settings.register_profile("same", max_examples=50, derandomize=True, database=None, deadline=None)
+settings.register_profile("new", max_examples=1000, deadline=None)
+settings.load_profile("same")
+
+# Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
+LONGEST = (
+    "interop/test_parity_multi.py",
+    "backends/test_ray.py",
+    "faults/test_parent.py",
+    "test_docs.py",
+    "interop/test_compat.py",
+    "interop/test_scripts.py",
+    "examples/test_examples.py",
+    "faults/test_launchers.py",
+    "faults/test_company.py",
+    "backends/test_multi.py",
+    "backends/test_shared_objects.py",
+    "faults/test_programs.py",
+    "faults/test_far.py",
+    "faults/test_deaths.py",
+)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {str(HERE / file): place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(str(item.path), len(LONGEST)))
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        # Processes that share the tests out agree on them by name: an address is another one in each.
+        raise pytest.UsageError(f"the names of these tests hold addresses of objects, give them ids: {unstable}")
     if torch.cuda.is_available():
         return
     for item in items:
         if "cuda" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: garbage is looked for among the rest, many times as fast."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Runs programs of their own; see tests/programs.py."""
+    made = Programs()
+    yield made
+    made.close()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = (yield).get_result()
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(request: pytest.FixtureRequest):
+    """Whatever reap starts or opens in a test has ended with it; fixtures of a wider scope are older than this one."""
+    guard = no_leaks(libraries=False)
+    guard.__enter__()
+    yield
+    request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on
+    if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_a_thread") is None:
+        guard.__exit__(None, None, None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +21,10 @@ def blocks(path: Path) -> list[str]:
     [(p, i) for p in PAGES for i, code in enumerate(blocks(p)) if "..." not in code],
     ids=lambda v: v.name if isinstance(v, Path) else str(v),
 )
-def test_python_blocks_run(path, index):
+def test_python_blocks_run(path, index, programs):
     code = "import warnings; warnings.simplefilter('error', UserWarning)\n" + blocks(path)[index]
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, capture_output=True, cwd=ROOT)
+    done = programs.run(code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_option_table_is_the_docstring():

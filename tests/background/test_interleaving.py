@@ -17,8 +17,6 @@ from reap.testing import EchoPolicy
 from tests.background.worlds import IN_STEP, LENGTHS, MIX, buffer, check_rows, make
 from tests.faults.worlds import pids
 
-pytestmark = pytest.mark.timeout(120)
-
 verbs = st.lists(
     st.sampled_from(
         ["grow", "grow", "sample", "sample", "slices", "windows", "pause", "resume", "weights", "seed", "stats", "rows"]

@@ -14,8 +14,6 @@ from reap.errors import UsageError, WorkerError, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.background.worlds import IN_STEP, KINDS, buffer, check_rows, check_streams, lanes, make
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

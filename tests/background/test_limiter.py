@@ -17,8 +17,6 @@ from tests.background.worlds import KINDS, buffer, check_rows, make
 from tests.buffers.test_replay import line
 from tests.faults.worlds import BOUND, within
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ratio", [0.5, 4])

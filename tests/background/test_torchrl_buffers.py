@@ -24,7 +24,7 @@ from reap.testing import CountingEnv, no_leaks
 from tests.background.worlds import IN_STEP, KINDS, EchoPolicy, check_rows, check_streams, lanes, make
 from tests.faults.worlds import BOUND, within
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("kind", IN_STEP)

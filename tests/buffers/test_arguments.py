@@ -28,7 +28,6 @@ from reap.errors import ReapError
 from reap.testing import no_leaks
 from tests.buffers.test_replay import line
 
-pytestmark = pytest.mark.timeout(60)
 nan, inf = float("nan"), float("inf")
 
 NUMBERS = [

@@ -28,7 +28,6 @@ from reap.errors import CorruptState, SpecMismatch, UsageError, WrongArgument
 from tests.buffers.test_full_disk import on_a_small_disk
 from tests.buffers.test_replay import frames, line
 
-pytestmark = pytest.mark.timeout(60)
 SIZE = 12
 SAMPLERS = {
     "slices": lambda: SliceSampler(slice_len=2),

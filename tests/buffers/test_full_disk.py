@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(60)
-
 BEGIN = """
 import os, sys, torch
 from tensordict import TensorDict
@@ -53,7 +51,7 @@ def on_a_small_disk(program, directory, *, megabytes=1, at=None):
     at = at or directory
     mount = f'mount -t tmpfs -o size={megabytes}m none "{at}" && exec "$0" -c "$1" "$2"'
     command = ["unshare", "-m", "sh", "-c", mount, sys.executable, BEGIN + program, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout.strip()) == (0, "ends"), (done.returncode, done.stdout, done.stderr)
 
 

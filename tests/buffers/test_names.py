@@ -22,8 +22,6 @@ from reap.envs import AsyncEnvPool
 from reap.errors import SpecMismatch
 from tests.buffers.test_replay import line
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Named(gym.Env):
     """Its second observation has the name that is asked for; it counts up from 7, in episodes of 5 steps."""

@@ -12,7 +12,6 @@ from tensordict import TensorDict
 import reap.data as ours
 
 theirs = pytest.importorskip("torchrl.data")
-pytestmark = pytest.mark.timeout(60)
 
 
 def world(lengths):

@@ -16,8 +16,6 @@ from reap.testing import no_leaks
 from tests.buffers.lines import hear, tell
 from tests.buffers.test_replay import check_row, frames, line
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def writer(description, number, work):
     """Bytes of a child that opens the buffer, says so, writes, and says so."""

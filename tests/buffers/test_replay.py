@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import subprocess
 import sys
 import threading
 
@@ -29,8 +28,7 @@ from reap.data import (
     TensorDictReplayBuffer,
 )
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
-
-pytestmark = pytest.mark.timeout(60)
+from tests import examples
 
 
 def frames(ids, steps, done=None, *, pixels=False):
@@ -123,7 +121,7 @@ def test_bare_tensors():
     assert buffer[0] == 10
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.integers(4, 40), st.booleans(), st.booleans())
 def test_slices_never_cross(data, capacity, with_ids, flat):
     """Several writers with several lanes each, in any order; episodes of any length; the ring wraps."""
@@ -515,8 +513,8 @@ print("ends")
 
 
 @pytest.mark.parametrize("how", ["told", "dropped", "forgotten"])
-def test_a_thread_that_waits_for_rows_ends_with_the_program(how):
-    done = subprocess.run([sys.executable, "-c", STARVING, how], capture_output=True, text=True, timeout=45)
+def test_a_thread_that_waits_for_rows_ends_with_the_program(how, programs):
+    done = programs.run(STARVING, how)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "ends", "")
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reap.buffers.memory import Memory
 from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
+from tests import examples
 from tests.buffers.lines import hear, tell
-
-pytestmark = pytest.mark.timeout(30)
 
 
 class Model:
@@ -44,7 +42,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps, st.integers(3, 20))
 def test_against_the_model(steps, capacity):
     memory, model = Memory(capacity), Model(capacity)

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -22,14 +21,7 @@ from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.lines import hear, tell
 from tests.buffers.test_processes import half_a_row, start, stop
 from tests.buffers.test_replay import frames, line
-from tests.faults.worlds import within
-
-pytestmark = pytest.mark.timeout(60)
-
-
-def wait_until_stopped(pid):
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)
+from tests.faults.worlds import freeze, wait_until_stopped, within
 
 
 def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():
@@ -40,7 +32,7 @@ def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():
     try:
         tell(children[0], "go")
         assert hear(children[0]) == "writing"
-        os.kill(children[0].pid, signal.SIGSTOP)
+        freeze(children[0].pid)
         with within(2.3), pytest.raises(WorkerSilent) as caught:
             for t in range(40):
                 buffer.extend(line(2, 10 + 2 * t))

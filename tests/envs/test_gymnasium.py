@@ -92,7 +92,7 @@ def run(observation_space=BOX, action_space=BOX, policy=None, steps=6, **kwargs)
             },
         ),
     ],
-    ids=str,
+    ids=lambda given: None if isinstance(given, dict) else str(given),
 )
 def test_observation_spaces(space, categorical, columns):
     env, batch = run(space, categorical_action_encoding=categorical)
@@ -427,3 +427,12 @@ def test_atari():
     assert batch["pixels"].dtype is torch.uint8
     assert torch.equal(batch["next", "pixels"][:, :-1], batch["pixels"][:, 1:])
     assert batch["action"].shape == (2, 20, 6)
+
+
+def test_async_vector_env_without_shared_memory():
+    from gymnasium.vector import AsyncVectorEnv
+
+    env = AsyncVectorEnv([CountingEnv], shared_memory=False, context="fork")
+    with pytest.raises(UsageError, match="shared_memory=True or another autoreset_mode"):
+        Collector(env, frames_per_batch=3)
+    env.close()

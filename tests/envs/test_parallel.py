@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
-from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, backend_checks, no_leaks
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, backend_checks, no_leaks
+from tests import examples
 
 
 def makers(lengths):
@@ -35,7 +36,7 @@ def parallel(create_env_fn, policy=None, **options):
     compact=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_the_predictable_world(lengths, steps, limit, compact, data):
     from reap.trajectories import with_next
 
@@ -251,3 +252,52 @@ def test_ready_lanes_report_faults():
         del c, env
     with pytest.raises(UsageError, match="ready must lie between 1 and 1"):
         ParallelEnv(2, makers([(2,), (3,)]), ready=2)
+
+
+@pytest.mark.parametrize(
+    ("space", "value"),
+    [(gym.spaces.Text(5), "a"), (gym.spaces.Sequence(gym.spaces.Box(0, 1, (2,))), ())],
+    ids=["text", "ragged"],
+)
+def test_lanes_in_processes_name_the_column_they_cannot_share(space, value):
+    class Says(gym.Env):
+        observation_space = gym.spaces.Dict(word=space)
+        action_space = gym.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return {"word": value}, {}
+
+        def step(self, action):
+            return {"word": value}, 1.0, False, False, {}
+
+    with (
+        no_leaks(),
+        pytest.raises(UsageError, match="'word' has no fixed shape .* SerialEnv, or .*MultiSyncCollector"),
+    ):
+        ParallelEnv(2, Says)
+    assert Collector(SerialEnv(2, Says), frames_per_batch=4).next().batch_size == (2, 2)
+
+
+@pytest.mark.parametrize("ready", [None, 1])
+def test_a_hang_is_told_when_the_time_is_up(ready):
+    def make():
+        return FaultyEnv(CountingEnv((99,)), at=3, fault="hang")
+
+    with no_leaks():
+        collector = Collector(ParallelEnv(2, make, timeout=0.5, ready=ready), EchoPolicy(), frames_per_batch=40)
+        began = time.monotonic()
+        with pytest.raises(WorkerSilent, match="sent nothing for 0.5 s"):
+            collector.next()
+        del collector
+        assert time.monotonic() - began < 2.0  # the goodbye a stuck process does not hear would take two seconds more
+
+
+def test_shared_slots_are_blocks_that_can_be_pinned():
+    """What a GPU would be told of: whole pages of shared memory that hold every column."""
+    env = ParallelEnv(2, [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(2)])
+    with Collector(env, EchoPolicy(), frames_per_batch=8) as c:
+        slot = c._inline.worker.pool.acquire()
+        assert slot.block.nbytes == slot.layout.nbytes
+        assert slot.block.ctypes.data % 4096 == 0
+        assert all(np.shares_memory(slot.block, array) for array in slot.arrays.values())
+        c._inline.worker.pool.release(slot)

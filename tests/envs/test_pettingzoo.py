@@ -6,13 +6,16 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from benchmarks.workloads import Crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
+from torch import nn
 
 from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from tests import examples
 
 KEY = ("agents", "observation")
 
@@ -117,7 +120,7 @@ stays = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(
 
 
 @given(plan=st.lists(stays, min_size=1, max_size=4), steps=st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_coming_and_going(plan, steps):
     # somebody must be there at every step, or the day would be over early
     last = max(b for stay in plan for _, b in stay)
@@ -235,3 +238,42 @@ def test_a_real_one(mode, kind):
         assert batch["action"].shape == (2, 20, 3)
         assert batch["next", "reward"].sum(0).abs().max() == 0
         assert batch["next", "truncated"].sum() >= 4
+
+
+def test_memory_of_agents_as_lanes():
+    class Stays(nn.Module):
+        carry = {"seen": torch.zeros(1)}
+
+        def forward(self, observation, seen):
+            return observation[..., :1], seen + 1
+
+    c = Collector(PettingZooEnv(Town(PLAN), mode="lanes"), Stays(), frames_per_batch=40)
+    batch = torch.cat([c.next() for _ in range(2)], 1)
+    mask = batch["collector", "mask"]
+    for lane in range(4):
+        count = 0
+        for t in range(20):
+            if mask[lane, t]:
+                assert batch["seen"][lane, t, 0] == count
+                count = 0 if batch["next", "done"][lane, t] else count + 1
+
+
+def test_agents_are_truncated_by_a_limit():
+    c = Collector(PettingZooEnv(Crowd(4, day=50)), None, frames_per_batch=9, max_frames_per_traj=3)
+    batch = c.next()
+    cut = torch.tensor([False, False, True] * 3)
+    for flag in ("truncated", "done"):
+        assert torch.equal(batch["next", "agents", flag][..., 0], cut[:, None].expand(9, 4))
+    assert not batch["next", "agents", "terminated"].any()
+
+
+@pytest.mark.parametrize("mode", ["group", "lanes"])
+def test_an_agent_does_not_leave_in_silence(mode):
+    class Silent(Crowd):
+        def step(self, actions):
+            seen, earned, over, cut, info = super().step(actions)
+            return seen, earned, dict.fromkeys(over, False), cut, info
+
+    c = Collector(PettingZooEnv(Silent(4, day=5), mode=mode), None, frames_per_batch=40)
+    with pytest.raises(SpecMismatch, match="agent 'agent_3' has left env.agents, but"):
+        c.next()

@@ -13,6 +13,7 @@ from reap.collectors import Collector
 from reap.envs import SerialEnv, TorchEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from tests import examples
 
 
 class CountingTorch:
@@ -45,7 +46,7 @@ class CountingTorch:
     steps=st.integers(1, 6),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_predictable_world(lengths, steps, limit):
     env = TorchEnv(CountingTorch(lengths))
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)
@@ -127,3 +128,21 @@ def test_what_is_refused():
     with pytest.raises(UsageError, match="steps all its lanes at once"):
         c = Collector(TorchEnv(CountingTorch([(1,), (5,)])), EchoPolicy(), frames_per_batch=8, reset_when_done=False)
         c.next()
+
+
+def test_torch_env_with_an_offset_and_a_state():
+    class Offset(CountingTorch):
+        single_observation_space = gym.spaces.Dict(state=CountingEnv.observation_space)
+        single_action_space = gym.spaces.Discrete(3, start=5)
+
+        def look(self):
+            return {"state": super().look()}
+
+        def step(self, action):
+            self.got = action
+            return super().step(action.unsqueeze(1).float())
+
+    inner = Offset([(4,), (4,)])
+    batch = Collector(TorchEnv(inner), lambda observation: torch.tensor([0, 2]), frames_per_batch=4).next()
+    assert inner.got.tolist() == [5, 7]
+    assert batch["observation"].shape == (2, 2, 3)

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -15,9 +14,8 @@ import torch
 
 from reap.errors import UsageError, WorkerDied
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, healthy, pids, within
+from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, freeze, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
 LENGTHS = (3, 1, 5)
 
 
@@ -124,7 +122,7 @@ def test_an_env_with_a_program_of_its_own(how, end, tmp_path):
         del c
 
 
-def test_a_worker_that_prints_a_lot():
+def test_a_worker_that_prints_a_lot(programs):
     code = """
 import os, sys
 from reap.collectors import MultiAsyncCollector
@@ -137,7 +135,7 @@ with MultiAsyncCollector([lambda: Loud((3,), 0)] * 2, EchoPolicy(), frames_per_b
     for _ in range(5): c.next()
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    done = programs.run(code, timeout=110)
     assert done.returncode == 0
     assert done.stdout.rstrip().endswith("fine")
     assert len(done.stdout) > 2e5
@@ -233,7 +231,7 @@ def test_a_frozen_reader_does_not_freeze_us():
     policy = torch.nn.Sequential(torch.nn.Linear(3, 300_000), torch.nn.Linear(300_000, 1))
     c = collect(KINDS[0], [healthy(0), healthy(1)], policy, timeout=1.0)
     state = c.state_dict()
-    os.kill(pids(c)[1], signal.SIGSTOP)
+    freeze(pids(c)[1])
     with within(1 + SOON), pytest.raises(WorkerSilent, match="worker 1"):
         c.load_state_dict(state)
     assert c.closed

@@ -17,8 +17,6 @@ from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, Worke
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
-
 TOLD = {
     "raise": (WorkerRaised, "an injected fault"),
     "exit": (WorkerDied, "exited with code 3"),

@@ -16,8 +16,6 @@ from reap.errors import ReapError
 from reap.modules import InferenceServer, ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def opened():
     return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if is_open(fd)}

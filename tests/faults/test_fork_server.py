@@ -11,8 +11,6 @@ import pytest
 
 from tests.faults.test_parent import environment
 
-pytestmark = pytest.mark.timeout(60)
-
 FULL = """
 import resource
 from reap.children import kept_seedbed
@@ -61,7 +59,7 @@ def unprivileged():
 
 def test_a_fork_that_fails_is_told_and_leaves_other_collectors_alone():
     done = subprocess.run(
-        [*unprivileged(), sys.executable, "-c", FULL], capture_output=True, text=True, env=environment(), timeout=60
+        [*unprivileged(), sys.executable, "-c", FULL], capture_output=True, text=True, env=environment(), timeout=100
     )
     *errors, last = done.stdout.splitlines() or [""]
     assert last == "fine", done.stdout + done.stderr

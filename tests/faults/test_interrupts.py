@@ -15,7 +15,6 @@ from reap.interrupts import Interrupts
 from reap.testing import CountingWorld, assert_same, no_leaks
 from tests.faults.worlds import BOUND, KINDS, all_gone, collect, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
 LENGTHS = [(3, 1, 5)]
 
 

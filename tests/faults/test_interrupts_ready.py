@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 SCRIPT = """
@@ -52,12 +49,12 @@ print("hits", hits)
     [
         'env_backend="threading"',
         'env_backend="multiprocessing"',
-        'env_backend="multiprocessing", worker_threads=True, envs_per_worker=2',
+        pytest.param('env_backend="multiprocessing", worker_threads=True, envs_per_worker=2', marks=pytest.mark.slow),
     ],
 )
-def test_ctrl_c_at_any_moment(options):
+def test_ctrl_c_at_any_moment(options, programs):
     code = SCRIPT.replace("{options}", options)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    done = programs.run(code, timeout=110)
     assert done.returncode == 0, done.stderr
     said, hits = done.stdout.split()
     assert said == "hits"

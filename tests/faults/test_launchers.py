@@ -23,9 +23,18 @@ from reap.collectors.distributed import (
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.join import main as join
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
-from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
-
-pytestmark = pytest.mark.timeout(110)
+from tests.faults.worlds import (
+    BOUND,
+    SOON,
+    all_gone,
+    check_what_is_left_out,
+    collect,
+    faulty,
+    freeze,
+    healthy,
+    pids,
+    within,
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +108,7 @@ def test_one_that_takes_no_weights(options):
         c = collect(DistributedCollector, [healthy(), healthy(1)], policy, timeout=3, **options)
         c.next()
         worker = pids(c)[1]
-        os.kill(worker, signal.SIGSTOP)
+        freeze(worker)
         ctrl_c = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
         with within(SOON), pytest.raises(KeyboardInterrupt):
             ctrl_c.start()
@@ -113,7 +122,7 @@ def test_one_that_takes_no_weights(options):
         for _ in range(12):
             batch = c.next()
         assert torch.equal(batch["action"], 2 * (batch["observation"] * policy.mix).sum(-1, keepdim=True))
-        os.kill(worker, signal.SIGSTOP)
+        freeze(worker)
         with within(2 * BOUND), pytest.raises(WorkerSilent, match=rf"worker 1 \(pid {worker}"):
             while True:
                 c.update_policy_weights_()

@@ -13,8 +13,6 @@ import pytest
 
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, healthy, pids, within
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = """
 import sys, time, os
 from reap.collectors import MultiSyncCollector, MultiAsyncCollector
@@ -64,7 +62,7 @@ def test_no_main_guard(way, start, tmp_path):
     assert all_gone(map(int, lines[0].split()), SOON)
 
 
-def test_notebook():
+def test_notebook(programs):
     """A __main__ without a file, code given cell by cell; functions and classes of earlier cells are found."""
     code = """
 import sys, types
@@ -82,7 +80,7 @@ for cell in [
 ]:
     exec(compile(cell, "<cell>", "exec"), main.__dict__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=110)
+    done = programs.run(code)
     assert done.stdout == "fine\n", done.stderr
 
 
@@ -141,7 +139,7 @@ def _command(pid):
         return file.read()
 
 
-def test_the_parent_is_left_as_it_was():
+def test_the_parent_is_left_as_it_was(programs):
     code = """
 import multiprocessing, os, random, signal, threading, numpy, torch
 torch.manual_seed(1), numpy.random.seed(2), random.seed(3)
@@ -163,7 +161,8 @@ for kind in (reap.collectors.MultiSyncCollector, reap.collectors.MultiAsyncColle
     c.shutdown()
     assert look() == before
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(), timeout=110)
+    done = programs.run(code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)

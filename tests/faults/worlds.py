@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def pids(collector):
 def alive(pid):
     """Whether there is such a process, zombies not counted."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return state(Path(f"/proc/{pid}")) != "Z"
     return False
 
 
@@ -48,6 +49,21 @@ def all_gone(numbers, within):
     while any(alive(pid) for pid in numbers) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not any(alive(pid) for pid in numbers)
+
+
+def wait_until_stopped(pid):
+    """A signal is only on its way when `kill` returns: until it has come, the process still answers."""
+    while any(state(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(0.001)
+
+
+def state(process):
+    return (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def freeze(pid):
+    os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
 
 
 def cpu_seconds(pid):

@@ -93,7 +93,7 @@ def test_synchronous(name):
         {"reset_at_each_iter": True, "track_policy_version": True},
         {"preemptive_threshold": 0.5, "policy_factory": lambda made=actor("counting"): made},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options) or "usual",
 )
 def test_one_asynchronous_worker(options):
     """With one worker even asynchronous batches have one order only."""
@@ -257,7 +257,7 @@ def wrong(error, what=SYNC, envs=None, policy=None, **options):
     return pytest.param(error, what, envs, policy, options, id=f"{error.__name__} {what} {options or envs}")
 
 
-ONE_ENV = object()  # in place of a list of two
+ONE_ENV = "one env"  # in place of a list of two
 
 
 @pytest.mark.parametrize(

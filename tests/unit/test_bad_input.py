@@ -9,9 +9,10 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap.collectors import Collector
+from reap.collectors import Collector, RandomPolicy
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
 
@@ -321,3 +322,72 @@ def test_garbage_collection_closes_the_env():
     del c
     gc.collect()
     assert env.closed
+
+
+def test_small_things():
+    leaf = Leaf((1,), torch.float32, gym.spaces.Box(0, 0.5, (1,), np.float32))
+    assert Collector(CountingEnv(), RandomPolicy(leaf), frames_per_batch=50).next()["action"].abs().max() <= 0.5
+
+    class Called(TensorDictModule):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs).set("action", torch.full((1,), 7.0))
+
+    assert (
+        Collector(CountingEnv(), Called(EchoPolicy(), ["observation"], ["action"]), frames_per_batch=3).next()["action"]
+        == 7
+    ).all()
+
+    class NoReward(CountingEnv):
+        def step(self, action):
+            return (*super().step(action)[:1], None, False, False, {})
+
+    with pytest.raises(SpecMismatch, match="None as the reward"):
+        Collector(NoReward(), frames_per_batch=2).next()
+
+    class Wraps(CountingEnv):
+        observation_space = gym.spaces.Box(-100, 100, (1,), np.int8)
+
+        def _observation(self):
+            return np.array([300])
+
+    with pytest.raises(SpecMismatch, match="int64"):
+        Collector(Wraps(), frames_per_batch=2)
+
+    class One(CountingEnv):
+        action_space = gym.spaces.Discrete(1, start=4)
+
+        def step(self, action):
+            assert action == 4
+            return super().step(0.0)
+
+    for categorical in (False, True):
+        Collector(GymEnv(One(), categorical_action_encoding=categorical), frames_per_batch=5).next()
+    with pytest.raises(SpecMismatch, match="outside MultiDiscrete"):
+
+        class Many(CountingEnv):
+            action_space = gym.spaces.MultiDiscrete([2, 2])
+
+        Collector(Many(), lambda observation: torch.tensor([0, 2]), frames_per_batch=2).next()
+
+
+def test_more_wrong_things():
+    with pytest.raises(TypeError, match="2\\*\\*63"):
+        Collector(CountingEnv(), frames_per_batch=3).set_seed(2**70)
+    if not torch.cuda.is_available():
+        with pytest.raises(TypeError, match="sees no GPU"):
+            Collector(CountingEnv(), frames_per_batch=3, storing_device="cuda")
+    with pytest.raises(ValueError, match="there are 1"):
+        Collector(CountingEnv(), frames_per_batch=3).reset(0.5)
+
+    class Blind(CountingEnv):
+        observation_space = gym.spaces.Dict()
+
+    with pytest.raises(UsageError, match="is empty"):
+        Collector(Blind(), frames_per_batch=3)
+
+    class Old(CountingEnv):
+        def step(self, action):
+            return super().step(action)[:4]
+
+    with pytest.raises(WorkerRaised, match="what env.step returned cannot be read"):
+        Collector(Old(), EchoPolicy(), frames_per_batch=3).next()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
@@ -12,7 +11,7 @@ from torch import distributions, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector
 from reap.core.buckets import powers
-from reap.envs import GymEnv, ParallelEnv
+from reap.envs import GymEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
 
@@ -130,14 +129,3 @@ def test_what_cannot_be_recorded_says_so():
         Collector(make, None, frames_per_batch=4, cudagraph_policy=True)
     with pytest.raises(UsageError, match="cudagraph_policy needs the policy on a CUDA device, this one is on cpu"):
         AsyncBatchedCollector([make] * 2, EchoPolicy(), frames_per_batch=4, cudagraph_policy=True)
-
-
-def test_shared_slots_are_blocks_that_can_be_pinned():
-    """What a GPU would be told of: whole pages of shared memory that hold every column."""
-    env = ParallelEnv(2, [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(2)])
-    with Collector(env, EchoPolicy(), frames_per_batch=8) as c:
-        slot = c._inline.worker.pool.acquire()
-        assert slot.block.nbytes == slot.layout.nbytes
-        assert slot.block.ctypes.data % 4096 == 0
-        assert all(np.shares_memory(slot.block, array) for array in slot.arrays.values())
-        c._inline.worker.pool.release(slot)

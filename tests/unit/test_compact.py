@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensordict.nn import TensorDictModule, TensorDictSequential
 
 from reap.collectors import Collector
 from reap.envs import SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
+from tests import examples
 
 
 def lanes(lengths):
@@ -27,7 +29,7 @@ def lanes(lengths):
     steps=st.integers(1, 7),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_with_next_is_the_full_batch(lengths, steps, limit):
     c = Collector(
         lanes(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), compact_obs=True, max_frames_per_traj=limit
@@ -84,3 +86,16 @@ def test_what_does_not_go_with_it():
             Collector(lanes([(3,)]), EchoPolicy(), frames_per_batch=6, compact_obs=True, **options)
     with pytest.raises(UsageError, match="with_next needs"):
         with_next(Collector(lanes([(3,)]), EchoPolicy(), frames_per_batch=6).next())
+
+
+def test_compact_refuses_what_it_could_not_rebuild():
+    overwrites = TensorDictSequential(
+        TensorDictModule(lambda o: o + 1, ["observation"], ["observation"]),
+        TensorDictModule(lambda o: o[..., :1], ["observation"], ["action"]),
+    )
+    with pytest.raises(UsageError, match="the policy overwrites"):
+        Collector(CountingEnv(), overwrites, frames_per_batch=4, compact_obs=True)
+    batch = Collector(SerialEnv(2, CountingEnv), EchoPolicy(), frames_per_batch=8, compact_obs=True).next()
+    for bad in (batch.reshape(-1), batch[:, :2]):
+        with pytest.raises(UsageError, match="neither cut nor reshaped|as a compact_obs collector delivers it"):
+            with_next(bad)

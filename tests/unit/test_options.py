@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tensordict.nn import InteractionType, TensorDictModule
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import nn
 
 from reap.collectors import Collector
@@ -19,6 +20,7 @@ from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
+from tests import examples
 
 
 def lanes(lengths=LENGTHS):
@@ -36,7 +38,7 @@ def collector(lengths=LENGTHS, policy=None, **options):
     batches=st.integers(1, 6),
     limit=st.none() | st.integers(1, 5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_pattern_of_episodes(lengths, steps, batches, limit):
     world = CountingWorld(lengths, limit=limit)
     for _, batch in zip(
@@ -96,7 +98,6 @@ def test_max_frames_per_traj_keeps_termination_at_the_limit():
 
 
 def test_max_frames_per_traj_refuses_an_env_that_counts_already():
-    import gymnasium as gym
 
     class Counts(CountingEnv):
         observation_space = gym.spaces.Dict(step_count=CountingEnv.observation_space)
@@ -451,7 +452,7 @@ def test_exploration_type():
         def forward(self, observation):
             return torch.zeros(*observation.shape[:-1], 1), torch.ones(*observation.shape[:-1], 1)
 
-    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
+    from tensordict.nn import ProbabilisticTensorDictSequential
 
     policy = ProbabilisticTensorDictSequential(
         TensorDictModule(Coin(), ["observation"], ["loc", "scale"]),
@@ -482,7 +483,6 @@ def test_set_seed_in_the_middle_starts_new_trajectories():
     c.set_seed(3)
     again = c.next()
     assert again["collector", "traj_ids"][0] > 0
-    import gymnasium as gym
 
     assert np.array_equal(again["observation"][0], gym.make("CartPole-v1").reset(seed=3)[0])
 
@@ -527,7 +527,7 @@ def test_stats():
     steps=st.integers(1, 6),
     batches=st.integers(1, 6),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_returns_and_lengths_are_those_of_the_episodes(lengths, steps, batches):
     c = collector(lengths, frames_per_batch=steps * len(lengths))
     open_, returns, sizes = [0.0] * len(lengths), [], []
@@ -601,3 +601,19 @@ def test_no_warning_in_ordinary_use():
         c = collector(total_frames=24)
         list(c)
         c.shutdown()
+
+
+def test_sizes_as_numpy_and_floats_have_them():
+    c = Collector(CountingEnv(), EchoPolicy(), frames_per_batch=np.int64(4), total_frames=8.0)
+    assert len(list(c)) == 2
+    with pytest.raises(TypeError, match="whole number"):
+        Collector(CountingEnv(), EchoPolicy(), frames_per_batch=4.5)
+
+
+def test_warnings_point_at_the_caller():
+    with pytest.warns(UserWarning, match="total_frames=5") as caught:
+        Collector(CountingEnv(), frames_per_batch=4, total_frames=5)
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning) as caught:
+        Collector(CountingEnv(), frames_per_batch=4, exploration_mode="mode")
+    assert caught[0].filename == __file__

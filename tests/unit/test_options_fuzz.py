@@ -31,9 +31,9 @@ from reap.collectors.options import Options
 from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from reap.envs.process_lanes import ProcessLanes
 from reap.envs.thread_crew import ThreadCrew
-from reap.errors import ReapError, UsageError
+from reap.errors import ReapError
 from reap.modules import InferenceServer
-from reap.testing import CountingEnv, EchoPolicy, no_leaks
+from reap.testing import CountingEnv, EchoPolicy
 
 SETS, SEED = 300, 0
 
@@ -129,19 +129,3 @@ def test_every_refusal_names_the_argument(name):
             wrong.append(f"{told}: names none of them: {str(error)[:160]!r}")
     assert not wrong, f"{len(wrong)} of {SETS}:\n" + "\n".join(wrong)
     assert refused > SETS / 4, "nothing is checked here"
-
-
-HUGE = {
-    "single": lambda frames: Collector(counting, EchoPolicy(), frames_per_batch=frames),
-    "lanes in processes": lambda frames: Collector(ParallelEnv(1, counting), EchoPolicy(), frames_per_batch=frames),
-    "sync": lambda frames: MultiSyncCollector([counting], EchoPolicy(), frames_per_batch=frames),
-    "async": lambda frames: MultiAsyncCollector([counting], EchoPolicy(), frames_per_batch=frames),
-}
-
-
-@pytest.mark.parametrize("kind", HUGE)
-def test_a_batch_for_which_there_is_no_memory(kind, monkeypatch):
-    monkeypatch.undo()  # here they are started
-    for frames in (2**39, 2**41):
-        with no_leaks(), pytest.raises(UsageError, match="frames_per_batch"):
-            HUGE[kind](frames).next()

@@ -385,12 +385,12 @@ def test_a_module_that_returns_something_odd_falls_back():
 
 def test_exploration_type_reaches_opaque_modules_and_no_other_thread():
     seen, others = [], []
-    inside, go_on = threading.Event(), threading.Event()
+    collecting, inside, go_on = threading.Event(), threading.Event(), threading.Event()
 
     class Opaque(Base):
         def forward(self, tensordict):
             seen.append(interaction_type())
-            if len(seen) == 2:
+            if collecting.is_set() and not inside.is_set():
                 inside.set()
                 assert go_on.wait(10)
             return super().forward(tensordict)
@@ -405,6 +405,7 @@ def test_exploration_type_reaches_opaque_modules_and_no_other_thread():
     c = Collector(CountingEnv(), Opaque(), frames_per_batch=3, exploration_type="mode")
     thread = threading.Thread(target=trainer)
     thread.start()
+    collecting.set()
     c.next()
     thread.join()
     assert set(seen) == {InteractionType.MODE}

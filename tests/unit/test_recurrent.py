@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule, TensorDictSequential
@@ -14,6 +15,8 @@ from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
+from tests import examples
+from tests.envs.test_world import CountingVector
 
 LENGTHS = [(3, 1, 5), (2, 2, 7), (4,)]
 
@@ -46,7 +49,7 @@ class GRU(nn.Module):
     lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3),
     steps=st.integers(1, 6),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_memory_is_kept_in_an_episode_and_begun_anew_after_it(lengths, steps):
     c = Collector(lanes(lengths), Steps(), frames_per_batch=steps * len(lengths))
     for _ in range(4):
@@ -249,3 +252,20 @@ def test_lanes_taken_as_they_come_remember_each_its_own():
     for n in range(3):
         of = batch[batch["env_index"] == n]
         assert of["action"][:, 0].tolist() == [-5.0 + t for t in range(len(of))]
+
+
+def test_memory_where_a_step_is_spent_on_a_reset():
+    c = Collector(CountingVector([(3,), (2,)], AutoresetMode.NEXT_STEP), Steps(), frames_per_batch=40)
+    for _ in range(3):
+        batch = c.next()
+        rows = batch[batch["collector", "mask"]]
+        assert torch.equal(rows["seen"], rows["observation"][:, 2:])
+        assert torch.equal(rows["is_init"], rows["observation"][:, 2:] == 0)
+
+
+def test_memory_that_begins_elsewhere_and_random_frames():
+    policy = Steps()
+    policy.carry = {"seen": torch.tensor([5.0])}
+    c = Collector(CountingEnv((50,)), policy, frames_per_batch=4, init_random_frames=4)
+    c.next()
+    assert c.next()["seen"][:, 0].tolist() == [5, 6, 7, 8]

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import deque
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from reap.core.slot import FLAGS, Layout, Pool, Slot, State
 from reap.envs import SerialEnv
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from tests import examples
 
 FLAG = {(*root, f): Leaf((1,), torch.bool) for root in ((), ("next",)) for f in FLAGS}
 
@@ -51,7 +53,7 @@ def test_arrays_and_tensors_are_the_same_memory():
     st.integers(1, 4),
     st.integers(1, 3),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_columns_never_overlap(leaves, steps, lanes):
     slot = Slot(layout(steps, lanes, **{f"k{i}": Leaf(tuple(s), d) for i, (s, d) in enumerate(leaves)}))
     for i, array in enumerate(slot.arrays.values()):
@@ -143,7 +145,7 @@ def test_a_batch_is_freed_without_the_garbage_collector():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=25))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_whatever_is_kept_stays_true(keep):
     c, world = Collector(SerialEnv(2, CountingEnv), EchoPolicy(), frames_per_batch=8), CountingWorld([(3, 1, 5)] * 2)
     kept = []
@@ -206,3 +208,17 @@ def test_memory_is_two_batches():
 @pytest.mark.parametrize("batched", [True, False])
 def test_batch_size(batched):
     assert layout(5, 1, batched).batch_size == ((1, 5) if batched else (5,))
+
+
+def test_keeping_one_column_keeps_no_other():
+    class Image(CountingEnv):
+        observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+
+        def _observation(self):
+            return np.zeros((64, 64, 3), np.uint8)
+
+    c = Collector(Image(), frames_per_batch=50)
+    kept = [c.next()["next", "reward"] for _ in range(6)]
+    assert all(r.untyped_storage().nbytes() == 200 for r in kept)
+    weights = [r.numpy().base for r in kept[2:]]  # copied out of the reserve: nothing of the images hangs on them
+    assert all(w is None or getattr(w, "nbytes", 0) <= 200 for w in weights)

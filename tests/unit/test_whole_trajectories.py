@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,8 @@ from reap.envs import SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy
 from reap.trajectories import cu_seqlens
+from tests import examples
+from tests.envs.test_world import CountingVector
 
 
 def lanes(lengths):
@@ -36,7 +39,7 @@ patterns = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_siz
 
 
 @given(lengths=patterns, steps=st.integers(1, 7), wanted=st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_padded_and_cat_hold_the_same_whole_episodes(lengths, steps, wanted):
     size, total = steps * len(lengths), 12 * steps * len(lengths)
     expected = episodes(lengths, 12 * steps)
@@ -167,3 +170,26 @@ def test_contradictions(options, message):
 def test_cu_seqlens_wants_a_packed_batch():
     with pytest.raises(UsageError, match="packed batch"):
         cu_seqlens(Collector(lanes([(3,), (3,)]), EchoPolicy(), frames_per_batch=4).next())
+
+
+def test_whole_episodes_of_a_seeded_or_restored_run_begin_there():
+    c = Collector(CountingEnv((5,)), EchoPolicy(), frames_per_batch=3, trajs_per_batch=1)
+    c.next()
+    c.set_seed(1)
+    assert c.next()["observation"][0, 0].tolist() == [0, 0, 0]
+    c.load_state_dict(c.state_dict())
+    assert c.next()["observation"][0, :, 2].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(UsageError, match="set_truncated"):
+        Collector(CountingEnv(), frames_per_batch=3, trajs_per_batch=1, set_truncated=True)
+
+
+def test_whole_episodes_that_can_never_come():
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=3, trajs_per_batch=1, reset_at_each_iter=True)
+    with pytest.raises(UsageError, match="none can ever be whole"):
+        c.next()
+
+
+def test_whole_episodes_of_a_rollout_without_a_frame():
+    env = CountingVector([(1,), (1,)], AutoresetMode.NEXT_STEP)
+    c = Collector(env, EchoPolicy(), frames_per_batch=2, trajs_per_batch=4)
+    assert c.next()["collector", "mask"].tolist() == [[True]] * 4

@@ -14,34 +14,45 @@ from pathlib import Path
 from reap.children import kept_seedbed, wait_for_ends
 from reap.fork_server import is_resource_tracker
 
+# Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a
+# stranger's shared memory may be seen a moment before he maps it, or for a while after he was killed.
+PATIENCE = 5.0
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
 @contextlib.contextmanager
-def no_leaks(*, sockets: bool = True) -> Iterator[None]:
+def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
     """Fails with the names of threads, processes, file descriptors or shared-memory files left behind.
 
     >>> with no_leaks():
     ...     Collector("CartPole-v1", frames_per_batch=10).shutdown()
 
     `sockets`: False leaves them out. Ray, in this process, opens and closes its own when it likes.
+    `libraries`: False leaves out what torch, `multiprocessing` and others may keep from their first use on for as long
+    as the program runs: threads and descriptors that are not reap's, and shared memory, of which nobody is the owner.
     """
     before = _everything()
     yield
-    gc.collect()
-    wait_for_ends()
-    after = _everything()
-    # A process may be seen a moment after its end was told: it is reaped then. And a stranger's shared memory may be
-    # seen a moment before he maps it.
-    until = time.monotonic() + 1.0
-    while any(after[one] - before[one] for one in ("processes", "shared memory")) and time.monotonic() < until:
+    until = time.monotonic() + PATIENCE
+    while (left := _new(before, sockets, libraries)) and time.monotonic() < until:
+        gc.collect()  # slow in a large program: only where it could make a difference; what ends may leave more
+        wait_for_ends()
         time.sleep(0.01)
-        after = _everything()
-    left = {what: sorted(after[what] - before[what]) for what in after if after[what] - before[what]}
-    if not sockets and "descriptors" in left:
-        left["descriptors"] = [name for name in left["descriptors"] if "socket:" not in name]
-        left = {what: names for what, names in left.items() if names}
     assert not left, "left behind: " + "; ".join(f"{what}: {', '.join(names)}" for what, names in left.items())
+
+
+def _new(before: dict[str, set[str]], sockets: bool, libraries: bool) -> dict[str, list[str]]:
+    """What is there now and was not then, by kind."""
+    new = {what: names - before[what] for what, names in _everything().items()}
+    if not libraries:
+        new["threads"] = {name for name in new["threads"] if name.startswith("reap")}
+        new["descriptors"] = {name for name in new["descriptors"] if "memfd:reap" in name}
+        new["shared memory"] = set()
+    if new["shared memory"]:
+        new["shared memory"] -= _mapped_by_strangers()
+    if not sockets:
+        new["descriptors"] = {name for name in new["descriptors"] if "socket:" not in name}
+    return {what: sorted(names) for what, names in new.items() if names}
 
 
 def _everything() -> dict[str, set[str]]:
@@ -83,23 +94,24 @@ def _is_actor(pid: int) -> bool:
 
 
 def _shared_memory() -> set[str]:
-    """Files in /dev/shm, but for those that somebody who is no kin of ours has mapped."""
-    found = {}
+    """Every file in /dev/shm: its inode (semaphores are mapped under one name and listed under another) and name."""
+    found = set()
     with contextlib.suppress(OSError):
         for entry in os.scandir("/dev/shm"):
             with contextlib.suppress(OSError):
-                found[entry.stat().st_ino] = entry.name
-    if found:
-        kin = _descendants(os.getpid()) | {os.getpid()}
-        for maps in Path("/proc").glob("[0-9]*/maps"):
-            with contextlib.suppress(OSError):
-                if int(maps.parent.name) not in kin:
-                    for line in maps.read_text().splitlines():
-                        if (
-                            "/dev/shm/" in line
-                        ):  # by inode: semaphores are mapped under one name and listed under another
-                            found.pop(int(line.split()[4]), None)
-    return set(found.values())
+                found.add(f"{entry.name} (inode {entry.stat().st_ino})")
+    return found
+
+
+def _mapped_by_strangers() -> set[str]:
+    """Those of them that somebody who is no kin of ours has mapped."""
+    kin = _descendants(os.getpid()) | {os.getpid()}
+    inodes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if int(maps.parent.name) not in kin:
+                inodes |= {line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+    return {name for name in _shared_memory() if name.split()[-1].rstrip(")") in inodes}
 
 
 def _descriptors() -> set[str]:

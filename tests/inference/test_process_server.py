@@ -27,6 +27,7 @@ from reap.errors import (
 )
 from reap.modules import InferenceServer, ProcessInferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
+from tests.faults.worlds import freeze
 
 
 class Scale(nn.Module):
@@ -157,7 +158,7 @@ def test_a_client_waits_as_long_as_it_was_told():
         with ProcessInferenceServer(Scale, timeout=0.001) as server:
             known, new = (server.client(timeout=0.2) for _ in range(2))
             assert known(row(1))["action"].item() == 2
-            os.kill(server._child.pid, signal.SIGSTOP)
+            freeze(server._child.pid)
             large = TensorDict({"observation": torch.zeros(1_000_000)})  # more than the socket takes at once
             for client, given in ((known, row(3)), (new, row(3)), (known, large)):
                 with pytest.raises(NotReady, match=r"did not answer within 0.2 s"):

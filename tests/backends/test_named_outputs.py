@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
+from tests.envs.device_worlds import CountingDevice
 from torch import Tensor, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
@@ -18,7 +19,6 @@ from reap.errors import SpecMismatch, UsageError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv
 from reap.testing.backend import counting_lanes
-from tests.envs.device_worlds import CountingDevice
 
 
 class Out(NamedTuple):

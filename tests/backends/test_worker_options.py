@@ -1,0 +1,46 @@
+"""What a collector with workers checks itself, and asks each of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.errors import UsageError
+from reap.testing import CountingEnv, EchoPolicy
+
+
+def test_what_is_asked_of_no_worker_changes_none():
+    policy = EchoPolicy()
+    with MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=8) as c:
+        policy.weight.data.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[])
+        assert c.policy_version == 0
+        assert float(c.next()["action"][..., 1:, :].abs().max()) > 0
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 1.0]
+        c.update_policy_weights_(worker_ids=torch.tensor([1]))
+        assert [float(w["weight"]) for w in c.map_fn("policy.state_dict")] == [1.0, 2.0]
+    Collector(CountingEnv(), policy, frames_per_batch=3).update_policy_weights_(worker_ids=[])
+
+
+@pytest.mark.parametrize("bad", [[0, 4], [4, -1], [4.5, 4], ["4", 4], [True, 8]])
+def test_frames_of_each_worker_are_checked_here(bad):
+    with pytest.raises(UsageError, match="frames_per_batch must be"):
+        MultiSyncCollector([CountingEnv] * 2, frames_per_batch=bad)
+
+
+def test_means_of_workers_count_episodes():
+    with MultiSyncCollector(
+        [lambda: CountingEnv((2,)), lambda: CountingEnv((20,))],
+        lambda observation: observation[..., :1] * 0,
+        frames_per_batch=40,
+    ) as c:
+        c.next()
+        assert c.stats()["mean_length"] == pytest.approx((10 * 2 + 1 * 20) / 11)
+
+
+def test_help_names_the_number_of_workers():
+    import inspect
+
+    for kind in (MultiSyncCollector, MultiAsyncCollector):
+        assert inspect.signature(kind).parameters["num_workers"].default is None

@@ -1,0 +1,71 @@
+"""The life of a collector: what closes an env, and what an error, an interrupt or another thread may not break."""
+
+from __future__ import annotations
+
+import pytest
+
+from reap.collectors import Collector
+from reap.envs import GymEnv
+from reap.errors import UsageError, WorkerRaised, WrongState
+from reap.testing import CountingEnv, EchoPolicy
+
+
+def test_a_failed_construction_closes_the_env():
+    env = CountingEnv()
+    with pytest.raises(UsageError):
+        Collector(env, lambda observation: None, frames_per_batch=3)
+    assert env.closed
+
+
+def test_an_interrupt_while_a_rollout_is_finished():
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
+    c.next()
+    finish = c._inline.worker.ledger.close
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    c._inline.worker.ledger.close = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        c.next()
+    c._inline.worker.ledger.close = finish
+    batch = c.next()
+    assert batch["observation"][:, 1:].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]  # a new episode …
+    assert batch["collector", "traj_ids"].unique().tolist() == [1]  # … with an id of its own
+
+
+def test_one_thread_at_a_time():
+    c = Collector(CountingEnv(), EchoPolicy(), frames_per_batch=3)
+    errors = []
+
+    def inside(batch):
+        try:
+            c.next()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    c.post_collect_hook = inside
+    c.next()
+    assert "collecting already" in errors[0]
+
+
+def test_an_error_in_close_does_not_hide_the_first():
+    class Both(CountingEnv):
+        def step(self, action):
+            raise OSError("the reason")
+
+        def close(self):
+            raise ConnectionError("a consequence")
+
+    with pytest.raises(WorkerRaised, match="the reason"):
+        Collector(Both(), EchoPolicy(), frames_per_batch=3).next()
+
+
+def test_a_collector_that_closes_an_env_says_so():
+    env = GymEnv(CountingEnv())
+    c = Collector(env, EchoPolicy(), frames_per_batch=3, max_frames_per_traj=2)
+    assert not env.is_closed
+    c.shutdown()
+    assert env.is_closed
+    with pytest.raises(WrongState, match="GymEnv is closed; make a new one"):
+        env.reset()
