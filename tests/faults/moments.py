@@ -23,6 +23,7 @@ class Moment:
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.where, self.swallowed = at, 0, "", []
+        self.no_moment = False  # whether it could not have come then
 
     def __enter__(self) -> Moment:
         self._hook, sys.unraisablehook = sys.unraisablehook, self._swallow
@@ -34,7 +35,9 @@ class Moment:
         sys.unraisablehook = self._hook
 
     def _swallow(self, what) -> None:
-        if not isinstance(what.object, GeneratorType):  # one that is closed: Python lets no signal in there
+        if isinstance(what.object, GeneratorType):  # one that is closed: Python lets no signal in there
+            self.no_moment = True
+        else:
             self.swallowed.append(what)
 
     @property
