@@ -10,7 +10,8 @@ Every way this can end, and what follows:
 - the child returns or raises: the server reaps it, its exit code comes through the status pipe;
 - the child is killed, runs out of memory, segfaults: the same, the code is a negative signal number, and what
   faulthandler could say lies in the child's `stack`;
-- this process closes the child: `close` → SIGTERM, which unwinds the child's stack → SIGKILL, by one deadline;
+- this process closes the child: `close` → SIGTERM, which unwinds the child's stack (a worker's once its env has ended
+  the step it is in, or at the second one) → SIGKILL, by one deadline;
 - this process ends, however it ends: the request socket closes, or, where a fork of this process keeps it open, the
   kernel tells the server (PR_SET_PDEATHSIG); it terminates its children, then kills them;
 - signals to this process's group (`timeout`, a closed terminal) end this process, and so the line above follows;

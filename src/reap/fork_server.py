@@ -35,6 +35,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 from reap.pickling import Parcel, received_fds
@@ -350,6 +351,46 @@ def _take_tracker(fd: int) -> None:
     tracker._fd, tracker._pid = fd, None
 
 
+# Code that calls the user's: a child that is asked to leave does so when it is back there. And whether it is asked,
+# in place of being told: by the parent, which tells it a moment later.
+_borders: set[CodeType] = set()
+_asked: Callable[[], bool] | None = None
+
+
+def leave_at(*borders: Callable[..., Any], asked: Callable[[], bool]) -> None:
+    """Where this child leaves when a signal comes while `asked`: once whatever is called in one of these has returned.
+
+    An env that is in the middle of a step may hold a lock that others wait for. A second signal is not waited for.
+    """
+    global _asked
+    _borders.update(function.__code__ for function in borders)
+    _asked = asked
+
+
+def _leave_later(frame: FrameType | None, number: int) -> bool:
+    """Say goodbye at the border this child comes back to, if it is asked to leave and is elsewhere.
+
+    The border is watched as a debugger would, from now on: nobody pays for it before.
+    """
+    global _asked
+    place = frame
+    while place is not None and place.f_code not in _borders:
+        place = place.f_back
+    if _asked is None or place is None or place is frame or not _asked():
+        return False
+    _asked = None  # once
+
+    def at_border(_: FrameType, event: str, __: Any) -> None:
+        if event == "line":
+            sys.settrace(None)
+            no_more_goodbyes()
+            raise Goodbye(number)
+
+    place.f_trace = at_border
+    sys.settrace(_ignore)
+    return True
+
+
 def no_more_goodbyes() -> None:
     """What this child does from here on is cleaning up, which is not to be interrupted by being told to go."""
     if threading.current_thread() is threading.main_thread():
@@ -358,13 +399,15 @@ def no_more_goodbyes() -> None:
                 signal.signal(number, _ignore)
 
 
-def _goodbye(whose: int, number: int, *_: object) -> None:
+def _goodbye(whose: int, number: int, frame: FrameType | None = None) -> None:
     if os.getpid() != whose:  # a process that an env forked has nobody to say goodbye to
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    no_more_goodbyes()
-    raise Goodbye(number)
+    if not _leave_later(frame, number):
+        sys.settrace(None)
+        no_more_goodbyes()
+        raise Goodbye(number)
 
 
 def _swallowed(what: Any) -> None:

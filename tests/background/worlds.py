@@ -45,6 +45,27 @@ def episode(lane, step):
     return number, step
 
 
+def frame_numbers(lane, seen):
+    """The inverse of `episode`, of many observations of a lane."""
+    lengths = np.array(LENGTHS[lane])
+    rounds, number = np.divmod(seen[:, 1], len(lengths))
+    return rounds * lengths.sum() + (np.cumsum(lengths) - lengths)[number] + seen[:, 2]
+
+
+def check_end(memory):
+    """A buffer that nobody writes to now, wrapped around or not: its rows follow each other, and so did all before."""
+    rows, count = memory[:], memory.write_count
+    turn = count % len(rows) if count > len(rows) else 0
+    rows = torch.cat([rows[turn:], rows[:turn]])
+    check_rows(rows, 1.0)
+    seen, made = rows["observation"].long().numpy(), 0
+    for lane in np.unique(seen[:, 0]).tolist():
+        frames = frame_numbers(lane, seen[seen[:, 0] == lane])
+        assert (np.diff(frames) == 1).all(), f"lane {lane}"
+        made += int(frames[-1]) + 1
+    assert made == count, "no frame is missing, none is there twice"
+
+
 def check_rows(rows, weight=None):
     """Every row is one that its world can have made, in itself. `weight`: of the policy, if there was one only."""
     seen, after = rows["observation"], rows["next", "observation"]

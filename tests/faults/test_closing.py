@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -169,3 +170,74 @@ def test_closing_an_env_is_not_interrupted(tmp_path):
     notes = [tmp_path / str(n) for n in range(4)]
     collect(MultiSyncCollector, [lambda note=note: SlowToClose(note, 0.05) for note in notes]).shutdown()
     assert all(note.exists() for note in notes)
+
+
+class Locking(CountingEnv):
+    """Takes a lock that others know, for a part of each step; and says when it has it."""
+
+    def __init__(self, lock, has_it, stuck=False):
+        super().__init__((3, 1, 5), 0)
+        self.lock, self.has_it, self.stuck = lock, has_it, stuck
+
+    def step(self, action):
+        self.lock.acquire()
+        self.has_it.release()
+        time.sleep(60 if self.stuck else 0.002)
+        self.lock.release()
+        return super().step(action)
+
+
+def taken_in_a_step(lock, stuck=False):
+    """A semaphore that says how often a lock was taken, and an env that takes it."""
+    has_it = multiprocessing.get_context("spawn").Semaphore(0)
+    return has_it, lambda: Locking(lock, has_it, stuck)
+
+
+def test_a_step_ends_before_its_worker_does():
+    """The env is in the middle of a step, with a lock: after an ordinary shutdown nobody has it."""
+    for _ in range(4):
+        locks = [multiprocessing.get_context("spawn").Lock() for _ in range(5)]
+        said, envs = zip(*[taken_in_a_step(lock) for lock in locks])
+        c = collect(MultiAsyncCollector, list(envs))
+        c.next()
+        for has_it in said:
+            assert has_it.acquire(timeout=10)
+        c.shutdown()
+        for lock in locks:
+            assert lock.acquire(timeout=1), "a worker has taken its lock with it"
+
+
+def test_a_step_ends_before_the_process_of_its_lane_does():
+    lock = multiprocessing.get_context("spawn").Lock()
+    has_it, env = taken_in_a_step(lock)
+    with collect(Collector, ParallelEnv(1, env)) as c:
+        c.next()
+        while has_it.acquire(block=False):
+            pass
+        c.env.send(range(1), c.env.shared_row())
+        assert has_it.acquire(timeout=10)
+    assert lock.acquire(timeout=1), "the process has taken the lock with it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_does_not_end_is_broken_off(kind):
+    lock = multiprocessing.get_context("spawn").Lock()
+    has_it, env = taken_in_a_step(lock, stuck=True)
+    c = collect(kind, [env], timeout=30)
+    told = []
+
+    def wait():
+        try:
+            c.next()
+        except WrongState as error:
+            told.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    assert has_it.acquire(timeout=10)
+    workers = pids(c)
+    with within(BOUND):
+        c.shutdown()
+    waits.join()
+    assert told
+    assert all_gone(workers, 0)

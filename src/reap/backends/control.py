@@ -3,6 +3,8 @@
 stop      whoever is filling a slot is to leave it at that               parent writes
 random    so many frames of the run have random actions                  parent writes
 total     so many frames are to be made by workers that run free         parent writes
+rest      workers that run free begin no rollout                         parent writes
+leave     workers are asked to leave, after the step they are in         parent writes
 claimed   frames each worker has begun on                                its worker writes, the file locked
 step      where each worker is in its rollout                            its worker writes
 lane      which of its lanes is being stepped, if it can tell            its worker writes
@@ -24,7 +26,7 @@ from reap.core.stats import RECENT, Episodes, EpisodeWindow
 NOWHERE = -1  # the step of a worker that is in no rollout
 BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
 ALL = 2**62
-_FLAGS = 3
+_FLAGS = 5
 _RING = 4 * RECENT  # episodes of a worker that are kept: whoever reads the last hundred is not overtaken
 _TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")
 
@@ -66,6 +68,24 @@ class Control:
     @total.setter
     def total(self, frames: int) -> None:
         self._flags[2] = frames
+
+    @property
+    def rest(self) -> bool:
+        """Whether workers that run free are to rest."""
+        return bool(self._flags[3])
+
+    @rest.setter
+    def rest(self, value: bool) -> None:
+        self._flags[3] = value
+
+    @property
+    def leave(self) -> bool:
+        """Whether workers are asked to leave."""
+        return bool(self._flags[4])
+
+    @leave.setter
+    def leave(self, value: bool) -> None:
+        self._flags[4] = value
 
     def claim(self, worker: int, frames: int, *, most: int) -> int | None:
         """Begin on so many frames, if fewer than `most` are claimed: how many were. Nobody else claims meanwhile."""

@@ -1,15 +1,16 @@
 """Running free: workers that write into a buffer by themselves, until so many frames are made. Nobody waits for them.
 
 start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
-pause ──► "rest" ─► answered between two rollouts: from then on nothing is written
+pause ──► a word of the control block, then "look" ─► answered between two rollouts: from then on nothing is written
+resume ─► the word again; who rests is woken, and would look by itself
 look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
 watch ──► a thread looks now and then whether each has gone on, wherever in a rollout it is: in a step, in postproc,
-          while it writes; one that has not is found silent, whether anybody asks or not
+          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to the word:
+          whatever Ctrl-C has broken off, workers rest as long as a pause holds, and no longer
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from reap.backends.control import ALL, NOWHERE
+from reap.backends.pauses import Paused, Pauses
 from reap.backends.process import ProcessBackend
 from reap.backends.remote import Remote
 from reap.errors import ReapError
@@ -34,7 +36,7 @@ class FreeRunner:
         self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
         self._left, self._random = left, random
         self._began = self._counted = backend.control.made()
-        self._before, self._pauses, self._over = 0, 0, False
+        self._before, self._over, self._pauses = 0, False, Pauses()
         self._lock = threading.RLock()
         self._silence = Silence(backend.timeout)
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
@@ -58,28 +60,28 @@ class FreeRunner:
         self._before = int(words.claimed.sum())
         words.stop, words.random = False, max(self._before + self._random - frames, 0)
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
-        with contextlib.suppress(ReapError):  # one that fails at once is found by whoever asks next, as later
-            self._backend.call("run", self._backend.everyone())
+        self._backend.tell("run")  # one that fails at once is found by whoever asks next, as later
         self._watch.start()
 
-    def pause(self) -> None:
+    def pause(self, paused: Paused) -> None:
         """Workers rest between two rollouts; returns when they do. Pauses add up."""
-        with self._lock:
-            self._pauses += 1
-            if self._pauses == 1:
-                try:
-                    self._backend.call("rest", self._backend.everyone(True))
-                except KeyboardInterrupt:  # nobody knows of this pause, so nobody would end it
-                    self.resume()
-                    raise
+        self._pauses.begin(paused)
+        self.obey_pauses()
+        self._backend.call("look", self._backend.everyone())
 
-    def resume(self) -> None:
-        """Go on, after as many of these as there were pauses."""
+    def resume(self, paused: Paused | None = None) -> None:
+        """Go on, if no other pause holds."""
+        with self._backend.uninterrupted():
+            self._pauses.end(paused)
+            self.obey_pauses()
+
+    def obey_pauses(self) -> None:
+        """Workers rest if a pause holds, and only then."""
         with self._lock:
-            self._pauses = max(self._pauses - 1, 0)
-            if not self._pauses:
-                with self._backend.uninterrupted():  # broken off, workers would rest for ever
-                    self._backend.call("rest", self._backend.everyone(False))
+            before, self._words.rest = self._words.rest, self._pauses.hold
+            woken = before and not self._words.rest
+        if woken:
+            self._backend.tell("look", wait=False)  # where others talk to them, they look by themselves soon
 
     def stop(self, timeout: float) -> None:
         """Workers end with the backend; `catch_up` counts their last frames then."""
@@ -88,9 +90,10 @@ class FreeRunner:
 
     def stop_watching(self) -> None:
         """Before workers end: what is known of them goes with them."""
-        self._watch_over.set()
-        if self._watch.ident and self._watch is not threading.current_thread():
-            self._watch.join()
+        with self._backend.uninterrupted():
+            self._watch_over.set()
+            if self._watch.ident and self._watch is not threading.current_thread():
+                self._watch.join()
 
     def catch_up(self) -> None:
         """Count what was made since the last time."""
@@ -108,6 +111,7 @@ class FreeRunner:
     @property
     def running(self) -> bool:
         """Whether frames are still to be made, or written."""
+        self.obey_pauses()
         self.catch_up()
         claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
         left = claimed < self._words.total or claimed - self._before > made
@@ -155,4 +159,5 @@ def _watch(watched: weakref.ref[FreeRunner], ended: threading.Event, period: flo
         runner = watched()
         if runner is None or not runner.look_for_silence():
             return
+        runner.obey_pauses()
         del runner

@@ -51,6 +51,7 @@ from reap.weights.shared import SharedWeights
 
 DEADLINE = 5.0  # seconds within which `close` has ended every worker
 OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
+_STEP = 1.0  # seconds of those that a worker has for the step it is in
 _AHEAD = 2  # rollouts an asynchronous worker with a writer is asked for at a time
 _COMMON_SLOTS = 3  # of synchronous workers: two for the consumer, one that is copied out when it holds both
 _LEAVE = 2.0  # seconds a thread that waits for workers has to leave when they are closed
@@ -208,13 +209,15 @@ class ProcessBackend:
         self._interrupts.close()
 
     def _end(self, workers: Sequence[Remote]) -> None:
+        if hasattr(self, "control"):
+            self.control.leave = True  # before the signal, which then waits for the end of a step
         for remote in workers:
             remote.free.close()
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
             remote.child.signal(signal.SIGCONT)  # or stopped: now it hears that
         linger = None if self._failure is None else LINGER
-        end([remote.child for remote in workers], patience=0.6 * DEADLINE, deadline=DEADLINE, linger=linger)
+        end([remote.child for remote in workers], patience=_STEP, deadline=DEADLINE, linger=linger)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 
@@ -328,6 +331,17 @@ class ProcessBackend:
             if isinstance(answer, Raised):
                 raise answer.unpack().at(worker=remote.name)
         return answers
+
+    def tell(self, name: str, *, wait: bool = True) -> None:
+        """A call of all workers of which nobody wants the answers. `wait`: for another thread that talks to them."""
+        with self._interrupts.held():
+            if self._talking.acquire(blocking=wait):
+                try:
+                    self._calls += 1
+                    for remote in self.workers:
+                        self._say(remote, dumps((self._calls, name, ()), name))
+                finally:
+                    self._talking.release()
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         """The same for all workers."""

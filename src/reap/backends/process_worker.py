@@ -24,11 +24,13 @@ import torch
 
 from reap.backends.control import BETWEEN, NOWHERE, Control
 from reap.backends.host import Host, Job, Writer
+from reap.backends.pauses import AGAIN
 from reap.children import Raised, send
 from reap.core.graphed import pin
+from reap.core.rollout import RolloutLoop
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap.fork_server import TOLD_TO_GO, leave_at, no_more_goodbyes, settle
 from reap.pickling import dumps
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
@@ -69,6 +71,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
         memory = connection.recv()
         host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
         settle()
+        leave_at(RolloutLoop.fill, Host._collect, _Host.serve, asked=lambda: host.control.leave)
         send(connection, "ready")
         host.serve(free)
     except (EOFError, ConnectionError):
@@ -89,19 +92,19 @@ class _Interruptor:
     """Whether enough workers are done, so that the others leave it at what they have."""
 
     def __init__(self, control: Control) -> None:
-        self._control = control
+        self.control = control
 
     def collection_stopped(self) -> bool:
         """Asked after every step."""
-        return self._control.stop
+        return self.control.stop
 
     def start_collection(self) -> None:
         """Rollouts go on to their end."""
-        self._control.stop = False
+        self.control.stop = False
 
     def stop_collection(self) -> None:
         """Rollouts end where they are."""
-        self._control.stop = True
+        self.control.stop = True
 
     def __reduce__(self) -> Any:
         """Seen from another process, it is what it says now."""
@@ -126,18 +129,18 @@ class _Host(Host):
         self, job: ProcessJob, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
     ) -> None:
         self._connection, self._job, self._parcel = connection, job, SharedFile(fd=parcel)
-        self._control = Control(control, job.workers)
-        self._at = self._control.step[job.index :][:1]
-        self._free = self._resting = False  # whether it runs free, and whether it is paused then
+        self.control = Control(control, job.workers)
+        self._at = self.control.step[job.index :][:1]
+        self._free = False  # whether it runs free
         if job.init is not None:
             job.init()
         plan = job.plan
         if job.preempted:
-            self.interruptor = _Interruptor(self._control)
+            self.interruptor = _Interruptor(self.control)
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
-        self.worker.env.say_lane_in(memoryview(self._control.lane[job.index :][:1]))  # type: ignore[arg-type]
+        self.worker.env.say_lane_in(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 
@@ -173,7 +176,7 @@ class _Host(Host):
                 self._fill(self._slots[data[0]])
 
     def _fill(self, slot: Slot) -> None:
-        claimed = self._control.claim(self._job.index, self._size, most=self._control.random)
+        claimed = self.control.claim(self._job.index, self._size, most=self.control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
         self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
         self._at[0] = NOWHERE
@@ -185,13 +188,15 @@ class _Host(Host):
 
     def _rest(self) -> int | None:
         """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
-        if self._resting or self._control.claimed.sum() >= self._control.total:
+        if self.control.rest:
+            return int(1000 * AGAIN)
+        if self.control.claimed.sum() >= self.control.total:
             return None
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
-        words, index = self._control, self._job.index
-        if self.writer is None or not self.writer.wanted:
+        words, index = self.control, self._job.index
+        if words.rest or self.writer is None or not self.writer.wanted:
             return
         self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
         before = words.claim(index, self._size, most=words.total)
@@ -216,13 +221,12 @@ class _Host(Host):
         """From here on it needs no slots."""
         self._free = True
 
-    def do_rest(self, resting: bool) -> None:
-        """Pause, or go on."""
-        self._resting = resting
+    def do_look(self) -> None:
+        """Nothing: whoever answers is between two rollouts, and looks at the words before the next one."""
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
-            self._control.claimed[self._job.index] = taken
+            self.control.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:
         """Weights that came as a parcel, for this worker alone."""

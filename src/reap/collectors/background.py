@@ -22,9 +22,11 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from reap.backends.base import Halted
+from reap.backends.pauses import AGAIN, Paused, Pauses
 from reap.errors import WorkerRaised, WorkerSilent
 from reap.forks import guard
-from reap.threads import join
+from reap.interrupts import Interrupts
+from reap.threads import CTRL_C, join
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -38,11 +40,11 @@ class Runner(Protocol):
     def start(self) -> None:
         """Begin."""
 
-    def pause(self) -> None:
-        """Rest between two batches; returns when it does. Pauses add up."""
+    def pause(self, paused: Paused) -> None:
+        """Rest between two batches while this pause holds; returns when it does. Pauses add up."""
 
-    def resume(self) -> None:
-        """Go on, after as many of these as there were pauses."""
+    def resume(self, paused: Paused | None = None) -> None:
+        """This pause is over, or the last one somebody has; go on, if there is no other."""
 
     def stop(self, timeout: float) -> None:
         """End, or raise after so many seconds. May be called twice."""
@@ -58,19 +60,6 @@ class Runner(Protocol):
         """What `work` returns, called between two batches."""
 
 
-class Paused:
-    """A pause that ends with the block."""
-
-    def __init__(self, resume: Callable[[], None]) -> None:
-        self._resume = resume
-
-    def __enter__(self) -> None:
-        """Paused it is already."""
-
-    def __exit__(self, *_: object) -> None:
-        self._resume()
-
-
 _threads: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
 
 
@@ -79,9 +68,11 @@ class ThreadRunner:
 
     def __init__(self, turn: Callable[[], bool], *, wanted: Callable[[], bool], break_off: Callable[[], None]) -> None:
         self._turn, self._wanted, self._break_off = weakref.WeakMethod(turn), wanted, break_off
-        self._change = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()  # taken by itself: in `with self._change`, Ctrl-C could come when it is
+        self._change = threading.Condition(self._lock)
         self._requests: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._pauses, self._resting, self._stopping, self._over = 0, False, False, False
+        self._pauses, self._interrupts = Pauses(), Interrupts()
+        self._resting = self._stopping = self._over = False
         self._failure: Exception | None = None
         self.told = False
         self._thread = threading.Thread(target=self._run, name="reap-collector", daemon=True)
@@ -125,11 +116,11 @@ class ThreadRunner:
                     return False
                 if self._requests:
                     continue
-                self._resting = bool(self._pauses)
+                self._resting = self._pauses.hold
                 if not self._resting and self._wanted():
                     return True
                 self._change.notify_all()
-                self._change.wait(None if self._resting else _LOOK)
+                self._change.wait(AGAIN if self._resting else _LOOK)
 
     def _serve(self) -> None:
         while self._requests:
@@ -138,36 +129,48 @@ class ThreadRunner:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
+            with self._change:
+                self._change.notify_all()
+
+    def _until(self, true: Callable[[], bool]) -> None:
+        """Tell the thread that something is new, and wait until something is true.
+
+        Ctrl-C is let in now and then: a `Condition` that it breaks off may be left without its lock.
+        """
+        with self._interrupts.held():
+            while True:
+                with self._lock:
+                    self._change.notify_all()
+                    if true():
+                        return
+                    self._change.wait(CTRL_C)
+                self._interrupts.let_in()
 
     def between(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
-        with self._change:
+        with self._lock:
             here = self._over or threading.current_thread() is self._thread
             if not here:
                 self._requests.append((work, future))
-                self._change.notify_all()
-        return work() if here else future.result()
+        if here:
+            return work()
+        self._until(future.done)
+        return future.result()
 
-    def pause(self) -> None:
-        with self._change:
-            self._pauses += 1
-            self._change.notify_all()
-            if threading.current_thread() is not self._thread:
-                try:
-                    self._change.wait_for(lambda: self._resting or self._over)
-                except BaseException:  # Ctrl-C: nobody knows of this pause, so nobody would end it
-                    self.resume()
-                    raise
+    def pause(self, paused: Paused) -> None:
+        self._pauses.begin(paused)
+        if threading.current_thread() is not self._thread:
+            self._until(lambda: self._resting or self._over)
 
-    def resume(self) -> None:
-        with self._change:
-            self._pauses = max(self._pauses - 1, 0)
-            self._resting = self._resting and bool(self._pauses)
+    def resume(self, paused: Paused | None = None) -> None:
+        with self._interrupts.held(), self._lock:
+            self._pauses.end(paused)
+            self._resting = self._resting and self._pauses.hold
             self._change.notify_all()
 
     def stop(self, timeout: float) -> None:
-        with self._change:
-            self._stopping = True
+        self._stopping = True
+        with self._interrupts.held(), self._lock:
             self._change.notify_all()
         self._break_off()
         join(self._thread, timeout, "the collecting thread, whose env stays open,")

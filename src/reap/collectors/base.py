@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,9 +22,10 @@ from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
 from reap.backends.base import Backend, Halted, Rollout
+from reap.backends.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
 from reap.children import wait_for_ends
-from reap.collectors.background import Paused, Runner, ThreadRunner
+from reap.collectors.background import Runner, ThreadRunner
 from reap.collectors.options import Options
 from reap.collectors.pushing import Pushing
 from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
@@ -34,6 +36,7 @@ from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
 from reap.forks import guard
+from reap.interrupts import Interrupts
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -66,9 +69,9 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._batches = 0
         self._version = 0
         self._why_closed: str | None = None
+        self._ended = self._closing = False  # whether all is closed, and whether somebody is at it
         self._busy: int | None = None  # the thread that collects
-        self._idle = threading.Event()  # whether none does
-        self._idle.set()
+        self._collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
         guard(self)
         self.replay_buffer = options.replay_buffer
         self._sink = self._make_sink()
@@ -219,20 +222,20 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def _collect(self) -> TensorDictBase | None:
         if self._busy is not None:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        self._busy, began = threading.get_ident(), time.perf_counter()
-        self._idle.clear()
-        try:
-            if self._ready is None:  # else Ctrl-C came when it was about to be delivered
-                self._ready = self._finish()
-        except (Exception, Halted) as error:
-            if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
-                raise self._closed_meanwhile() from error
-            with contextlib.suppress(Exception):  # what close may raise must not hide what happened
-                self._close(f"it failed: {error!r}")
-            raise
-        finally:
-            self._busy = None
-            self._idle.set()
+        began = time.perf_counter()
+        with self._collecting:
+            try:
+                self._busy = threading.get_ident()
+                if self._ready is None:  # else Ctrl-C came when it was about to be delivered
+                    self._ready = self._finish()
+            except (Exception, Halted) as error:
+                if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
+                    raise self._closed_meanwhile() from error
+                with contextlib.suppress(Exception):  # what close may raise must not hide what happened
+                    self._close(f"it failed: {error!r}")
+                raise
+            finally:
+                self._busy = None
         if self._timeline is not None:
             self._timeline.waiting(began, time.perf_counter())
         out, self._ready = self._ready, None  # last, and nothing is called after it that could be interrupted
@@ -468,9 +471,14 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         if self.replay_buffer is None:
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
-            self._runner = self._make_runner()
-            with self._watching():
-                self._runner.start()
+            runner = self._make_runner()
+            with self._watching(), self._uninterrupted():
+                runner.start()
+                self._runner = runner  # it runs
+
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """Inside, Ctrl-C is let in only while waiting for workers."""
+        return Interrupts().held()
 
     def _make_runner(self) -> Runner:
         buffer = self.replay_buffer
@@ -495,23 +503,32 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         >>> with collector.pause():
         ...     buffer.dumps("somewhere")
         """
-        self._open()
-        if self._runner is None:
-            raise WrongState("there is nothing to pause: start() was not called")
-        with self._watching():
-            self._runner.pause()
-            try:
-                self._look()
-            except BaseException:  # nobody knows of this pause, so nobody would end it
-                self._runner.resume()
-                raise
-        return Paused(self.resume)
+        return self._pause()
 
-    def resume(self) -> None:
+    def _pause(self, settle: Callable[[], None] | None = None, *, kept: bool = False) -> Paused:
+        """Pause, and `settle` what is under way then; `kept`: until `resume`, also after a block."""
+        self._open()
+        runner = self._runner
+        if runner is None:
+            raise WrongState("there is nothing to pause: start() was not called")
+        paused = Paused(self.resume, kept=kept)
+        try:
+            with self._watching():
+                runner.pause(paused)
+                self._look()
+                if settle is not None:
+                    settle()
+            paused.pause.given = True  # last, and no call follows in which Ctrl-C could come
+            return paused
+        except BaseException:  # nobody knows of this pause, so nobody would end it
+            runner.resume(paused)
+            raise
+
+    def resume(self, paused: Paused | None = None) -> None:
         """Go on after `pause()`; nothing happens to a collector that is closed, or was not paused."""
         if self._runner is not None and self._why_closed is None:
-            with self._watching():
-                self._runner.resume()
+            self._runner.resume(paused)
+            self._look()
 
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
@@ -563,7 +580,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 try:
                     self._runner.stop(_DEADLINE if timeout is None else timeout)
                 except WorkerSilent:
-                    self._why_closed = "its thread does not end"
+                    self._why_closed, self._ended = "its thread does not end", True
                     raise
             self._close("shutdown() was called", close_env=close_env)
             wait_for_ends()
@@ -590,20 +607,33 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._elsewhere = why
 
     def _close(self, why: str, *, close_env: bool = True) -> None:
-        if self._why_closed is None:
-            self._why_closed = why
+        if self._ended or self._closing:
+            return
+        first = self._why_closed is None
+        try:
+            self._closing, self._why_closed = True, self._why_closed or why
             try:
-                self._write_timeline()
+                if first:
+                    self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
                 self._send_away()
                 if close_env:
                     self._backend.close()
+            self._ended = True
+        except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more
+            raise
+        except BaseException:
+            self._ended = True
+            raise
+        finally:
+            self._closing = False
 
     def _send_away(self) -> None:
         """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
         if self._busy not in (None, threading.get_ident()):
             self._backend.breaker()()
-            self._idle.wait(_LEAVE)
+            if self._collecting.acquire(timeout=_LEAVE):
+                self._collecting.release()
 
     def _closed_meanwhile(self) -> WrongState:
         """The error for whoever waited while it was closed."""
@@ -642,7 +672,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            if not self.closed:
+            if not self._ended:
                 self.shutdown()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -241,7 +242,7 @@ class MultiCollector(BaseCollector):
     def _finish(self) -> TensorDictBase | None:
         if not self._direct:
             return super()._finish()
-        with self._process.uninterrupted():
+        with self._uninterrupted():
             self._before_batch()
             if self._watch is not None:
                 self._watch.batch_taken()
@@ -310,8 +311,11 @@ class MultiCollector(BaseCollector):
         self._ask(lambda: self._process.set_hooks(hooks))
         self._there |= hooks
 
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        return self._process.uninterrupted()
+
     def _fetch(self) -> None:
-        with self._process.uninterrupted():
+        with self._uninterrupted():
             super()._fetch()
 
     def _next_batch(self) -> list[Part]:

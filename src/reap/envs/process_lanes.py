@@ -54,7 +54,8 @@ from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
 
-_DEADLINE = 5.0
+_DEADLINE = 5.0  # seconds within which `close` has ended every child
+_STEP = 1.0  # seconds of those that a child has for the step it is in: nobody takes its answer, and so it goes
 
 _TOKENS = 200
 
@@ -436,15 +437,19 @@ class ProcessLanes(Env):
     def close(self) -> None:
         if self._owner != os.getpid():
             return
+        with Interrupts().held():  # a few seconds at most; interrupted, it would leave children to themselves
+            self._close()
+
+    def _close(self) -> None:
         children, self.remotes = self.remotes, []
         for remote in children:
-            if remote.silent or (remote.owes and not until_ready([remote.reply], within=0)):
-                remote.child.signal(signal.SIGTERM)  # in the middle of a step nobody wants any more: it hears no bell
+            if remote.silent:
+                remote.child.signal(signal.SIGTERM)
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
         linger = LINGER if self._failed else None
-        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
+        end([remote.child for remote in children], patience=_STEP, deadline=_DEADLINE, linger=linger)
         for file in self._files:
             file.close()
 

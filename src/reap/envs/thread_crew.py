@@ -27,6 +27,7 @@ from reap.envs.crew import Crew, Makers, joint_spec, joint_traits
 from reap.envs.lane_host import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
 from reap.fork_server import wake_in_time
+from reap.interrupts import Interrupts
 from reap.spec import Key, Leaf
 
 _DEADLINE, _SOON = 5.0, 0.5  # seconds a thread has to end, and one that was silent before
@@ -202,6 +203,10 @@ class ThreadCrew(Crew):
         return error.at(worker=hand.name)
 
     def close(self) -> None:
+        with Interrupts().held():  # a few seconds at most; interrupted, it would leave envs open
+            self._close()
+
+    def _close(self) -> None:
         hands, self.hands = self.hands, []
         for hand in hands:
             hand.orders.put(None)
@@ -216,7 +221,7 @@ class ThreadCrew(Crew):
                     f"the thread {hand.name} is still inside its env, and no thread can be ended from outside; "
                     f"it is left behind, at:\n{hand.stack()}",
                     RuntimeWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
 
     def __del__(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from reap.backends.far import FarBackend
+from reap.backends.pauses import Paused
 from reap.backends.process import ProcessBackend
-from reap.collectors.background import Paused
 from reap.collectors.base import BaseCollector
 from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
@@ -88,17 +88,14 @@ class FarCollector(MultiCollector):
             timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that.
             resume: False: stay paused after the block, until `resume()`.
         """
-        paused = super().pause()
-        try:
-            with self._watching():
-                if self._direct:
-                    self._count(*self._process.settle(timeout))  # it is in the buffer, and nobody has counted it yet
-                else:
-                    self._process.drain(timeout)
-        except BaseException:
-            self.resume()
-            raise
-        return paused if resume else Paused(lambda: None)
+
+        def settle() -> None:
+            if self._direct:
+                self._count(*self._process.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+            else:
+                self._process.drain(timeout)
+
+        return self._pause(settle, kept=not resume)
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         self._sent_at = self._batches

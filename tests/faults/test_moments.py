@@ -1,0 +1,182 @@
+"""Ctrl-C at each moment of each verb, one after another: the world goes on without a hole, a repeat, a hang or a leak.
+
+`make test` takes some of the moments, `make test-all` all of them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from reap.collectors import AsyncCollector
+from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
+from tests.background.worlds import KINDS as IN_BACKGROUND
+from tests.background.worlds import buffer, check_end, make
+from tests.faults.moments import Moment
+from tests.faults.test_storms import HERE, whole
+from tests.faults.worlds import KINDS, all_gone, collect, healthy, pids
+
+pytestmark = pytest.mark.timeout(120)
+WORKERS = {"sync": KINDS[0], "async": KINDS[1], "one": AsyncCollector}
+ALL = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def some(every, **quick):
+    """Parameters: of these names every moment for `make test-all`, every so manyth for those in `quick`."""
+    return list(quick.items()) + [pytest.param(name, 1, marks=ALL) for name in every]
+
+
+def moments(step, act, after):
+    """Call `act` with Ctrl-C at every `step`th moment, until it has no such moment; then `after` with what it gave."""
+    at = 1
+    while True:
+        got = None
+        with Moment(at) as moment:
+            try:
+                got = act()
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert not moment.came or moment.no_moment, f"one was swallowed at {moment.where}"
+        assert not moment.swallowed, f"a finalizer swallowed one at {moment.where}: {moment.swallowed}"
+        try:
+            after(got)
+        except BaseException as error:
+            raise AssertionError(f"after Ctrl-C at moment {at}: {moment.where}: {error}") from error
+        if not moment.came:
+            assert at > step, "no moment was tried"
+            return
+        at += step
+
+
+# ---- in the background ----------------------------------------------------------------------------------------------
+
+
+class Slow(CountingEnv):
+    """Leaves time for others on the machine."""
+
+    def step(self, action):
+        time.sleep(0.0003)
+        return super().step(action)
+
+
+def in_a_block(collector):
+    with collector.pause():
+        pass
+
+
+def by_hand(collector):
+    collector.pause()
+    try:
+        collector.resume()
+    except KeyboardInterrupt:
+        collector.resume()
+        raise
+
+
+VERBS = {
+    "pause": in_a_block,
+    "resume": by_hand,
+    "state_dict": lambda collector: collector.state_dict(),
+    "update_policy_weights_": lambda collector: collector.update_policy_weights_(),
+    "stats": lambda collector: collector.stats(),
+}
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind", "step"),
+    [
+        ("pause", "async", 61),
+        ("pause", "single", 11),
+        ("state_dict", "single", 11),
+        *(pytest.param(verb, kind, 1, marks=ALL) for verb in VERBS for kind in IN_BACKGROUND),
+    ],
+)
+def test_the_background_goes_on(verb, kind, step):
+    memory = buffer()
+    collector = make(kind, memory, env=Slow)
+    collector.start()
+    memory.sample()
+
+    def goes_on(_):
+        count, deadline = memory.write_count, time.monotonic() + 10
+        while memory.write_count == count:  # by itself: nobody asks for anything
+            assert time.monotonic() < deadline, "workers are held at rest"
+            time.sleep(0.0005)
+
+    moments(step, lambda: VERBS[verb](collector), goes_on)
+    with collector.pause():
+        check_end(memory)
+    collector.async_shutdown()
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A collector on a world that can be predicted, and what its batches must be."""
+
+    def __init__(self, kind):
+        self.kind, self.seen = kind, {}
+        if kind in HERE:
+            self.collector = HERE[kind]()
+        else:
+            one = kind == "one"
+            self.worlds = [CountingWorld([(3, 1, 5)], first_lane=w, worker=w, workers=2 - one) for w in (0, 1)]
+            self.collector = collect(WORKERS[kind], healthy(0) if one else [healthy(0), healthy(1)])
+        self.check(self.collector.next())
+
+    def check(self, batch):
+        if self.kind in HERE:
+            whole(batch, self.seen)
+        elif self.kind == "sync":
+            for w in (0, 1):
+                assert_same(batch[w], self.worlds[w].batch(4))
+        else:
+            assert_same(batch, self.worlds[batch.origin.worker].batch(8))
+
+    def go_on(self, batch):
+        if batch is not None:
+            self.check(batch)
+        self.check(self.collector.next())
+
+
+EVERY = [*HERE, *WORKERS]
+
+
+@pytest.mark.parametrize(("kind", "step"), some(EVERY, single=23, sync=23, threads=53, **{"async": 13}))
+def test_batches_go_on(kind, step):
+    with no_leaks():
+        stream = Stream(kind)
+        moments(step, stream.collector.next, stream.go_on)
+        stream.collector.shutdown()
+        stream.collector = None
+
+
+@pytest.mark.parametrize(("kind", "step"), some(EVERY, sync=61))
+@pytest.mark.parametrize("verb", ["state_dict", "update_policy_weights_"])
+def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
+    with no_leaks():
+        stream = Stream(kind)
+        moments(step, lambda: getattr(stream.collector, verb)(), lambda _: stream.go_on(None))
+        stream.collector.shutdown()
+        stream.collector = None
+
+
+@pytest.mark.parametrize(("kind", "step"), some(EVERY, single=5, **{"async": 151}))
+def test_a_shutdown_that_was_broken_off_is_finished_by_the_next(kind, step):
+    with no_leaks():
+        streams, workers = [Stream(kind)], []
+
+        def ended(_):
+            streams.pop().collector.shutdown()
+            assert all_gone(workers, 0)
+            streams.append(Stream(kind))
+
+        def shut_down():
+            workers[:] = pids(streams[0].collector) if kind in WORKERS else []
+            streams[0].collector.shutdown()
+
+        moments(step, shut_down, ended)
+        streams.pop().collector.shutdown()
