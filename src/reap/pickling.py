@@ -8,6 +8,9 @@ A descriptor is a number that means something else in every process. So nothing 
 is duplicated (what `multiprocessing` gives to a process it starts: connections, sockets, queues, locks, values, shared
 tensors), or refused in the caller's frame. Both hold for whatever pickles in between, such as a wrapper that calls
 `cloudpickle.dumps` itself: reducers are entered in `copyreg` while one of these two runs, and act in its thread only.
+
+What the main script defines travels by value: no other process can import it. That is cloudpickle's habit with
+`__main__`, and ours with `__mp_main__`, its name in a process that `multiprocessing` has spawned.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import context, reduction, resource_tracker, shared_memory, synchronize
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -53,7 +57,10 @@ class Parcel:
         """What is inside. Its descriptors are handed over, so where it has some it can be opened once."""
         fds, self.fds = self.fds, ()
         with receiving(fds):
-            return pickle.loads(self.data)
+            try:
+                return pickle.loads(self.data)
+            except SystemExit as request:  # of a module that it imports: no wish of this process to end
+                raise ImportError(f"what it imports called sys.exit({request.code!r})") from request
 
     def __reduce__(self) -> Any:
         if self.fds and context.get_spawning_popen() is None:
@@ -222,7 +229,9 @@ def received_fds(connection: int) -> list[OwnedFd]:
 
 # ---- reducers -----------------------------------------------------------------------------------------------------
 
+_SPAWNED_MAIN = "__mp_main__"  # elsewhere that is another name of `__main__`
 _entered: dict[type, Callable[[Any], Any]] = {}
+_by_value: ModuleType | None = None  # the script, while it is registered
 _users = 0
 _lock = threading.Lock()
 
@@ -230,9 +239,14 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def _reducers(popen: _Popen | None) -> Iterator[None]:
     """Inside, in this thread, what holds descriptors is reduced for `popen`, or refused where there is none."""
-    global _users
+    global _users, _by_value
     with _lock:
         _users += 1
+        script = sys.modules.get(_SPAWNED_MAIN)
+        known = cloudpickle.list_registry_pickle_by_value()
+        if script is not None and script.__name__ == _SPAWNED_MAIN and _SPAWNED_MAIN not in known:
+            cloudpickle.register_pickle_by_value(script)
+            _by_value = script
         for kind, reducer in _table().items():
             if kind not in copyreg.dispatch_table:
                 copyreg.dispatch_table[kind] = _entered[kind] = _guarded(reducer)
@@ -248,6 +262,9 @@ def _reducers(popen: _Popen | None) -> Iterator[None]:
                 for kind in _entered:
                     copyreg.dispatch_table.pop(kind, None)
                 _entered.clear()
+                if _by_value is not None:
+                    cloudpickle.unregister_pickle_by_value(_by_value)
+                    _by_value = None
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:

@@ -139,7 +139,10 @@ class ProcessInferenceServer:
             raise self._death()
 
     def _death(self) -> ServerGone:
-        return ServerGone(f"the inference server's process {self._child.death()}")
+        death = self._child.death()
+        error = ServerGone(f"the inference server's process {death}")
+        error.__cause__ = death.__cause__
+        return error
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
