@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Unloadable:
-    """A factory that is made in another process by code that raises: an import, `__setstate__`, a proxy's connection."""
+    """A factory made in another process by code that raises: an import, `__setstate__`, a proxy's connection."""
 
     def __init__(self, error):
         self.error = error

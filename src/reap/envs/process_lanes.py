@@ -59,6 +59,11 @@ _DEADLINE = 5.0
 _TOKENS = 200
 
 
+def _alone(things: Sequence[Any]) -> Any:
+    """The only one, if there is but one: so errors name it."""
+    return things[0] if all(one is things[0] for one in things) else things
+
+
 class Remote:
     """A child process and its lanes, `[first, last)` of all."""
 
@@ -125,7 +130,14 @@ class ProcessLanes(Env):
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
-        target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        target = pack(
+            functools.partial(serve, make=make, threads=threads, cores=cores),
+            "create_env_fn",
+            {
+                "create_env_fn": _alone([source for source, _ in makers]),
+                "create_env_kwargs": _alone([one for _, one in makers]),
+            },
+        )
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
             theirs, bell = os.pipe()
             handed.callback(os.close, theirs)

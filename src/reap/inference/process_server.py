@@ -82,7 +82,9 @@ class ProcessInferenceServer:
         self._heard: deque[bytes] = deque()
         self._asked = _MADE
         target = pack(
-            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
+            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads),
+            "policy_factory",
+            {"policy_factory": policy_factory, **options},
         )
         guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
