@@ -49,7 +49,7 @@ from reap.envs.lane_host import (
     serve,
 )
 from reap.errors import ReapError, WorkerSilent
-from reap.forks import guard, refuse
+from reap.forks import guard, refuse_all
 from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
@@ -113,7 +113,7 @@ class ProcessLanes(Env):
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: the processes, and what they answer, are its owner's."""
-        refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
+        refuse_all(self, why)
 
     def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
         for name in ("reap-rows", "reap-first", "reap-some"):

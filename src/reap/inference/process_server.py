@@ -27,7 +27,7 @@ from typing_extensions import Self
 from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.fork_server import TOLD_TO_GO
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.requests import check_timeout
 from reap.inference.server import InferenceServer
@@ -101,6 +101,7 @@ class ProcessInferenceServer:
     def in_fork(self, why: str) -> None:
         """Called in a fork: the process is its owner's."""
         self._why_closed, self._lock = why, threading.Lock()
+        refuse_all(self, why)
 
     def client(
         self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
