@@ -14,7 +14,18 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
     {"arguments", "errors", "spec", "seeding", "trajectories"}
-    | {"children", "fork_server", "forks", "pickling", "process_state", "cores", "interrupts", "listener", "temporary"}
+    | {
+        "children",
+        "fork_server",
+        "forks",
+        "pickling",
+        "refusals",
+        "process_state",
+        "cores",
+        "interrupts",
+        "listener",
+        "temporary",
+    }
     | {"silence", "threads"},
     {"core"},
     {"weights"},

@@ -49,7 +49,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
-from reap.fork_server import GRACE, REQUEST, WORD, end_programs_of
+from reap.fork_server import GRACE, NOT_OPENED, REQUEST, WORD, end_programs_of
 from reap.forks import guard
 from reap.pickling import OwnedFd, Parcel, dumps, send_fds
 from reap.process_state import state_for_child
@@ -441,7 +441,8 @@ class Child:
         if self._orphaned:
             return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
         if code >= 0:
-            return f"exited with code {code}"
+            text = self.stack()
+            return text.partition("\n")[0] if text.startswith(NOT_OPENED) else f"exited with code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return _ENDS.get(name, f"was killed by {name}")
 
@@ -453,6 +454,10 @@ class Child:
     def death(self) -> WorkerDied:
         """The error for one that is gone: how it ended, and its last stack if there is one."""
         stack = self.stack()
+        if stack.startswith(NOT_OPENED):
+            error = WorkerDied(self.how_it_ended())
+            error.__cause__ = RemoteTraceback(stack.partition("\n")[2])
+            return error
         return WorkerDied(self.how_it_ended() + (f"; its last stack:\n{stack}" if stack else ""))
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:

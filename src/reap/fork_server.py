@@ -45,6 +45,7 @@ WORD = struct.Struct("q")  # through a status pipe: a pid, or minus the errno of
 REQUEST = struct.Struct("ii")  # how many descriptors come with it, and whether the last is a resource tracker's
 OWN_FDS = 3  # of those, the ones every child has: status pipe, connection, file for stacks
 MOST_FDS = 200  # a child may be given on top of them
+NOT_OPENED = "could not load what it was given: "  # in the file for stacks, and then why
 GRACE = 1.0  # seconds a child has to clean up once its parent is gone
 MARK = "REAP_CHILD"  # in the environment of whatever a child starts: the child's number and its server's name
 _NAME = "reap-forkserver"
@@ -316,10 +317,12 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: int |
         adopt(connection.recv_bytes())
         parcel.data = connection.recv_bytes()
         os.environ[MARK] = mark_of(os.getpid(), server)
-        target: Callable[[Connection, Sequence[int]], None] = parcel.open()
+        target = _opened(parcel)
         del parcel
         target(connection, fds)
         code = 0
+    except _NotOpened as told:
+        _write(stack_fd, f"{NOT_OPENED}{told}")
     except (EOFError, ConnectionError):  # nobody is there any more
         code = 0
     except Goodbye as told:
@@ -328,6 +331,7 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: int |
         code = request.code if isinstance(request.code, int) else int(request.code is not None)
     except BaseException:
         traceback.print_exc()
+        _write(stack_fd, traceback.format_exc())
     finally:
         no_more_goodbyes()
         with contextlib.suppress(Exception):
@@ -341,6 +345,27 @@ def _child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: int |
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])
             os.kill(os.getpid(), -code)
         os._exit(code)
+
+
+class _NotOpened(Exception):
+    """What a child was given could not be made from the bytes it came as: why, and the traceback."""
+
+
+def _opened(parcel: Parcel) -> Callable[[Connection, Sequence[int]], None]:
+    """What a child is to run. Whatever opening it raises is told: imports and `__setstate__` are code of the user's."""
+    try:
+        target: Callable[[Connection, Sequence[int]], None] = parcel.open()
+    except Goodbye:
+        raise
+    except BaseException as error:
+        raise _NotOpened(f"{error!r}\n{traceback.format_exc()}") from None
+    return target
+
+
+def _write(fd: int, text: str) -> None:
+    """Where stacks are, for the parent to read when we are gone."""
+    with contextlib.suppress(OSError):
+        os.write(fd, text.encode(errors="replace"))
 
 
 def _take_tracker(fd: int) -> None:

@@ -9,9 +9,11 @@ refuses, and being closed or collected harms nobody. Nothing is asked while thin
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NoReturn, Protocol
 
 from reap.errors import WrongState
@@ -70,11 +72,17 @@ _renewed: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], Any]]] = weakref
 _RENEWING = _Renewing()
 
 
-def refuse(thing: Any, verbs: Iterable[str], why: str) -> None:
-    """From now on these methods of `thing` raise."""
+_ENDS = {"close", "shutdown", "async_shutdown", "in_fork"}  # these know whose `thing` is, and end nothing of another's
+
+
+def refuse_all(thing: Any, why: str) -> None:
+    """From now on every public method of `thing` raises, but those that end it: a new one cannot be forgotten."""
+    kind = type(thing)
 
     def refused(*_: object, **__: object) -> NoReturn:
-        raise WrongState(f"this {type(thing).__name__} cannot be used here: {why}")
+        raise WrongState(f"this {kind.__name__} cannot be used here: {why}")
 
-    for verb in verbs:
-        setattr(thing, verb, refused)
+    for name in dir(kind):
+        is_verb = isinstance(inspect.getattr_static(kind, name), FunctionType)
+        if is_verb and not name.startswith("_") and name not in _ENDS:
+            setattr(thing, name, refused)

@@ -7,7 +7,11 @@
 A descriptor is a number that means something else in every process. So nothing that holds one travels as a number: it
 is duplicated (what `multiprocessing` gives to a process it starts: connections, sockets, queues, locks, values, shared
 tensors), or refused in the caller's frame. Both hold for whatever pickles in between, such as a wrapper that calls
-`cloudpickle.dumps` itself: reducers are entered in `copyreg` while one of these two runs, and act in its thread only.
+`cloudpickle.dumps` itself: reducers are entered in `copyreg`, and refusals in cloudpickle's pickler, while one of these
+two runs, and act in its thread only.
+
+What the main script defines travels by value: no other process can import it. That is cloudpickle's habit with
+`__main__`, and ours with `__mp_main__`, its name in a process that `multiprocessing` has spawned.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import context, reduction, resource_tracker, shared_memory, synchronize
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
@@ -39,6 +44,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_storage
 
 from reap.errors import UsageError
+from reap.refusals import holds_number, refusal
 
 _REMEDY = "make it with multiprocessing.get_context('spawn')"
 
@@ -53,7 +59,10 @@ class Parcel:
         """What is inside. Its descriptors are handed over, so where it has some it can be opened once."""
         fds, self.fds = self.fds, ()
         with receiving(fds):
-            return pickle.loads(self.data)
+            try:
+                return pickle.loads(self.data)
+            except SystemExit as request:  # of a module that it imports: no wish of this process to end
+                raise ImportError(f"what it imports called sys.exit({request.code!r})") from request
 
     def __reduce__(self) -> Any:
         if self.fds and context.get_spawning_popen() is None:
@@ -76,33 +85,47 @@ class OwnedFd:
             os.close(self.number)
 
 
-def pack(thing: Any, what: str) -> Parcel:
-    """`thing` for processes of this machine; an error that names it as `what` if it cannot be sent."""
+def pack(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Parcel:
+    """`thing` for processes of this machine; an error that names it as `what` if it cannot be sent.
+
+    `given`: what users know of it, by name, where `thing` is more than that; errors name the part of it.
+    """
     popen = _Popen()
-    data = _pickled(thing, what, popen)
+    data = _pickled(thing, what, popen, given)
     return Parcel(data, popen.fds)
 
 
-def dumps(thing: Any, what: str) -> bytes:
+def dumps(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> bytes:
     """`thing` as bytes for any other process; an error that names it as `what` if that cannot be."""
-    return _pickled(thing, what, None)
+    return _pickled(thing, what, None, given)
 
 
-def pack_bytes(thing: Any, what: str) -> Parcel:
+def pack_bytes(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Parcel:
     """`thing` for processes anywhere: without descriptors."""
-    return Parcel(dumps(thing, what))
+    return Parcel(dumps(thing, what, given))
 
 
-def _pickled(thing: Any, what: str, popen: _Popen | None) -> bytes:
+def _pickled(thing: Any, what: str, popen: _Popen | None, given: Mapping[str, Any] | None = None) -> bytes:
     before = context.get_spawning_popen()
     context.set_spawning_popen(cast(Any, popen))
     try:
         with _reducers(popen):
-            return bytes(cloudpickle.dumps(thing))
-    except Exception as cause:
-        raise UsageError(f"{what} cannot be sent to another process: {cause}") from cause
+            try:
+                return bytes(cloudpickle.dumps(thing))
+            except Exception as cause:
+                found = refusal({what: thing} if given is None else given, _why_not)
+                raise UsageError(found or f"{what} cannot be sent to another process: {cause}") from cause
     finally:
         context.set_spawning_popen(before)
+
+
+def _why_not(thing: Any) -> Exception | None:
+    """Why something cannot be pickled, if it cannot."""
+    try:
+        cloudpickle.dumps(thing)
+    except Exception as cause:
+        return cause
+    return None
 
 
 def shared_in(thing: Any) -> dict[int, Any]:
@@ -222,7 +245,9 @@ def received_fds(connection: int) -> list[OwnedFd]:
 
 # ---- reducers -----------------------------------------------------------------------------------------------------
 
+_SPAWNED_MAIN = "__mp_main__"  # elsewhere that is another name of `__main__`
 _entered: dict[type, Callable[[Any], Any]] = {}
+_by_value: ModuleType | None = None  # the script, while it is registered
 _users = 0
 _lock = threading.Lock()
 
@@ -230,12 +255,19 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def _reducers(popen: _Popen | None) -> Iterator[None]:
     """Inside, in this thread, what holds descriptors is reduced for `popen`, or refused where there is none."""
-    global _users
+    global _users, _by_value
     with _lock:
         _users += 1
+        script = sys.modules.get(_SPAWNED_MAIN)
+        known = cloudpickle.list_registry_pickle_by_value()
+        if script is not None and script.__name__ == _SPAWNED_MAIN and _SPAWNED_MAIN not in known:
+            cloudpickle.register_pickle_by_value(script)
+            _by_value = script
         for kind, reducer in _table().items():
             if kind not in copyreg.dispatch_table:
                 copyreg.dispatch_table[kind] = _entered[kind] = _guarded(reducer)
+        _copies_text[io.TextIOWrapper] = _refuse_text
+        cloudpickle.Pickler.reducer_override = _refuse_numbers
     before = _here.popen, _here.refusing
     _here.popen, _here.refusing = popen, popen is None
     try:
@@ -248,6 +280,11 @@ def _reducers(popen: _Popen | None) -> Iterator[None]:
                 for kind in _entered:
                     copyreg.dispatch_table.pop(kind, None)
                 _entered.clear()
+                _copies_text[io.TextIOWrapper] = _copy_text
+                cloudpickle.Pickler.reducer_override = _override
+                if _by_value is not None:
+                    cloudpickle.unregister_pickle_by_value(_by_value)
+                    _by_value = None
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:
@@ -286,13 +323,33 @@ def _guarded(reducer: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if _here.popen is not None:
             return reducer(thing)
         if _here.refusing and needs_descriptors:
-            raise UsageError(
-                f"it holds a {type(thing).__module__}.{type(thing).__qualname__}, which reaches processes of this "
-                f"machine only, when they are started"
-            )
+            raise UsageError("it reaches processes of this machine only, when they are started")
         return thing.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     return reduce
+
+
+def _refuse_text(file: io.TextIOWrapper) -> Any:
+    """cloudpickle would send the content of a file that is open for reading, and call the copy a file."""
+    if _here.popen is None and not _here.refusing:
+        return _copy_text(file)
+    for name in ("stdout", "stderr"):  # those are the other process's own
+        if file in (getattr(sys, name), getattr(sys, f"__{name}__")):
+            return getattr, (sys, name)
+    raise pickle.PicklingError("its descriptor would be another one there")
+
+
+def _refuse_numbers(pickler: Any, thing: Any) -> Any:
+    """An object that wraps a descriptor would take it along as a number."""
+    ours = _here.popen is not None or _here.refusing
+    if ours and (number := holds_number(thing)) is not None and type(thing) not in pickler.dispatch_table:
+        raise pickle.PicklingError(f"descriptor {number} would be another one there")
+    return _override(pickler, thing)
+
+
+_override = cloudpickle.Pickler.reducer_override
+_copies_text: Any = cloudpickle.Pickler.dispatch_table
+_copy_text = _copies_text[io.TextIOWrapper]
 
 
 def _reduce_connection(connection: Connection) -> Any:

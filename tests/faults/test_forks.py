@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import inspect
 import itertools
 import os
 import pickle
@@ -17,7 +18,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from reap.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import (
+    AsyncBatchedCollector,
+    AsyncCollector,
+    BaseCollector,
+    Collector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
+from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import ReapError
@@ -86,6 +96,34 @@ def verbs_of(collector):
     }
 
 
+ENDS = {"shutdown", "async_shutdown", "close"}  # nothing that is not a fork's own is ended by these
+
+
+def all_verbs_of(thing):
+    """Every public method, and what Python's own syntax calls; without arguments, which nobody may get to miss."""
+    found = {}
+    for name in dir(type(thing)):
+        member = inspect.getattr_static(type(thing), name)
+        if inspect.isfunction(member) and not name.startswith("_") and name not in {*ENDS, "in_fork"}:
+            found[f"{type(thing).__name__}.{name}"] = getattr(thing, name)
+    if hasattr(type(thing), "__iter__"):
+        found["iter"] = lambda: next(iter(thing))
+    return found
+
+
+def wrong_properties_of(thing):
+    """Properties that raise something else than a refusal; those that look at nobody else say what they always do."""
+    found = {}
+    for name in dir(type(thing)):
+        if isinstance(inspect.getattr_static(type(thing), name), property) and not name.startswith("_"):
+            try:
+                getattr(thing, name)
+            except ReapError as error:
+                if "fork" not in str(error):
+                    found[name] = str(error)
+    return found
+
+
 class Clock(gym.Env):
     """One long episode; an observation is the time, and who stepped it."""
 
@@ -119,6 +157,49 @@ MAKERS = {
     "MultiSyncCollector": lambda **o: MultiSyncCollector([Clock] * 2, policy(), frames_per_batch=4, **o),
     "MultiAsyncCollector": lambda **o: MultiAsyncCollector([Clock] * 2, policy(), frames_per_batch=4, **o),
 }
+
+
+OWNERS = {
+    **MAKERS,
+    "AsyncCollector": lambda: AsyncCollector(Clock, policy(), frames_per_batch=4),
+    "AsyncBatchedCollector": lambda: AsyncBatchedCollector([Clock] * 2, policy(), frames_per_batch=4),
+    "lanes": lambda: ParallelEnv(2, Clock),
+    "ready lanes": lambda: ParallelEnv(2, Clock, ready=1),
+    "a pool": lambda: AsyncEnvPool([Clock] * 2, backend="multiprocessing"),
+    "a pool of threads": lambda: AsyncEnvPool([Clock] * 2),
+    "Evaluator": lambda: Evaluator(Clock, policy(), num_trajectories=1, max_steps=4),
+    "Evaluator in a process": lambda: Evaluator(Clock, policy(), num_trajectories=1, max_steps=4, backend="process"),
+    "InferenceServer": lambda: InferenceServer(policy()).start(),
+    "InferenceServer that has not begun": lambda: InferenceServer(policy()),
+    "ProcessInferenceServer": lambda: ProcessInferenceServer(policy),
+}
+FAR = {
+    "DistributedCollector": lambda: DistributedCollector([Clock], policy(), frames_per_batch=4),
+    "RPCCollector": lambda: RPCCollector([Clock], policy(), frames_per_batch=4),
+}
+
+
+@pytest.mark.parametrize("kind", [*OWNERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in FAR)])
+def test_no_verb_of_whatever_owns_processes_threads_or_sockets_is_forgotten_in_a_fork(kind):
+    """Found by looking: a verb that is new is among them."""
+    one = (OWNERS | FAR)[kind]()
+    end = getattr(one, "shutdown", None) or one.close
+    try:
+        verbs = all_verbs_of(one)
+        assert len(verbs) > 2
+
+        def child():
+            again = all_verbs_of(one)
+            assert again.keys() == verbs.keys()
+            wrong = refusals(again) | wrong_properties_of(one)
+            end()
+            return wrong
+
+        assert in_fork(child) == {}
+        if isinstance(one, BaseCollector):
+            assert one.next() is not None
+    finally:
+        end()
 
 
 def times(batches):

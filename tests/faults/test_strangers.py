@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +21,12 @@ from torch import nn
 
 from reap import listener
 from reap.backends.door import LOOPBACK, Door, Refused, dial
+from reap.collectors.distributed import RPCCollector
+from reap.join import main as join
 from reap.listener import PATIENCE
 from reap.modules import InferenceServer
-from reap.testing import no_leaks
+from reap.testing import CountingEnv, EchoPolicy, no_leaks
+from tests.faults.test_parent import environment
 
 SECRET = b"the secret of this test"
 
@@ -163,6 +168,165 @@ def test_a_process_without_descriptors_goes_on_listening():
     assert errors.count("cannot accept a connection") <= 3
 
 
+FLOOD = """
+import resource, socket, sys
+family, address, count = eval(sys.argv[1]), eval(sys.argv[2]), int(sys.argv[3])
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = []
+for _ in range(count):
+    one = socket.socket(family, socket.SOCK_STREAM)
+    one.connect(address)
+    held.append(one)
+print("here", flush=True)
+sys.stdin.read()
+gone = 0
+for one in held:
+    one.settimeout(float(sys.argv[4]))  # since they have been here for a while
+    try:
+        while one.recv(64): pass
+        gone += 1
+    except ConnectionResetError:
+        gone += 1
+    except TimeoutError:
+        pass
+print(gone, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def flood(address, count, patience=PATIENCE):
+    """So many strangers of another process, who say nothing; a function that says how many were sent away in time."""
+    family = "socket.AF_INET" if isinstance(address, tuple) else "socket.AF_UNIX"
+    command = [sys.executable, "-S", "-c", FLOOD, family, repr(address), str(count), str(patience)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as strangers:
+        assert strangers.stdout.readline() == "here\n"
+        yield lambda: int(strangers.communicate(timeout=60)[0])
+
+
+@contextlib.contextmanager
+def limited_to(descriptors):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_flood_leaves_descriptors_and_threads_to_their_owner(door, monkeypatch):
+    monkeypatch.setattr(listener, "PATIENCE", 0.5)
+    before = threading.active_count()
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    with limited_to(used + 200), flood((LOOPBACK, door.port), 400) as sent_away:
+        with open(os.devnull):
+            assert greeted(door.port) == b"hello"
+        assert threading.active_count() <= before + 1
+        assert sent_away() == 400  # those who were not pushed out by others: after their time
+
+
+LEARNER = """
+import os, resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+from reap.collectors.distributed import DistributedCollector
+from reap.testing import CountingEnv, EchoPolicy
+
+def look():
+    sys.stdin.readline()
+    with open(os.devnull):
+        print("threads", threading.active_count(), flush=True)
+
+threading.Thread(target=look).start()
+print("ready", threading.active_count(), flush=True)
+given = dict(launcher="join", secret_file=sys.argv[1], tcp_port=int(sys.argv[2]), join_timeout=60)
+with DistributedCollector([CountingEnv], EchoPolicy(), frames_per_batch=8, **given) as collector:
+    print("frames", collector.next().numel(), flush=True)
+    sys.stdin.readline()
+"""
+SERVER = """
+import os, resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+import torch
+from tensordict import TensorDict
+from reap.modules import InferenceServer
+
+with InferenceServer(torch.nn.Linear(3, 1)) as server:
+    client = server.client("process")
+    print(server.address[0], threading.active_count(), flush=True)
+    sys.stdin.readline()
+    with open(os.devnull):
+        print("threads", threading.active_count(), flush=True)
+    td = TensorDict({"observation": torch.zeros(3)})
+    print("actions", client(td)["action"].numel(), server.is_alive, flush=True)
+    sys.stdin.readline()
+    client.close()
+"""
+MANY = 1500  # connections, where a process may have 1,024 descriptors
+
+
+@contextlib.contextmanager
+def running(code, *arguments):
+    command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment()) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def say(process, line):
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+
+
+def told(process):
+    return process.stdout.readline().split()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_node_joins_a_learner_of_1024_descriptors_during_a_flood_of_1500(tmp_path):
+    secret, port = tmp_path / "secret", 29800 + os.getpid() % 150
+    assert join(["--new-secret", str(secret)]) == 0
+    node = [sys.executable, "-W", "ignore", "-m", "reap.join", "--address", f"{LOOPBACK}:{port}"]
+    with running(LEARNER, secret, port) as learner:
+        _, threads = told(learner)
+        until = time.monotonic() + 60
+        while True:  # until it listens: nothing else tells
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
+                break
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with flood((LOOPBACK, port), MANY) as sent_away:
+            say(learner, "look")
+            word, now = told(learner)
+            assert word == "threads", "its own open() failed"
+            assert int(now) <= int(threads) + 8
+            joining = subprocess.Popen([*node, "--secret-file", str(secret), "--workers", "1"], env=environment())
+            assert told(learner) == ["frames", "8"]
+            assert sent_away() == MANY
+        say(learner, "enough")
+        assert learner.wait(60) == 0
+        assert joining.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_an_inference_server_of_1024_descriptors_answers_during_a_flood_of_1500():
+    with running(SERVER) as server:
+        address, threads = told(server)
+        with flood(eval(address), MANY) as sent_away:
+            say(server, "look")
+            word, now = told(server)
+            assert word == "threads", "its own open() failed"
+            assert int(now) <= int(threads) + 3
+            assert told(server) == ["actions", "1", "True"]
+            assert sent_away() == MANY
+        say(server, "enough")
+        assert server.wait(60) == 0
+
+
 def test_a_crowd_at_the_inference_servers_socket():
     policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
 
@@ -191,3 +355,25 @@ def test_nothing_of_a_stranger_is_left_behind(door):
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < until:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def ports_of(pid):
+    """The TCP ports at which a process listens."""
+    links = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+    sockets = {os.readlink(link) for link in links if os.path.lexists(link)}
+    found = []
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.append(int(words[1].rsplit(":", 1)[1], 16))
+    return found
+
+
+def test_rpc_on_one_machine_listens_at_no_port():
+    """A port scan would end the learner with SIGABRT: TensorPipe knows no secrets."""
+    before = ports_of(os.getpid())
+    with RPCCollector([CountingEnv], EchoPolicy(), frames_per_batch=8) as collector:
+        assert collector.next().numel() == 8
+        assert ports_of(os.getpid()) == before
+        assert [ports_of(child.pid) for child in collector._process._children] == [[]]

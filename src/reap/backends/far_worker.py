@@ -268,11 +268,11 @@ def run_station(job: FarJob, road: Road, weights: Weights) -> None:
         road.send(News.of(station.about), _nothing)
         while (order := road.next_order()) is not None:
             station.obey(order)
-    except ConnectionError:  # nobody is there any more
-        pass
     except TOLD_TO_GO:
         raise
     except BaseException as error:
+        if station is not None and isinstance(error, ConnectionError):  # nobody is there any more
+            return
         road.send(News.of(Raised.of(error, "building it" if station is None else station.doing)), _nothing)
         road.finish()
     finally:

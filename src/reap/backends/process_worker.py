@@ -10,6 +10,7 @@ let run free: then it waits for nobody, and says what it has made in the control
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -74,12 +75,11 @@ def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> N
         leave_at(RolloutLoop.fill, Host._collect, _Host.serve, asked=lambda: host.control.leave)
         send(connection, "ready")
         host.serve(free)
-    except (EOFError, ConnectionError):
-        pass
     except TOLD_TO_GO:
         raise
-    except BaseException as error:
-        send(connection, Raised.of(error, "building it" if host is None else host.doing))
+    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+        with contextlib.suppress(OSError):
+            send(connection, Raised.of(error, "building it" if host is None else host.doing))
     finally:
         try:
             no_more_goodbyes()

@@ -1,12 +1,14 @@
 """torch.distributed.rpc: workers that are called over TensorPipe. Orders are calls; news are fetched, one at a time.
 
-A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents listen
-on the loopback interface alone; between machines they talk through doors (see rpc_worker.py).
+A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents of one
+machine talk through shared memory, and listen at no port; those of several listen on the loopback interface alone, and
+talk through doors (see rpc_worker.py).
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import selectors
 import threading
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,10 @@ from reap.temporary import TemporaryFolder
 THREADS = 2  # an agent needs at least: one waits for news, and orders must pass
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
 _BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
+# Shared memory, met at a Unix socket without a path: an agent that also knew the others would listen at 17 TCP ports of
+# the loopback interface, where a port scan ends it.
+_ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
+_SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 _LOOK = 0.05  # seconds: how often a store is asked who is there
 
 
@@ -119,6 +125,8 @@ class RPCBackend(FarBackend):
         file, count = f"{self._meeting.path}/agents", len(packed)
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
+        if all(os.path.exists(path) for path in _SHM_NEEDS):
+            self._agent = {**_ON_ONE_MACHINE, **self._agent}
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
         self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
 

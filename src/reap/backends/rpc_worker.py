@@ -3,8 +3,8 @@
     collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
                          └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
-An agent knows no secrets and does what it is told. So it listens on the loopback interface alone; to other machines it
-is reached through a door, and reaches their agents through tunnels.
+An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
+interface alone; to other machines it is reached through a door, and reaches their agents through tunnels.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from reap.core.exploration import exploration_type
 from reap.core.paths import follow
 from reap.core.ragged import assembler
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.interrupts import Interrupts
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
@@ -605,6 +605,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def in_fork(self, why: str) -> None:
         """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
         self._elsewhere = why
+        refuse_all(self, why)
 
     def _close(self, why: str, *, close_env: bool = True) -> None:
         if self._ended or self._closing:

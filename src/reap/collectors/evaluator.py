@@ -34,7 +34,7 @@ from reap.core.env import Env
 from reap.core.paths import follow
 from reap.envs.accept import as_env, is_env
 from reap.errors import UsageError, WrongArgument, WrongState
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.spec import AnyKey, Key
 from reap.threads import join
 from reap.weights.local import copied, load
@@ -169,6 +169,7 @@ class Evaluator:
         self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
         self._thread, self._left = None, 0
         self._queue.clear()
+        refuse_all(self, why)
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:

@@ -181,8 +181,13 @@ class MultiCollector(BaseCollector):
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
-        maker = WriterMaker(Way.of(options), about, buffer.transforms, options.timeout)
-        pack(maker, "postproc, a hook or a transform of the replay buffer")
+        way = Way.of(options)
+        maker = WriterMaker(way, about, buffer.transforms, options.timeout)
+        pack(
+            maker,
+            "what writes to the replay buffer",
+            {**way.given, "a transform of the replay buffer": buffer.transforms},
+        )
         return {"writer": maker, "buffer": fds}
 
     def _plans(

@@ -52,6 +52,11 @@ class Way:
             hook=options.post_collect_hook,
         )
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What of it is the user's code, by the names of its options."""
+        return {"postproc": self.postproc, "pre_collect_hook": self.before, "post_collect_hook": self.hook}
+
 
 class Sink(Protocol):
     """Where batches go."""

@@ -25,7 +25,7 @@ from reap.backends.ray import CLUSTER, engine
 from reap.buffers.feed import Feed
 from reap.buffers.replay import ReplayBuffer
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.pickling import dumps
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
@@ -240,6 +240,7 @@ class RayReplayBuffer(_Client):
     def in_fork(self, why: str) -> None:
         """The actor is its owner's to end."""
         self._open = False
+        refuse_all(self, why)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the actor, and its rows with it. May be called twice."""

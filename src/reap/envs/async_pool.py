@@ -34,7 +34,7 @@ from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.envs.thread_crew import ThreadCrew
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
@@ -130,6 +130,7 @@ class AsyncEnvPool(EnvBase):
     def in_fork(self, why: str) -> None:
         """Called in a fork: the envs, and what they answer, are its owner's."""
         self._failure = why
+        refuse_all(self, why)
 
     def _restart_book(self) -> None:
         self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it

@@ -24,7 +24,7 @@ from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.lane_host import BEGIN, DRAW, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError
-from reap.forks import guard, refuse
+from reap.forks import guard, refuse_all
 from reap.spec import EnvSpec, Key, Leaf
 
 _TOKENS = 200
@@ -86,7 +86,7 @@ class Crew(abc.ABC):
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: whoever steps the lanes is not here, or its owner's."""
-        refuse(self, ("ring", "answered", "begin", "settle", "expect"), why)
+        refuse_all(self, why)
 
     @property
     def away(self) -> int:

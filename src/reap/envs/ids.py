@@ -52,6 +52,6 @@ def for_workers(source: Any) -> Any:
         return source
     spec = registered(source)
     module, _, attribute = spec.entry_point.partition(":") if isinstance(spec.entry_point, str) else ("", "", "")
-    if module == "__main__":  # a worker's own main module is another
+    if module in ("__main__", "__mp_main__"):  # a worker's own main module is another
         return dataclasses.replace(spec, entry_point=getattr(sys.modules[module], attribute))
     return spec

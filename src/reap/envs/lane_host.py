@@ -116,11 +116,9 @@ def serve(
         settle()
         send(connection, (host.spec, host.traits))
         host.serve(bell)
-    except (EOFError, ConnectionError):
-        pass
     except TOLD_TO_GO:
         raise
-    except BaseException as error:
+    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
         with contextlib.suppress(OSError):
             send(connection, Raised.of(error, "the env"))
             os.write(reply, FAILED)

@@ -17,6 +17,7 @@ from reap.envs.process_lanes import ProcessLanes
 from reap.envs.ready_lanes import ReadyLanes
 from reap.envs.serial import one_each
 from reap.errors import UsageError, WrongArgument
+from reap.forks import guard, refuse_all
 
 
 class ParallelEnv(EnvBase):
@@ -70,3 +71,8 @@ class ParallelEnv(EnvBase):
             super().__init__(ProcessLanes(shares, **options), device=place)
         else:
             super().__init__(ReadyLanes(ProcessCrew(shares, **options), ready, ready), device=place)
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes are its owner's."""
+        refuse_all(self, why)

@@ -49,7 +49,7 @@ from reap.envs.lane_host import (
     serve,
 )
 from reap.errors import ReapError, WorkerSilent
-from reap.forks import guard, refuse
+from reap.forks import guard, refuse_all
 from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
 from reap.spec import EnvSpec, Key, Leaf
@@ -58,6 +58,11 @@ _DEADLINE = 5.0  # seconds within which `close` has ended every child
 _STEP = 1.0  # seconds of those that a child has for the step it is in: nobody takes its answer, and so it goes
 
 _TOKENS = 200
+
+
+def _alone(things: Sequence[Any]) -> Any:
+    """The only one, if there is but one: so errors name it."""
+    return things[0] if all(one is things[0] for one in things) else things
 
 
 class Remote:
@@ -109,7 +114,7 @@ class ProcessLanes(Env):
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: the processes, and what they answer, are its owner's."""
-        refuse(self, ("order", "ping", "write", "take", "finish", "reset", "begin", "send", "recv", "make_slot"), why)
+        refuse_all(self, why)
 
     def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
         for name in ("reap-rows", "reap-first", "reap-some"):
@@ -126,7 +131,14 @@ class ProcessLanes(Env):
     def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> Remote:
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
-        target = pack(functools.partial(serve, make=make, threads=threads, cores=cores), "create_env_fn")
+        target = pack(
+            functools.partial(serve, make=make, threads=threads, cores=cores),
+            "create_env_fn",
+            {
+                "create_env_fn": _alone([source for source, _ in makers]),
+                "create_env_kwargs": _alone([one for _, one in makers]),
+            },
+        )
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
             theirs, bell = os.pipe()
             handed.callback(os.close, theirs)

@@ -27,7 +27,7 @@ from typing_extensions import Self
 from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.fork_server import TOLD_TO_GO
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.inference.clients import PolicyClient, ProcessLine
 from reap.inference.requests import check_timeout
 from reap.inference.server import InferenceServer
@@ -82,7 +82,9 @@ class ProcessInferenceServer:
         self._heard: deque[bytes] = deque()
         self._asked = _MADE
         target = pack(
-            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads), "policy_factory"
+            functools.partial(_serve, make=policy_factory, options=options, threads=num_threads),
+            "policy_factory",
+            {"policy_factory": policy_factory, **options},
         )
         guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
@@ -99,6 +101,7 @@ class ProcessInferenceServer:
     def in_fork(self, why: str) -> None:
         """Called in a fork: the process is its owner's."""
         self._why_closed, self._lock = why, threading.Lock()
+        refuse_all(self, why)
 
     def client(
         self, kind: str = "process", *, policy_version_key: Any = "policy_version", timeout: float | None = None
@@ -139,7 +142,10 @@ class ProcessInferenceServer:
             raise self._death()
 
     def _death(self) -> ServerGone:
-        return ServerGone(f"the inference server's process {self._child.death()}")
+        death = self._child.death()
+        error = ServerGone(f"the inference server's process {death}")
+        error.__cause__ = death.__cause__
+        return error
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:

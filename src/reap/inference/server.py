@@ -35,7 +35,7 @@ from reap.core.exploration import exploring
 from reap.core.outputs import as_tensordict, by_name, is_named
 from reap.core.where import named_device
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
-from reap.forks import guard
+from reap.forks import guard, refuse_all
 from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
 from reap.inference.desk import Desk
 from reap.inference.requests import Columns, Line, Request, check_timeout
@@ -125,6 +125,7 @@ class InferenceServer:
         """Called in a fork: its thread is not here, and its socket its owner's."""
         self._elsewhere = self._why_closed = why
         self._thread = self._desk = None
+        refuse_all(self, why)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 

@@ -103,8 +103,9 @@ class RayCollector(FarCollector):
             return None
         if self.options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
-        maker = _WriterMaker(Way.of(self.options), self.replay_buffer.client())
-        dumps(maker, "postproc, or a hook")
+        way = Way.of(self.options)
+        maker = _WriterMaker(way, self.replay_buffer.client())
+        dumps(maker, "what writes to the replay buffer", way.given)
         return maker
 
     def _make_runner(self) -> Runner:

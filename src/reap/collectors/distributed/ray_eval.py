@@ -18,6 +18,7 @@ from torch import nn
 
 from reap.backends.ray import engine
 from reap.errors import UsageError, WrongState
+from reap.forks import guard, refuse_all
 from reap.pickling import dumps
 from reap.spec import AnyKey
 from reap.weights.local import load
@@ -91,6 +92,12 @@ class RayEvalWorker:
         kind = ray.remote(num_gpus=num_gpus, **remote_kwargs)(_Player)
         self._actor = kind.options(**named).remote(dumps((init_fn, env_maker, policy_maker), "env_maker"))
         self._reward, self._pending = reward_keys, None
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the actor is its owner's."""
+        self._actor = None
+        refuse_all(self, why)
 
     @classmethod
     def from_name(cls, name: str, *, reward_keys: AnyKey = ("next", "reward")) -> RayEvalWorker:
@@ -99,6 +106,7 @@ class RayEvalWorker:
         found._ray = engine()
         found._actor = found._ray.get_actor(name)
         found._reward, found._pending = reward_keys, None
+        guard(found)
         return found
 
     def submit(
