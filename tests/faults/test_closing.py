@@ -10,10 +10,24 @@ import time
 import pytest
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed import DistributedSyncCollector, RPCSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerRaised, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.faults.worlds import BOUND, KINDS, alive, all_gone, collect, faulty, healthy, pids, within
+from tests.faults.worlds import (
+    BOUND,
+    KINDS,
+    ClosesWhenLet,
+    RaisesThen,
+    Stuck,
+    alive,
+    all_gone,
+    collect,
+    faulty,
+    healthy,
+    pids,
+    within,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -127,7 +141,7 @@ def test_an_endless_collector_is_true(kind):
 
 
 class SlowToClose(CountingEnv):
-    """Says when it was closed, after a while."""
+    """Takes its time to close; says so when it has."""
 
     def __init__(self, note, seconds):
         super().__init__((3, 1, 5), 0)
@@ -138,12 +152,18 @@ class SlowToClose(CountingEnv):
         self.note.touch()
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, ParallelEnv])
+@pytest.fixture(scope="module")
+def a_first_of_each():
+    """Torch keeps a pipe of the first store, and descriptors of the first agent, for the rest of the process."""
+    for kind in (DistributedSyncCollector, RPCSyncCollector):
+        collect(kind, [healthy()]).shutdown()
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, ParallelEnv, DistributedSyncCollector, RPCSyncCollector])
 @pytest.mark.parametrize("beside", [pytest.param("deaf", marks=pytest.mark.slow), "slow"])
-def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path):
+def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path, a_first_of_each):
     """It comes while the other process is still there; that is closed after, and `shutdown` waits for it."""
-    note = tmp_path / "closed"
-    other = faulty("deaf", where="close") if beside == "deaf" else lambda: SlowToClose(note, 1.5)
+    other = faulty("deaf", where="close") if beside == "deaf" else lambda: ClosesWhenLet(tmp_path)
     makers = [other, faulty("raise", at=2)]
     env = None
     with no_leaks():
@@ -158,10 +178,30 @@ def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path):
             c.next()
         assert alive(workers[0]), "the error came after it had ended"
         assert c.closed
+        (tmp_path / "may").touch()
         c.shutdown()
         assert all_gone(workers, 0)
-        assert note.exists() == (beside == "slow")
+        assert (tmp_path / "closed").exists() == (beside == "slow")
         c = env = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["deaf", "stop"])
+@pytest.mark.parametrize("kind", [*KINDS, DistributedSyncCollector, RPCSyncCollector])
+def test_an_error_does_not_wait_for_one_that_is_stuck(kind, fault, tmp_path, a_first_of_each):
+    """One that is stopped is woken to be ended; one that is deaf is killed after a while."""
+    with no_leaks():
+        note = tmp_path / "stuck"
+        c = collect(kind, [lambda: Stuck(note, fault), lambda: RaisesThen(note)])
+        workers = pids(c)
+        with pytest.raises(WorkerRaised, match="an injected fault"):
+            while True:
+                c.next()
+        assert fault == "stop" or alive(workers[0]), "the error came after it had ended"
+        with within(2.0 if fault == "stop" else BOUND):
+            c.shutdown()
+        assert all_gone(workers, 0)
+        c = None
 
 
 def test_closing_an_env_is_not_interrupted(tmp_path):

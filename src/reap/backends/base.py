@@ -66,5 +66,5 @@ class Backend(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart."""
 
-    def close(self) -> None:
-        """End the workers. May be called twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""

@@ -105,7 +105,7 @@ class InlineBackend:
         self.worker.reset()  # episodes that were open elsewhere do not go on here
         loop.version = int(state.get("policy_version", loop.version))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()

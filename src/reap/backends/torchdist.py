@@ -130,8 +130,8 @@ class GlooBackend(FarBackend):
 
     def _give_up(self, index: int) -> None:
         """It ended; whoever waits for its first sign need not any more."""
-        if self._store is not None:
-            self._store.compare_set(f"here/{index}", "", "never")
+        if (store := self._store) is not None:
+            store.compare_set(f"here/{index}", "", "never")
 
     def send(self, remote: Any, order: Order | None) -> None:
         key = f"to/{remote.index}/{remote.told}"

@@ -228,7 +228,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
                 raise self._closed_meanwhile() from error
             with contextlib.suppress(Exception):  # what close may raise must not hide what happened
-                self._close(f"it failed: {error!r}")
+                self._close(f"it failed: {error!r}", failed=True)
             raise
         finally:
             self._busy = None
@@ -530,7 +530,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         if runner is None or error is None:
             return
         with contextlib.suppress(Exception):
-            self._close(f"it failed: {error!r}")
+            self._close(f"it failed: {error!r}", failed=True)
         if again or not runner.told:
             runner.told = True
             raise error
@@ -589,7 +589,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
         self._elsewhere = why
 
-    def _close(self, why: str, *, close_env: bool = True) -> None:
+    def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if self._why_closed is None:
             self._why_closed = why
             try:
@@ -597,7 +597,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             finally:  # a file that cannot be written keeps nobody alive
                 self._send_away()
                 if close_env:
-                    self._backend.close()
+                    self._backend.close(failed=failed)
 
     def _send_away(self) -> None:
         """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
@@ -630,7 +630,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             raise self._closed_meanwhile() from error
         except WorkerError as error:
             with contextlib.suppress(Exception):
-                self._close(f"it failed: {error!r}")
+                self._close(f"it failed: {error!r}", failed=True)
             raise
 
     def __enter__(self) -> Self:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -443,8 +443,10 @@ class ProcessLanes(Env):
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
-        linger = LINGER if self._failed else None
-        end([remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE, linger=linger)
+        gone = functools.partial(
+            end, [remote.child for remote in children], patience=0.4 * _DEADLINE, deadline=_DEADLINE
+        )
+        see_to(gone, LINGER if self._failed else None)
         for file in self._files:
             file.close()
 

@@ -28,8 +28,8 @@ def no_leaks(*, sockets: bool = True) -> Iterator[None]:
     """
     before = _everything()
     yield
+    wait_for_ends()  # first: who ends something holds it
     gc.collect()
-    wait_for_ends()
     after = _everything()
     # A process may be seen a moment after its end was told: it is reaped then. And a stranger's shared memory may be
     # seen a moment before he maps it.
