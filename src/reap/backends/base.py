@@ -37,6 +37,10 @@ class Halted(BaseException):
 class Backend(Protocol):
     """What every way of running workers can do."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether `close` ends whatever a take waits for; else it is broken off after the step it is in."""
+
     on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
     def profile(self, settings: Any) -> None:

@@ -61,6 +61,7 @@ class ProcessBackend:
     """Workers in processes, one plan each."""
 
     roads: ClassVar[tuple[Road, ...]] = ("shared", "parcel", "none")  # that weights can take
+    elsewhere = True
 
     def __init__(
         self,

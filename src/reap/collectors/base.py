@@ -554,18 +554,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the workers and close the envs; what went wrong in the background is raised then. May be called twice.
 
-        `timeout`: seconds to wait for a thread in the background that is in the middle of a step (5 by default).
+        A rollout that is made here meanwhile, in the background or by another thread, is broken off after the step it
+        is in. `timeout`: seconds to wait for that (5 by default).
         """
         if self._elsewhere is not None:  # its owner's to end
             return
+        patience = _DEADLINE if timeout is None else timeout
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
-                    self._runner.stop(_DEADLINE if timeout is None else timeout)
+                    self._runner.stop(patience)
                 except WorkerSilent:
-                    self._why_closed = "its thread does not end"
+                    self._close("its thread does not end", close_env=close_env)
                     raise
             self._close("shutdown() was called", close_env=close_env)
+            self._wait_for_env(patience)
             wait_for_ends()
             self._look()
         except Exception:
@@ -595,15 +598,22 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             try:
                 self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
-                self._send_away()
+                self._send_away(close_env)
                 if close_env:
                     self._backend.close(failed=failed)
 
-    def _send_away(self) -> None:
-        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
+    def _wait_for_env(self, timeout: float) -> None:
+        """Wait until an env of this process is closed, if another thread was in it."""
+
+    def _send_away(self, close_env: bool) -> None:
+        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed.
+
+        One that makes it in this process closes the env itself.
+        """
         if self._busy not in (None, threading.get_ident()):
             self._backend.breaker()()
-            self._idle.wait(_LEAVE)
+            if self._backend.elsewhere or not close_env:
+                self._idle.wait(_LEAVE)
 
     def _closed_meanwhile(self) -> WrongState:
         """The error for whoever waited while it was closed."""

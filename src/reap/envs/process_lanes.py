@@ -76,6 +76,8 @@ class Remote:
 class ProcessLanes(Env):
     """Envs in child processes as lanes of one."""
 
+    elsewhere = True
+
     def __init__(
         self,
         makers: Sequence[Sequence[tuple[Any, Mapping[str, Any]]]],
