@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.faults.test_silence import PROMISED, ROOM
+from tests.faults.test_silence import PROMISED, ROOM, gated, log  # noqa: F401
 from tests.faults.worlds import (
     BOUND,
     ClosesWhenLet,
@@ -194,6 +194,25 @@ def test_a_silent_actor_is_told_and_ended_in_time(fault, words):
     assert took < 1.0 + PROMISED + ROOM, f"{took:.1f} s"
     c.shutdown()
     assert all_gone(workers, within=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_without_a_timeout_the_log_says_where_it_is(background, log):
+    """And it is waited for."""
+    buffer = {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8)} if background else {}
+    with collect([healthy(), gated(log.gate)], **buffer) as c:
+        log.be_impatient()
+        if background:
+            c.start()
+        while not log.told:
+            time.sleep(0.01) if background else c.next()
+        frames = c.stats()["worker_frames"]
+        while c.stats()["worker_frames"] < frames + 64:
+            time.sleep(0.01) if background else c.next()
+        assert not c.closed
+    told = next(told for told in log.told if "in step" in told)
+    assert "worker 1 (pid" in told
 
 
 @pytest.mark.parametrize("beside", ["slow", pytest.param("stop", marks=pytest.mark.slow)])
