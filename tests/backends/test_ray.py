@@ -198,7 +198,7 @@ def test_a_silent_actor_is_told_and_ended_in_time(fault, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
-def test_without_a_timeout_the_log_says_where_it_is(background, log):
+def test_without_a_timeout_the_log_says_where_it_is(background, log):  # noqa: F811
     """And it is waited for."""
     buffer = {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8)} if background else {}
     with collect([healthy(), gated(log.gate)], **buffer) as c:
