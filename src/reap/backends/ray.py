@@ -82,11 +82,13 @@ class _Cluster:
                 f"`ray start --head`, or leave the address out to have one started here"
             ) from cause
 
-    def leave(self, *, end: bool = False) -> None:
-        """One user less. `end`: for all of them."""
+    def leave(self, *, end: bool | None = None) -> None:
+        """One user less. `end`: True: for all of them; False: for none; None: with the last one, if it is ours."""
         with self._lock:
             self._users = max(self._users - 1, 0)
-            if end or (self._ours and not self._users):
+            if end is False:
+                self._ours = False  # it is the caller's from now on
+            elif end or (self._ours and not self._users):
                 self._ours, self._users = False, 0
                 engine().shutdown()
 
@@ -249,7 +251,7 @@ class RayBackend(FarBackend):
         self._config, self._resources, self._restart = dict(cluster), list(resources), restart
         self._ray: Any = None  # when connected
         self.restarts = 0
-        self.end_cluster = False  # with `close`, whoever else uses it
+        self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
         self._starts = 0  # of workers that came later
         self._latest: Any = None  # weights, as Ray knows them
         self._own: dict[int, Sequence[Any]] = {}  # weights a worker was given by itself since, and their version
