@@ -43,7 +43,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -498,42 +498,57 @@ class Child:
             self._own.close()
 
 
-LINGER = 0.3  # seconds for which an error waits until the children that are to be ended have: most do at once
+LINGER = 0.3  # seconds for which an error waits until those that are to be ended have: most do at once
+_LONGEST = 15.0  # seconds for which ends in the background are waited for
 _endings: set[threading.Thread] = set()
 
 
-def end(children: Iterable[Child], *, patience: float, deadline: float, linger: float | None = None) -> None:
-    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
+def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
+    """End something: call `ending`, which takes a few seconds at most.
 
     With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
     told, and a child that is deaf, or closes its env slowly, shall not hold that up.
     """
-    began, left = time.monotonic(), list(children)
     if linger is not None:
-        late = _still_there(left, began + linger)
-        _release(child for child in left if child not in late)
-        left = late
-        if late:
-            thread = threading.Thread(
-                target=_end, args=(late, began, patience, deadline), name="reap-ending", daemon=True
-            )
-            with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
-                thread.start()
-                _endings.add(thread)
-                return
-    _end(left, began, patience, deadline)
+        thread = threading.Thread(target=ending, name="reap-ending", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
+            thread.start()
+            atexit.unregister(wait_for_ends)  # once is enough
+            atexit.register(wait_for_ends)  # as late as can be: it comes before others close what is needed for it
+            _endings.add(thread)
+            thread.join(linger)
+            if not thread.is_alive():
+                _endings.discard(thread)
+            return
+    ending()
 
 
-def _end(children: list[Child], began: float, patience: float, deadline: float) -> None:
-    """SIGTERM, then SIGKILL, each in its time; to the silent sooner."""
-    silent = [child for child in children if child.silent]
-    steps = [(patience, signal.SIGTERM, children), (0.8 * deadline, signal.SIGKILL, children), (deadline, 0, [])]
+def wait_for_ends() -> None:
+    """Wait for what is being ended while its error was told; a few seconds at most."""
+    until = time.monotonic() + _LONGEST
+    for thread in list(_endings):
+        if thread is not threading.current_thread():  # in a finalizer it may be
+            thread.join(max(0.0, until - time.monotonic()))
+            if not thread.is_alive():
+                _endings.discard(thread)
+
+
+def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
+    """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
+
+    To those that were found silent sooner. One that is stopped is woken: now it hears that.
+    """
+    began, left = time.monotonic(), list(children)
+    silent = [child for child in left if child.silent]
+    steps = [(patience, signal.SIGTERM, left), (0.8 * deadline, signal.SIGKILL, left), (deadline, 0, [])]
     steps += [(0.0, signal.SIGTERM, silent), (_SOON, signal.SIGKILL, silent)]
     for until, number, whom in sorted(steps, key=lambda step: step[0]):
-        for child in _still_there(children, began + until):
+        for child in _still_there(left, began + until):
             if child in whom:
                 child.signal(number)
-    _release(children)
+                child.signal(signal.SIGCONT)
+    for child in left:
+        child.release()
 
 
 def _still_there(children: Sequence[Child], until: float) -> list[Child]:
@@ -541,14 +556,3 @@ def _still_there(children: Sequence[Child], until: float) -> list[Child]:
     while (left := [c for c in children if not c.gone()]) and (seconds := until - time.monotonic()) > 0:
         wait([c.sentinel for c in left], seconds)
     return left
-
-
-def _release(children: Iterable[Child]) -> None:
-    for child in children:
-        child.release()
-
-
-def wait_for_ends() -> None:
-    """Wait for children that are being ended while their error was told; a few seconds at most."""
-    while _endings:
-        _endings.pop().join()

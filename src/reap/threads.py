@@ -26,6 +26,10 @@ def join(thread: threading.Thread, timeout: float, who: str) -> None:
             thread.join(min(left, CTRL_C))
             interrupts.let_in()
     if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident)
-        stack = "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
-        raise WorkerSilent(f"{who} did not end within {timeout:.1f} s. Its stack:\n{stack}")
+        raise WorkerSilent(f"{who} did not end within {timeout:.1f} s. Its stack:\n{stack_of(thread.ident)}")
+
+
+def stack_of(thread: int) -> str:
+    """Where the thread with this number is right now."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"

@@ -11,14 +11,25 @@ import time
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.faults.test_silence import PROMISED, ROOM
-from tests.faults.worlds import BOUND, all_gone, faulty, healthy, pids, within
+from tests.faults.test_silence import PROMISED, ROOM, gated, log  # noqa: F401
+from tests.faults.worlds import (
+    BOUND,
+    ClosesWhenLet,
+    RaisesThen,
+    Stuck,
+    alive,
+    all_gone,
+    faulty,
+    healthy,
+    pids,
+    within,
+)
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
 from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
 from reap.envs import GymEnv
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongArgument, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
@@ -181,7 +192,47 @@ def test_a_silent_actor_is_told_and_ended_in_time(fault, words):
             last = time.monotonic()
     took = time.monotonic() - last
     assert took < 1.0 + PROMISED + ROOM, f"{took:.1f} s"
+    c.shutdown()
     assert all_gone(workers, within=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_without_a_timeout_the_log_says_where_it_is(background, log):  # noqa: F811
+    """And it is waited for."""
+    buffer = {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8)} if background else {}
+    with collect([healthy(), gated(log.gate)], **buffer) as c:
+        log.be_impatient()
+        if background:
+            c.start()
+        while not log.told:
+            time.sleep(0.01) if background else c.next()
+        frames = c.stats()["worker_frames"]
+        while c.stats()["worker_frames"] < frames + 64:
+            time.sleep(0.01) if background else c.next()
+        assert not c.closed
+    told = next(told for told in log.told if "in step" in told)
+    assert "worker 1 (pid" in told
+
+
+@pytest.mark.parametrize("beside", ["slow", pytest.param("stop", marks=pytest.mark.slow)])
+def test_an_error_does_not_wait_for_others_to_close(beside, tmp_path):
+    """It comes while the other actor is still there; that is closed after, and `shutdown` waits for it."""
+    note = tmp_path / "stuck"
+    note.touch() if beside == "slow" else None
+    other = (lambda: ClosesWhenLet(tmp_path)) if beside == "slow" else lambda: Stuck(note, "stop")
+    with no_leaks(sockets=False):
+        c = collect([other, lambda: RaisesThen(note)], sync=True)
+        workers = pids(c)
+        with pytest.raises(WorkerRaised, match="an injected fault"):
+            c.next()
+        assert alive(workers[0]), "the error came after it had ended"
+        assert c.closed
+        (tmp_path / "may").touch()
+        c.shutdown()
+        assert all_gone(workers, within=0.1)
+        assert (tmp_path / "closed").exists() == (beside == "slow")
+        del c
 
 
 @pytest.mark.slow

@@ -11,10 +11,24 @@ import time
 import pytest
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from reap.envs import ParallelEnv
-from reap.errors import WorkerRaised, WrongState
+from reap.collectors.distributed import DistributedSyncCollector, RPCSyncCollector
+from reap.envs import ParallelEnv, SerialEnv
+from reap.errors import WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
-from tests.faults.worlds import BOUND, KINDS, alive, all_gone, collect, faulty, healthy, pids, within
+from tests.faults.worlds import (
+    BOUND,
+    KINDS,
+    ClosesWhenLet,
+    RaisesThen,
+    Stuck,
+    alive,
+    all_gone,
+    collect,
+    faulty,
+    healthy,
+    pids,
+    within,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -97,6 +111,109 @@ def test_who_waits_for_lanes_while_another_thread_closes_is_told_so(waiting):
         errors.clear()
 
 
+class InSteps(CountingEnv):
+    """Says when it is in a step, and waits there until it is let go on; notes what is done to it meanwhile."""
+
+    def __init__(self):
+        super().__init__((3, 1, 5), 0)
+        self.there, self.may, self.inside = threading.Event(), threading.Event(), False
+        self.steps, self.closed_inside, self.closed = 0, False, threading.Event()
+
+    def step(self, action):
+        self.inside, self.steps = True, self.steps + 1
+        self.there.set()
+        while not self.may.is_set():  # a signal that comes just before a wait for a lock is not heard until it ends
+            time.sleep(0.001)
+        self.inside = False
+        return super().step(action)
+
+    def close(self):
+        self.closed_inside = self.closed_inside or self.inside
+        self.closed.set()
+
+
+def in_a_thread(work):
+    """The thread, and a list for what is raised or returned there."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("use", WAITERS)
+def test_a_rollout_in_this_process_is_broken_off_after_the_step_it_is_in(use, lanes):
+    """By another thread that closes: no batch comes of it, and the env is closed when nobody is in it any more."""
+    envs = [InSteps() for _ in range(lanes)]
+    for env in envs[1:]:
+        env.may.set()
+    c = Collector(SerialEnv(lanes, [lambda env=env: env for env in envs]), EchoPolicy(), frames_per_batch=80)
+    waits, found = in_a_thread(lambda: WAITERS[use](c))
+    envs[0].there.wait()
+    closes, raised = in_a_thread(c.shutdown)
+    while not c.closed:
+        time.sleep(0.001)
+    envs[0].may.set()
+    closes.join()
+    waits.join()
+    assert raised == [None]
+    assert [type(one) for one in found] == [WrongState]
+    assert "shutdown() was called" in str(found[0])
+    assert envs[0].steps == 1
+    assert all(env.closed.is_set() and not env.closed_inside for env in envs)
+
+
+def test_a_step_that_does_not_end_keeps_its_env_until_it_does():
+    env = InSteps()
+    c = Collector(lambda: env, EchoPolicy(), frames_per_batch=8)
+    waits, found = in_a_thread(c.next)
+    env.there.wait()
+    with pytest.raises(WorkerSilent, match=r"did not leave (.|\n)*in step"):
+        c.shutdown(timeout=0.1)
+    assert c.closed
+    assert not env.closed.is_set()
+    env.may.set()
+    waits.join()
+    assert [type(one) for one in found] == [WrongState]
+    assert env.closed.is_set()
+    assert not env.closed_inside
+
+
+def test_a_signal_handler_that_closes_is_not_in_the_way_of_the_step_it_interrupts():
+    env = InSteps()
+    c = Collector(lambda: env, EchoPolicy(), frames_per_batch=8)
+    main = threading.main_thread().ident
+
+    def close(*_):
+        c.shutdown()
+        env.may.set()
+
+    before = signal.signal(signal.SIGUSR2, close)
+
+    def tell():
+        env.there.wait()
+        signal.pthread_kill(main, signal.SIGUSR2)
+
+    thread = threading.Thread(target=tell)
+    try:
+        thread.start()
+        with pytest.raises(WrongState, match=r"shutdown\(\) was called"):
+            c.next()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert env.closed.is_set()
+    assert not env.closed_inside
+    assert env.steps == 1
+
+
 def test_a_signal_handler_may_close(waiting):
     """As scripts do that want to end in order when they are told to."""
     make, until_it_waits = waiting
@@ -128,7 +245,7 @@ def test_an_endless_collector_is_true(kind):
 
 
 class SlowToClose(CountingEnv):
-    """Says when it was closed, after a while."""
+    """Takes its time to close; says so when it has."""
 
     def __init__(self, note, seconds):
         super().__init__((3, 1, 5), 0)
@@ -139,12 +256,18 @@ class SlowToClose(CountingEnv):
         self.note.touch()
 
 
-@pytest.mark.parametrize("kind", [MultiSyncCollector, ParallelEnv])
+@pytest.fixture(scope="module")
+def a_first_of_each():
+    """Torch keeps a pipe of the first store, and descriptors of the first agent, for the rest of the process."""
+    for kind in (DistributedSyncCollector, RPCSyncCollector):
+        collect(kind, [healthy()]).shutdown()
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, ParallelEnv, DistributedSyncCollector, RPCSyncCollector])
 @pytest.mark.parametrize("beside", [pytest.param("deaf", marks=pytest.mark.slow), "slow"])
-def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path):
+def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path, a_first_of_each):
     """It comes while the other process is still there; that is closed after, and `shutdown` waits for it."""
-    note = tmp_path / "closed"
-    other = faulty("deaf", where="close") if beside == "deaf" else lambda: SlowToClose(note, 1.5)
+    other = faulty("deaf", where="close") if beside == "deaf" else lambda: ClosesWhenLet(tmp_path)
     makers = [other, faulty("raise", at=2)]
     env = None
     with no_leaks():
@@ -159,10 +282,30 @@ def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path):
             c.next()
         assert alive(workers[0]), "the error came after it had ended"
         assert c.closed
+        (tmp_path / "may").touch()
         c.shutdown()
         assert all_gone(workers, 0)
-        assert note.exists() == (beside == "slow")
+        assert (tmp_path / "closed").exists() == (beside == "slow")
         c = env = None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["deaf", "stop"])
+@pytest.mark.parametrize("kind", [*KINDS, DistributedSyncCollector, RPCSyncCollector])
+def test_an_error_does_not_wait_for_one_that_is_stuck(kind, fault, tmp_path, a_first_of_each):
+    """One that is stopped is woken to be ended; one that is deaf is killed after a while."""
+    with no_leaks():
+        note = tmp_path / "stuck"
+        c = collect(kind, [lambda: Stuck(note, fault), lambda: RaisesThen(note)])
+        workers = pids(c)
+        with pytest.raises(WorkerRaised, match="an injected fault"):
+            while True:
+                c.next()
+        assert fault == "stop" or alive(workers[0]), "the error came after it had ended"
+        with within(2.0 if fault == "stop" else BOUND):
+            c.shutdown()
+        assert all_gone(workers, 0)
+        c = None
 
 
 def test_closing_an_env_is_not_interrupted(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import pytest
 import torch
 
+from reap import silence
 from reap.backends.nodes import new_secret, read_secret
 from reap.collectors import Collector
 from reap.collectors.distributed import (
@@ -128,6 +130,32 @@ def test_one_that_takes_no_weights(options):
                 c.update_policy_weights_()
         assert all_gone([worker], within=BOUND)
         del c, batch
+
+
+def test_one_that_takes_no_weights_is_in_the_log_where_there_is_no_timeout(options, monkeypatch):
+    told = []
+
+    class Waking(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+            os.kill(worker, signal.SIGCONT)
+
+    handler = Waking()
+    logging.getLogger("reap").addHandler(handler)
+    try:
+        with collect(DistributedCollector, [healthy(), healthy(1)], **options) as c:
+            c.next()
+            worker = pids(c)[1]
+            monkeypatch.setattr(silence, "LOGGED_AFTER", 0.5)
+            os.kill(worker, signal.SIGSTOP)
+            while not told:
+                c.update_policy_weights_()
+            version = c.policy_version
+            c.update_policy_weights_()
+            assert c.policy_version == version + 1
+    finally:
+        logging.getLogger("reap").removeHandler(handler)
+    assert f"worker 1 (pid {worker} at 127.0.0.1), which is to take new weights, sent nothing for" in told[0]
 
 
 def test_max_lag_holds_between_machines(options):

@@ -65,6 +65,10 @@ buffer.shutdown()
 assert not ray.is_initialized()
 assert not children()
 assert threading.active_count() == 1
+c = collect(ray_init_config=config)
+c.shutdown(shutdown_ray=False)
+assert ray.is_initialized()  # as was asked for
+ray.shutdown()
 """
 DIES = """
 c = collect(ray_init_config={"address": "auto", "log_to_driver": False}, restart=RESTART)

@@ -10,7 +10,12 @@ import pytest
 
 from reap import silence
 from reap.collectors import AsyncBatchedCollector
-from reap.collectors.distributed import DistributedSyncCollector, RPCSyncCollector
+from reap.collectors.distributed import (
+    DistributedAsyncCollector,
+    DistributedSyncCollector,
+    RPCAsyncCollector,
+    RPCSyncCollector,
+)
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
 from reap.testing import CountingEnv
@@ -112,9 +117,12 @@ def test_without_a_timeout_the_log_says_where_it_is(kind, log):
     assert "test_silence.py" in told
 
 
-def test_in_the_background_too(log):
+@pytest.mark.parametrize(
+    "kind", [KINDS[1], DistributedAsyncCollector, pytest.param(RPCAsyncCollector, marks=pytest.mark.slow)]
+)
+def test_in_the_background_too(kind, log):
     gate, memory = log.gate, ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
-    with collect(KINDS[1], [healthy(), gated(gate)], replay_buffer=memory) as c:
+    with collect(kind, [healthy(), gated(gate)], replay_buffer=memory) as c:
         log.be_impatient()
         c.start()
         with within(20):

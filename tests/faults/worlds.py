@@ -12,6 +12,7 @@ import torch
 
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
+from reap.testing.faults import inject
 
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 # What is promised is two seconds and five. The rest is room for a machine that has something else to do: what these
@@ -26,6 +27,51 @@ def healthy(lane=0):
 
 def faulty(fault, at=0, where="step"):
     return lambda: FaultyEnv(CountingEnv((3, 1, 5), 1), at=at, fault=fault, where=where)
+
+
+class ClosesWhenLet(CountingEnv):
+    """Closes when there is a file that says it may, or after a while; says how."""
+
+    def __init__(self, folder):
+        super().__init__((3, 1, 5), 0)
+        self.folder = folder
+
+    def close(self):
+        until = time.monotonic() + 3.0
+        while not (self.folder / "may").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        (self.folder / "closed").touch()
+
+
+class Stuck(CountingEnv):
+    """Says that it is about to be, in its third step."""
+
+    def __init__(self, note, fault):
+        super().__init__((50,), 0)
+        self.note, self.fault, self.left = note, fault, 3
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            self.note.touch()
+            inject(self.fault)
+        return super().step(action)
+
+
+class RaisesThen(CountingEnv):
+    """Raises in its third step, when there is a note."""
+
+    def __init__(self, note):
+        super().__init__((50,), 1)
+        self.note, self.left = note, 3
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            while not self.note.exists():
+                time.sleep(0.01)
+            inject("raise")
+        return super().step(action)
 
 
 def collect(kind, makers, policy=None, **options):

@@ -37,6 +37,10 @@ class Halted(BaseException):
 class Backend(Protocol):
     """What every way of running workers can do."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether `close` ends whatever a take waits for; else it is broken off after the step it is in."""
+
     on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
     def profile(self, settings: Any) -> None:
@@ -66,5 +70,5 @@ class Backend(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart."""
 
-    def close(self) -> None:
-        """End the workers. May be called twice."""
+    def close(self, *, failed: bool = False) -> None:
+        """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""

@@ -31,7 +31,7 @@ from reap.backends.far_worker import FarJob, Header, News, Order, Station, pack,
 from reap.backends.joined import joined
 from reap.backends.process import FIRST, OWN_SLOTS, ProcessBackend
 from reap.backends.remote import Remote
-from reap.children import BOOT, Child
+from reap.children import BOOT, Child, wait_for_ends
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool
 from reap.errors import UsageError, WorkerDied
@@ -220,6 +220,7 @@ class FarBackend(ProcessBackend):
     # ---- life -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        wait_for_ends()  # of collectors that failed: their ports, agents and actors are in our way
         count = len(self._plans)
         jobs = [self._job(w, plan, count) for w, plan in enumerate(self._plans)]
         self._make_words(count)
@@ -272,14 +273,13 @@ class FarBackend(ProcessBackend):
             count = 1 if self._sync else OWN_SLOTS
             remote.slots = SharedSlots(self._file("slots"), remote.about.layout, count)
 
-    def _end(self, workers: Sequence[Remote]) -> None:
+    def _end_workers(self, workers: Sequence[Remote]) -> None:
         for remote in workers:
             remote.free.close()
-        if hasattr(self, "bell"):
+        bell: Bell | None = self.__dict__.pop("bell", None)
+        if bell is not None:  # else it was closed before, or never opened
             self.part([remote for remote in workers if isinstance(remote, FarRemote)])
-            self._selector.unregister(self.bell)
-            self.bell.close()
-            del self.bell
+            bell.close()
 
     # ---- orders and news ------------------------------------------------------------------------------------------
 

@@ -1,10 +1,16 @@
-"""Inline: one worker in this thread. `take` is a call of the fill loop; nothing travels."""
+"""Inline: one worker in this thread. `take` is a call of the fill loop; nothing travels.
+
+take ──► in the env ──► out of it
+           │                │
+close ─────┴─ break off ────┴─► closed        from another thread, or a signal handler: never under anybody's feet
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +20,8 @@ from reap.backends.base import Halted, Rollout
 from reap.core.device_worker import DeviceWorker, device_worker
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
-from reap.errors import WrongState
+from reap.errors import WorkerSilent, WrongState
+from reap.threads import stack_of
 from reap.weight_update import Road
 from reap.weights import local
 
@@ -28,6 +35,32 @@ class InlineBackend:
         self._tracer: RolloutTracer | None = None
         self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
+        self._gate = threading.RLock()  # again in one thread: a signal handler may close
+        self._inside: list[int] = []  # threads that are in the env
+        self._closing = False  # whether the last of them closes it
+        self._closed = threading.Event()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether lanes are closed where they are, whoever waits for them here."""
+        return self.worker.env.elsewhere
+
+    @contextlib.contextmanager
+    def _in_env(self) -> Iterator[None]:
+        """Inside, nobody closes the env."""
+        with self._gate:
+            self._inside.append(threading.get_ident())
+        try:
+            if self._closing or self._closed.is_set():
+                raise Halted
+            yield
+        finally:
+            with self._gate:
+                self._inside.remove(threading.get_ident())
+                last = self._closing and not self._inside
+                self._closing = self._closing and not last
+            if last:
+                self._close()
 
     def start(self) -> None:
         env = self._plan.make_env()
@@ -44,7 +77,8 @@ class InlineBackend:
         slot = self.filling = worker.pool.acquire()
         began = time.perf_counter()
         try:
-            frames = worker.fill(slot, random=random)
+            with self._in_env():
+                frames = worker.fill(slot, random=random)
         except BaseException:
             worker.pool.release(slot)
             raise
@@ -84,10 +118,12 @@ class InlineBackend:
         self._tracer = None if chosen is None else RolloutTracer(self.worker, chosen)
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
-        self.worker.reset(lanes)
+        with self._in_env():
+            self.worker.reset(lanes)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        return self.worker.set_seed(seed, static=static)
+        with self._in_env():
+            return self.worker.set_seed(seed, static=static)
 
     def state_dict(self) -> dict[str, Any]:
         loop = self.worker.loop
@@ -102,10 +138,29 @@ class InlineBackend:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         counter = self.worker.ledger.counter
         counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
-        self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self.reset()  # episodes that were open elsewhere do not go on here
         loop.version = int(state.get("policy_version", loop.version))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        """Close the env; while a thread is in it, that one does so, after the step it is in."""
+        with self._gate:
+            if self._inside and not self.elsewhere:
+                self._closing = True
+                self.breaker()()
+                return
+        self._close()
+
+    def _close(self) -> None:
+        self._closed.set()
         self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()
+
+    def wait_closed(self, timeout: float) -> None:
+        """Wait for the thread that is in the env, unless it is this one; `WorkerSilent` after so many seconds."""
+        inside = [thread for thread in self._inside if self._closing and thread != threading.get_ident()]
+        if inside and not self._closed.wait(timeout):
+            raise WorkerSilent(
+                f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "
+                f"Its stack:\n{stack_of(inside[0])}"
+            )

@@ -1,18 +1,15 @@
 """Mail: a station whose orders are brought and whose news are fetched, by engines that call methods over a network.
 
-    order(n, …) ──► in order of n ──► station, in a thread of its own ──► outbox ──► news() waits for the next
+    order(n, …) ──► in order of n ──► station ──► outbox ──► news() waits for the next
 
 What `news` has returned is on its way until it is called again: then its block is free.
 """
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -29,6 +26,7 @@ class _Letters(Road):
         self._early: dict[int, Order | None] = {}
         self._next = 0
         self._came = threading.Condition()
+        self.home = threading.Event()  # whether it has begun to go home
         self._outbox: queue.SimpleQueue[tuple[News | None, Callable[[], None]]] = queue.SimpleQueue()
         self._sent: Callable[[], None] = _nothing
 
@@ -43,13 +41,16 @@ class _Letters(Road):
             self._came.wait_for(lambda: self._next in self._early)
             order = self._early.pop(self._next)
             self._next += 1
-            return order
+        if order is None:
+            self.home.set()
+        return order
 
     def send(self, news: News, done: Callable[[], None]) -> None:
         self._outbox.put((news, done))
 
     def finish(self) -> None:
         """Nothing is lost: the outbox stays until it is fetched."""
+        self.home.set()
 
     def end(self) -> None:
         """There will be no more."""
@@ -63,29 +64,23 @@ class _Letters(Road):
 
 
 class MailStation:
-    """What the engine holds and calls."""
+    """What is called over the network; `run` does the work meanwhile, in another thread."""
 
-    def __init__(self, job: bytes, path: Sequence[str], near: NearWeights | None = None) -> None:
-        sys.path.extend(entry for entry in path if entry not in sys.path)
+    def __init__(self, near: NearWeights | None = None) -> None:
         self._letters, self._parcels = _Letters(), Parcels()
-        weights = near or self._parcels
-        self._thread = threading.Thread(target=self._run, args=(job, weights), name="reap-station", daemon=True)
-        self._thread.start()
+        self._weights: Weights = near or self._parcels
 
-    def _run(self, job: bytes, weights: Weights) -> None:
+    def run(self, job: bytes) -> None:
+        """Work until it is told to go home."""
         try:
             try:
                 opened = cloudpickle.loads(job)
             except Exception as error:  # of a kind that this machine cannot import
                 self._letters.send(News.of(Raised.of(error, "reading what it is to do")), _nothing)
             else:
-                run_station(opened, self._letters, weights)
+                run_station(opened, self._letters, self._weights)
         finally:
             self._letters.end()
-
-    def pid(self) -> int:
-        """Of the process it lives in."""
-        return os.getpid()
 
     def order(self, number: int, order: Order | None) -> None:
         """The order with this number."""
@@ -100,20 +95,6 @@ class MailStation:
         own = self._parcels.room(parcel.nbytes)
         np.copyto(own.numpy(), parcel)
         self._parcels.put(own)
-
-    def stack(self) -> str:
-        """Where its thread is right now."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
-
-    def wait(self) -> None:
-        """Until it has gone home."""
-        self._thread.join()
-
-    def leave(self, number: int, patience: float) -> None:
-        """Go home after the last order; returns when it has, or after so many seconds."""
-        self._letters.bring(number, None)
-        self._thread.join(patience)
 
 
 def _nothing() -> None:

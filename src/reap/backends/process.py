@@ -35,7 +35,7 @@ from reap.backends.host import Answer, Full, Hooks, Writer, changed
 from reap.backends.joined import joined, joined_finals
 from reap.backends.process_worker import HELLO, Memory, ProcessJob, run_worker
 from reap.backends.remote import Free, Remote
-from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to
 from reap.core.shared import SharedFile, SharedSlots
 from reap.core.slot import Pool, Slot
 from reap.core.stats import EpisodeWindow
@@ -62,6 +62,7 @@ class ProcessBackend:
     """Workers in processes, one plan each."""
 
     roads: ClassVar[tuple[Road, ...]] = ("shared", "parcel", "none")  # that weights can take
+    elsewhere = True
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class ProcessBackend:
         if packing is not None:
             self._shared = SharedWeights(weights, packing)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Goodbye to each worker, then terminate, then kill; all within one deadline."""
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
@@ -193,22 +194,23 @@ class ProcessBackend:
                 self.breaker()()
                 alone = self._talking.acquire(timeout=_LEAVE)
             try:
-                self._close()
+                workers, self.workers = self.workers, []
+                self.former = workers or self.former
+                see_to(functools.partial(self._end, workers), LINGER if failed else None)
+                self._interrupts.close()
             finally:
                 if alone:
                     self._talking.release()
 
-    def _close(self) -> None:
-        workers, self.workers = self.workers, []
-        self.former = workers or self.former
-        self._end(workers)
+    def _end(self, workers: Sequence[Remote]) -> None:
+        """End these workers, and give back what was theirs."""
+        self._end_workers(workers)
         if hasattr(self, "_selector"):
             self._selector.close()
         for file in self._files:
             file.close()
-        self._interrupts.close()
 
-    def _end(self, workers: Sequence[Remote]) -> None:
+    def _end_workers(self, workers: Sequence[Remote]) -> None:
         if hasattr(self, "control"):
             self.control.leave = True  # before the signal, which then waits for the end of a step
         for remote in workers:
@@ -216,8 +218,7 @@ class ProcessBackend:
             remote.child.line.close()
             remote.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
             remote.child.signal(signal.SIGCONT)  # or stopped: now it hears that
-        linger = None if self._failure is None else LINGER
-        end([remote.child for remote in workers], patience=_STEP, deadline=DEADLINE, linger=linger)
+        end([remote.child for remote in workers], patience=_STEP, deadline=DEADLINE)
 
     # ---- listening ------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,11 +82,13 @@ class _Cluster:
                 f"`ray start --head`, or leave the address out to have one started here"
             ) from cause
 
-    def leave(self, *, end: bool = False) -> None:
-        """One user less. `end`: for all of them."""
+    def leave(self, *, end: bool | None = None) -> None:
+        """One user less. `end`: True: for all of them; False: for none; None: with the last one, if it is ours."""
         with self._lock:
             self._users = max(self._users - 1, 0)
-            if end or (self._ours and not self._users):
+            if end is False:
+                self._ours = False  # it is the caller's from now on
+            elif end or (self._ours and not self._users):
                 self._ours, self._users = False, 0
                 engine().shutdown()
 
@@ -123,7 +126,13 @@ CLUSTER = _Cluster()
 
 
 class ReapWorker(MailStation):
-    """What the cluster knows as an actor."""
+    """What the cluster knows as an actor. It works in a thread of its own: the actor's are for calls."""
+
+    def __init__(self, job: bytes, path: Sequence[str]) -> None:
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        super().__init__()
+        self._thread = threading.Thread(target=self.run, args=(job,), name="reap-station", daemon=True)
+        self._thread.start()
 
     def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
         """New weights: read where they lie, when they are acted with."""
@@ -134,6 +143,20 @@ class ReapWorker(MailStation):
     def where(self) -> tuple[int, str]:
         """Process and node."""
         return os.getpid(), engine().get_runtime_context().get_node_id()
+
+    def stack(self) -> str:
+        """Where its thread is right now."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
+
+    def leave(self, number: int, patience: float, closing: float) -> None:
+        """Go home after the last order; returns when it has.
+
+        Or after so many seconds: `patience` until what it is doing is done, `closing` until its env is closed.
+        """
+        self.order(number, None)
+        if self._letters.home.wait(patience):
+            self._thread.join(closing)
 
 
 class _Actor:
@@ -228,7 +251,7 @@ class RayBackend(FarBackend):
         self._config, self._resources, self._restart = dict(cluster), list(resources), restart
         self._ray: Any = None  # when connected
         self.restarts = 0
-        self.end_cluster = False  # with `close`, whoever else uses it
+        self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
         self._starts = 0  # of workers that came later
         self._latest: Any = None  # weights, as Ray knows them
         self._own: dict[int, Sequence[Any]] = {}  # weights a worker was given by itself since, and their version
@@ -299,23 +322,28 @@ class RayBackend(FarBackend):
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
             here = [p for remote in workers if (p := self._process_of(remote.child)) is not None]
             living = [remote for remote in workers if not (remote.child.gone() or remote.child.silent)]
-            left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE) for remote in living]
+            left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE, 0.4 * DEADLINE) for remote in living]
             if left:
-                self._ray.wait(left, num_returns=len(left), timeout=0.4 * DEADLINE)
+                self._ray.wait(left, num_returns=len(left), timeout=0.7 * DEADLINE)
             for remote in workers:
                 self._ray.kill(remote.actor)
-            _wait_for_ends(here, 0.4 * DEADLINE)
+            _wait_for_ends(here, 0.3 * DEADLINE)
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor) -> int | None:
-        """A descriptor of its process, if that is on this node and lives. One that was silent is killed here."""
-        if actor.node == self._ray.get_runtime_context().get_node_id() and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                process = os.pidfd_open(actor.pid)
-                if actor.silent:  # one that is frozen would not do it for Ray
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                return process
-        return None
+        """A descriptor of its process, if that is on this node and lives.
+
+        One that was silent is killed here; one that is stopped is woken, to hear that it is to leave.
+        """
+        if actor.node != self._ray.get_runtime_context().get_node_id() or not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            process = os.pidfd_open(actor.pid)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # one that is frozen would not do it for Ray
+            signal.pidfd_send_signal(process, signal.SIGKILL if actor.silent else signal.SIGCONT)
+        return process
 
     # ---- more of them, and one for another ------------------------------------------------------------------------
 
@@ -408,10 +436,12 @@ class RayBackend(FarBackend):
 
 
 def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
-    """Until these have ended, at most so many seconds."""
+    """Until these have ended; those that have not after so many seconds are killed."""
     deadline = time.monotonic() + patience
     for fd in processes:
-        until_ready([fd], within=deadline - time.monotonic())
+        if not until_ready([fd], within=deadline - time.monotonic()):
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
         os.close(fd)
 
 

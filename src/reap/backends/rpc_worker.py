@@ -139,10 +139,10 @@ def _live(
     store.set(f"here/{index}", "here")
     _below.extend(name(i) for i in below(index, workers))
     join_agent(store, name(index), index + 1, workers + 1, options)
-    station = MailStation(job, (), near)
+    station = MailStation(near)
     _stations.append(station)
     _built.set()
-    station.wait()
+    station.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
 
 

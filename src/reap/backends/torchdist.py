@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reap import silence
 from reap.backends.door import LOOPBACK
 from reap.backends.far import Bell, FarBackend, FarRemote, LocalChild
 from reap.backends.far_worker import FarJob, Header, Order, header
 from reap.backends.nodes import Company, Nodes
 from reap.backends.process import DEADLINE
 from reap.backends.reception import Guest
+from reap.backends.remote import Remote
 from reap.backends.seal import Seal
 from reap.backends.stores import loopback_store
 from reap.backends.torchdist_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
 from reap.children import end
-from reap.errors import WorkerDied, WorkerSilent
+from reap.errors import WorkerDied
 from reap.pickling import dumps
 from reap.weights.shared import Packing
 
@@ -130,8 +132,8 @@ class GlooBackend(FarBackend):
 
     def _give_up(self, index: int) -> None:
         """It ended; whoever waits for its first sign need not any more."""
-        if self._store is not None:
-            self._store.compare_set(f"here/{index}", "", "never")
+        if (store := self._store) is not None:
+            store.compare_set(f"here/{index}", "", "never")
 
     def send(self, remote: Any, order: Order | None) -> None:
         key = f"to/{remote.index}/{remote.told}"
@@ -149,7 +151,7 @@ class GlooBackend(FarBackend):
 
     def spare(self) -> Tensor | None:
         """Waits while too many are on their way: before anything is counted, so that Ctrl-C leaves all as it was."""
-        began = time.monotonic()
+        began, logged = time.monotonic(), False
         while len(self._under_way) >= _UNDER_WAY:
             work, sent = self._under_way[0]
             if work.is_completed():
@@ -164,8 +166,11 @@ class GlooBackend(FarBackend):
             if threading.current_thread() is threading.main_thread():
                 self._interrupts.let_in()
             waited = time.monotonic() - began
-            if self.timeout is not None and waited > self.timeout:
-                raise self._no_taker(waited)
+            if waited > self._silence.limit and not logged:
+                remote, logged = self._no_taker(), True
+                if self.timeout is not None:
+                    raise remote.child.silence(waited, self.timeout).at(worker=remote.name)
+                silence.log(f"worker {remote.name}, which is to take new weights,", waited, remote.child.ask_stack())
         return self._spare.pop() if self._spare else None
 
     def _unsent(self, error: Exception) -> WorkerDied:
@@ -174,11 +179,10 @@ class GlooBackend(FarBackend):
                 return self._death(remote)
         return WorkerDied(f"weights could not be sent: {error}")
 
-    def _no_taker(self, seconds: float) -> WorkerSilent:
+    def _no_taker(self) -> Remote:
         """Gloo does not say who takes none; it is who has nothing to say, and for the longest time."""
         quiet = [remote for remote in self.workers if not remote.speaks] or self.workers  # type: ignore[attr-defined]
-        remote = min(quiet, key=lambda one: one.busy_since)
-        return remote.child.silence(seconds, self.timeout).at(worker=remote.name)
+        return min(quiet, key=lambda one: one.busy_since)
 
     def part(self, workers: Sequence[FarRemote]) -> None:
         for remote in workers:

@@ -232,7 +232,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 if isinstance(error, Halted) or self._why_closed is not None:  # by another thread, or a signal handler
                     raise self._closed_meanwhile() from error
                 with contextlib.suppress(Exception):  # what close may raise must not hide what happened
-                    self._close(f"it failed: {error!r}")
+                    self._close(f"it failed: {error!r}", failed=True)
                 raise
             finally:
                 self._busy = None
@@ -547,7 +547,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         if runner is None or error is None:
             return
         with contextlib.suppress(Exception):
-            self._close(f"it failed: {error!r}")
+            self._close(f"it failed: {error!r}", failed=True)
         if again or not runner.told:
             runner.told = True
             raise error
@@ -571,18 +571,21 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """End the workers and close the envs; what went wrong in the background is raised then. May be called twice.
 
-        `timeout`: seconds to wait for a thread in the background that is in the middle of a step (5 by default).
+        A rollout that is made here meanwhile, in the background or by another thread, is broken off after the step it
+        is in. `timeout`: seconds to wait for that (5 by default).
         """
         if self._elsewhere is not None:  # its owner's to end
             return
+        patience = _DEADLINE if timeout is None else timeout
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
-                    self._runner.stop(_DEADLINE if timeout is None else timeout)
+                    self._runner.stop(patience)
                 except WorkerSilent:
-                    self._why_closed, self._ended = "its thread does not end", True
+                    self._close("its thread does not end", close_env=close_env)
                     raise
             self._close("shutdown() was called", close_env=close_env)
+            self._wait_for_env(patience)
             wait_for_ends()
             self._look()
         except Exception:
@@ -607,7 +610,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._elsewhere = why
         refuse_all(self, why)
 
-    def _close(self, why: str, *, close_env: bool = True) -> None:
+    def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if self._ended or self._closing:
             return
         first = self._why_closed is None
@@ -617,9 +620,9 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
                 if first:
                     self._write_timeline()
             finally:  # a file that cannot be written keeps nobody alive
-                self._send_away()
+                self._send_away(close_env)
                 if close_env:
-                    self._backend.close()
+                    self._backend.close(failed=failed)
             self._ended = True
         except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more
             raise
@@ -629,11 +632,18 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         finally:
             self._closing = False
 
-    def _send_away(self) -> None:
-        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed."""
+    def _wait_for_env(self, timeout: float) -> None:
+        """Wait until an env of this process is closed, if another thread was in it."""
+
+    def _send_away(self, close_env: bool) -> None:
+        """Another thread that waits for a batch leaves, or gets it, before what it waits on is closed.
+
+        One that makes it in this process closes the env itself.
+        """
         if self._busy not in (None, threading.get_ident()):
             self._backend.breaker()()
-            if self._collecting.acquire(timeout=_LEAVE):
+            away = self._backend.elsewhere or not close_env
+            if away and self._collecting.acquire(timeout=_LEAVE):
                 self._collecting.release()
 
     def _closed_meanwhile(self) -> WrongState:
@@ -661,7 +671,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             raise self._closed_meanwhile() from error
         except WorkerError as error:
             with contextlib.suppress(Exception):
-                self._close(f"it failed: {error!r}")
+                self._close(f"it failed: {error!r}", failed=True)
             raise
 
     def __enter__(self) -> Self:

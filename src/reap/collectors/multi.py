@@ -33,7 +33,7 @@ from reap.core.paths import each_call
 from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.envs.ids import for_workers
-from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
 from reap.pickling import Parcel, pack, pack_bytes
 from reap.trajectories import FINAL
 from reap.weights.local import as_named
@@ -136,7 +136,7 @@ class MultiCollector(BaseCollector):
             self._process.start()
             self._count_frames()
         except BaseException as error:
-            self._close(f"it could not be built: {error!r}")
+            self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
             raise
         self._watch_policy(
             policy,
@@ -378,12 +378,12 @@ class MultiCollector(BaseCollector):
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
 
-    def _close(self, why: str, *, close_env: bool = True) -> None:
+    def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
         if isinstance(self._runner, FreeRunner):
             self._runner.stop_watching()
-        super()._close(why)
+        super()._close(why, failed=failed)
         if isinstance(self._runner, FreeRunner):
             self._runner.catch_up()  # workers have ended: nothing is made any more
 

@@ -169,6 +169,9 @@ class Collector(BaseCollector):
         lanes = None if index is None else _lanes(index, self._inline.worker.lanes)
         self._ask(lambda: self._inline.reset(lanes))
 
+    def _wait_for_env(self, timeout: float) -> None:
+        self._inline.wait_closed(timeout)
+
     def stats(self) -> dict[str, Any]:
         """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
 

@@ -43,6 +43,7 @@ class Env(abc.ABC):
     driver: object = None  # whoever moved the lanes last: nobody else knows where they are
     tidies = False  # whether `tidy` has anything to do
     draws = False  # whether random actions come from `draw`, step by step
+    elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
     captures = True  # whether it may record what it asks of torch, and replay that
 
     @property

@@ -97,7 +97,7 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
 
-        act, step, reset, stop, at = policy.act, self.env.step, self.env.reset, self.stop, self.at
+        act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
         forget = policy.forget if policy.remembers else None
         tidy = self.env.tidy if self.env.tidies else None
         lanes: Sequence[int] = self.lanes
@@ -132,7 +132,7 @@ class RolloutLoop:
                             lanes = [lane for lane in lanes if lane not in ended]
                             if not lanes:
                                 break
-                    if stop is not None and stop():
+                    if (stop := self.stop) is not None and stop():  # looked up anew: another thread may break it off
                         due = ended if resets else due
                         break
                     if ended and resets:

@@ -15,6 +15,7 @@ class Wrapped(Env):
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
+        self.elsewhere = env.elsewhere
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is the inner env's: whoever looks for it need not know what is around it."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, until_ready
+from reap.children import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to, until_ready
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -81,6 +81,8 @@ class Remote:
 
 class ProcessLanes(Env):
     """Envs in child processes as lanes of one."""
+
+    elsewhere = True
 
     def __init__(
         self,
@@ -460,8 +462,8 @@ class ProcessLanes(Env):
             os.close(remote.bell)
             os.close(remote.reply)
             remote.child.line.close()
-        linger = LINGER if self._failed else None
-        end([remote.child for remote in children], patience=_STEP, deadline=_DEADLINE, linger=linger)
+        gone = functools.partial(end, [remote.child for remote in children], patience=_STEP, deadline=_DEADLINE)
+        see_to(gone, LINGER if self._failed else None)
         for file in self._files:
             file.close()
 

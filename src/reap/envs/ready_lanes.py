@@ -34,6 +34,7 @@ class ReadyLanes(Env):
     """The lanes of a crew, those of `least` to `most` groups at a time."""
 
     tidies = True
+    elsewhere = True
 
     def __init__(self, crew: Crew, least: int, most: int) -> None:
         self.crew, self._least, self._most = crew, least, most

@@ -33,6 +33,7 @@ def no_leaks(*, sockets: bool = True, libraries: bool = True) -> Iterator[None]:
     """
     before = _everything()
     yield
+    wait_for_ends()  # first: who ends something holds it
     until = time.monotonic() + PATIENCE
     while (left := _new(before, sockets, libraries)) and time.monotonic() < until:
         gc.collect()  # slow in a large program: only where it could make a difference; what ends may leave more

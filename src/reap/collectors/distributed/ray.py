@@ -168,11 +168,12 @@ class RayCollector(FarCollector):
         close_env: bool = True,
         raise_on_error: bool = True,
         *,
-        shutdown_ray: bool = False,
+        shutdown_ray: bool | None = None,
     ) -> None:
         """As for every collector. A cluster that was started by reap ends with the last who uses it.
 
-        `shutdown_ray`: disconnect from the cluster now, whoever else uses it.
+        `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
+        nobody does.
         """
         if hasattr(self, "_ray"):
             self._ray.end_cluster = shutdown_ray
