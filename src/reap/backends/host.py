@@ -138,6 +138,7 @@ class Host:
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
             weighs=isinstance(model, nn.Module),
+            lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
