@@ -116,6 +116,8 @@ class Evaluator:
         for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
             function(name, value)
         self._wanted, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
+        if not isinstance(reward_keys, (str, tuple, list)) or not all(isinstance(one, str) for one in reward_keys):
+            raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
         self._reward, self._metrics = as_key(reward_keys), metrics_fn
         self._dump, self._on_result = dump_video, on_result
         self._source = policy

@@ -471,7 +471,7 @@ class MultiSyncCollector(MultiCollector):
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         out = super()._split(batch)
         if self.cat_results != 0:
-            out.names = [None, "time"]
+            out.names = [*[None] * (out.ndim - 1), "time"]  # where nothing was cut, workers and lanes are apart still
         return out
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:

@@ -134,6 +134,11 @@ class WrappedGym(GymLanes):
     def as_given(self) -> Any:
         return handed_out(self.outer, self)
 
+    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
+        lanes = super().joined(others)
+        lanes.spec = replace(lanes.spec, look=replace(lanes.spec.look, contiguous=True))
+        return lanes
+
     def meet(self, model: Any) -> None:
         give_spec(model, self.outer)
 
