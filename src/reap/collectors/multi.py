@@ -28,6 +28,7 @@ from reap.collectors.base import BaseCollector, Part
 from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
+from reap.core.as_policy import PolicyWarning
 from reap.core.paths import each_call
 from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
@@ -133,6 +134,8 @@ class MultiCollector(BaseCollector):
         self._why_closed = None  # from here on there is something to close
         try:
             self._process.start()
+            for text in sorted({text for remote in self._process.workers for text in remote.about.told}):
+                warnings.warn(text, PolicyWarning, stacklevel=2)
             self._count_frames()
         except BaseException as error:
             self._close(f"it could not be built: {error!r}")
