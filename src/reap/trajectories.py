@@ -281,7 +281,7 @@ class WholeTrajectories:
         begins[1:] = ids[1:] != ids[:-1]
         starts = begins.nonzero().squeeze(-1)
         ends = torch.cat([starts[1:], starts.new_tensor([len(ids)])]) - 1
-        done = _over(flat)[order[ends]]
+        done = ended(flat)[order[ends]]
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]
         alive = (~done & torch.isin(ids[starts], torch.tensor(last, dtype=ids.dtype))).nonzero().squeeze(-1)
@@ -309,7 +309,7 @@ class WholeTrajectories:
         return padded
 
 
-def _over(flat: TensorDictBase) -> torch.Tensor:
+def ended(flat: TensorDictBase) -> torch.Tensor:
     """Which frames end an episode: as the root says, or else anybody in it."""
     reached = flat.get("next")
     keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118

@@ -1,5 +1,7 @@
 """Evaluator: whole episodes, the weights of the moment of asking, errors where they are asked for."""
 
+import functools
+import multiprocessing
 import threading
 
 import gymnasium as gym
@@ -11,7 +13,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from reap.collectors import Evaluator
-from reap.envs import GymEnv, SerialEnv
+from reap.envs import AsyncEnvPool, GymEnv, SerialEnv
 from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, no_leaks
 
@@ -280,16 +282,130 @@ def test_a_policy_may_be_made_of_the_env(backend):
 
 @pytest.mark.parametrize("wanted", [1, 4, 5])
 def test_so_many_episodes_are_played_and_no_more(policy, wanted):
-    env, steps = Counted(), []
+    env, seen = Counted(), []
     with Evaluator(
-        GymEnv(env), policy, num_trajectories=wanted, metrics_fn=lambda batch: steps.append(len(batch)) or {}
+        GymEnv(env), policy, num_trajectories=wanted, metrics_fn=lambda batch: seen.append(tuple(batch.shape)) or {}
     ) as evaluator:
         before = env.resets
         for evaluation in (1, 2):
             assert evaluator.evaluate()["eval/num_episodes"] == wanted
             assert env.steps == evaluation * 3 * wanted
             assert env.resets == before + evaluation * wanted
-    assert steps == [3 * wanted] * 2, "metrics_fn saw steps nobody made"
+    assert seen == [(wanted, 3)] * 2, "metrics_fn saw something else than the episodes"
+
+
+def counted_by(steps, lengths):
+    """An env that counts its steps where all processes see them."""
+
+    class Told(CountingEnv):
+        def step(self, action):
+            with steps.get_lock():
+                steps.value += 1
+            return super().step(action)
+
+    return lambda: GymEnv(Told(lengths))
+
+
+@pytest.mark.parametrize("max_steps", [None, 2])
+@pytest.mark.parametrize("where", ["thread", "process", "pool", "pool in a process"])
+def test_no_more_are_played_wherever_they_are(policy, where, max_steps):
+    """Two lanes of episodes of three and four steps, two episodes of one and one of the other."""
+    steps, seen = multiprocessing.Value("i", 0), []
+    makers = [counted_by(steps, (3,)), counted_by(steps, (4,))]
+    pool = functools.partial(AsyncEnvPool, makers, min_ready=2, max_frames_per_traj=max_steps)
+    with Evaluator(
+        pool if "pool" in where else lambda: SerialEnv(2, makers),
+        policy,
+        num_trajectories=3,
+        max_steps=None if "pool" in where else max_steps,
+        backend="process" if "process" in where else "thread",
+        metrics_fn=lambda batch: seen.append(batch) or {},
+    ) as evaluator:
+        for evaluation in (1, 2):
+            found = evaluator.evaluate()
+            assert found["eval/num_episodes"] == 3
+            assert found["eval/episode_length"] == (2 if max_steps else (3 + 4 + 3) / 3)
+            assert steps.value == evaluation * 2 * (2 * max_steps if max_steps else 6), "the lanes go side by side"
+    for batch in seen:
+        lengths = batch["collector", "mask"].sum(-1)
+        assert sorted(lengths.tolist()) == ([2] * 3 if max_steps else [3, 3, 4])
+        assert batch["next", "done"].sum() == 3
+        assert len(batch["collector", "traj_ids"][:, 0].unique()) == 3
+
+
+def test_long_episodes_are_as_frequent_as_they_are_in_a_pool(policy):
+    """One lane ends after every step, the other after eight: a first-come count would see hardly any of the latter."""
+    with torch.no_grad():
+        policy.weight.fill_(1.0)
+    with Evaluator(
+        functools.partial(AsyncEnvPool, [payer((1,)), payer((8,))]), policy, num_trajectories=4
+    ) as evaluator:
+        found = evaluator.evaluate()
+    assert (found["eval/reward"], found["eval/episode_length"]) == (4.5, 4.5)
+
+
+def test_episodes_longer_than_what_is_collected_at_a_time(policy):
+    seen = []
+    with Evaluator(
+        payer((5, 9)), policy, num_trajectories=2, frames_per_batch=3, metrics_fn=lambda batch: seen.append(batch) or {}
+    ) as evaluator:
+        assert evaluator.evaluate()["eval/episode_length"] == 7
+    assert sorted(seen[0]["collector", "mask"].sum(-1).tolist()) == [5, 9]
+
+
+def test_an_evaluation_broken_off_does_not_shorten_the_next_one(policy):
+    stop = [2]
+
+    class Interrupted(Counted):
+        def step(self, action):
+            if self.steps == stop[0]:
+                stop[0] = None
+                raise KeyboardInterrupt
+            return super().step(action)
+
+    env = Interrupted()
+    with Evaluator(GymEnv(env), policy, num_trajectories=2) as evaluator:
+        with pytest.raises(KeyboardInterrupt):
+            evaluator.evaluate()
+        before = env.steps
+        assert evaluator.evaluate()["eval/num_episodes"] == 2
+        assert env.steps == before + 6
+
+
+def test_a_policy_is_measured_in_evaluation_mode():
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, observation):
+            return observation[..., :1] * 0 + (1.0 if self.training else 2.0)
+
+    module = Dropped()
+    for backend in ("thread", "process"):
+        for given in ({"policy": module}, {"policy_factory": lambda: module}):
+            with Evaluator(payer(), **given, num_trajectories=1, backend=backend) as evaluator:
+                assert evaluator.evaluate()["eval/reward"] == 8
+                assert module.training, "the learner's own module goes on training"
+
+
+def test_options_of_the_collector_that_are_ours(policy):
+    for options, message in [
+        ({"trajs_per_batch": 3}, "trajs_per_batch is 3, and num_trajectories 2"),
+        ({"split_trajs": True}, "split_trajs"),
+        ({"track_traj_ids": False}, "track_traj_ids"),
+        ({"traj_format": "round"}, "traj_format"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            Evaluator(payer(), policy, num_trajectories=2, collector_kwargs=options)
+
+    def twice(episodes):
+        return episodes.set(("next", "reward"), episodes["next", "reward"] * 2)
+
+    with torch.no_grad():
+        policy.weight.fill_(1.0)
+    with Evaluator(payer(), policy, num_trajectories=2, collector_kwargs={"postproc": twice}) as evaluator:
+        assert evaluator.evaluate()["eval/reward"] == 8
 
 
 def test_lanes_share_the_episodes(policy):

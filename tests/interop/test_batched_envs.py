@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from scenarios import ENVS, FRAMES
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from reap.collectors import AsyncBatchedCollector, Collector, RandomPolicy
@@ -21,7 +21,7 @@ from reap.testing import no_leaks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchrl.data import Bounded, Categorical, Composite, Unbounded
+    from torchrl.data import Bounded, Categorical, Composite, NonTensor, Unbounded
     from torchrl.envs import ActionMask, EnvBase, InitTracker, TransformedEnv
     from torchrl.modules import LSTMModule
 
@@ -52,6 +52,44 @@ class Walk(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+class Thing:
+    def __init__(self, at):
+        self.at = at
+
+
+class Says(EnvBase):
+    """Says where it is, in words and as an object; four steps long."""
+
+    def __init__(self, size=0):
+        super().__init__()
+        self.observation_spec = Composite(
+            observation=Unbounded((1,)), said=NonTensor(shape=(), example_data=""), thing=NonTensor(shape=())
+        )
+        self.action_spec = Unbounded((1,))
+        self.reward_spec = Unbounded((1,))
+        self.at, self.more = 0, " " * size
+
+    def _seen(self):
+        seen = {"observation": torch.tensor([float(self.at)]), "said": f"at {self.at}{self.more}"}
+        return seen | {"thing": NonTensorData(Thing(self.at))}
+
+    def _reset(self, tensordict=None, **_):
+        self.at = 0
+        return TensorDict(self._seen())
+
+    def _step(self, tensordict):
+        self.at += 1
+        return TensorDict({**self._seen(), "reward": torch.ones(1), "done": torch.tensor([self.at == 4])})
+
+    def _set_seed(self, seed):
+        pass
+
+
+def spoken_to(td):
+    """The action is how much was said."""
+    return td.set("action", torch.tensor([[float(len(text))] for text in td["said"]]))
 
 
 class ByRow(TensorDictModuleBase):
@@ -206,7 +244,63 @@ def test_random_frames_come_first_and_then_the_policy():
     assert int((second["action"] != 1).sum()) <= 2, "more than the envs that were under way"
 
 
-@pytest.mark.parametrize("kind", sorted(FRAMES))
+WORDS = {"text", "metadata"}  # texts and objects among the observations
+
+
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+def test_texts_and_objects_are_those_of_their_frames(backend):
+    """TorchRL's takes them in both, too."""
+    with AsyncBatchedCollector([Says] * 2, spoken_to, frames_per_batch=12, env_backend=backend) as c:
+        for batch in (c.next(), c.next()):
+            for frame in batch.unbind(0):
+                at = int(frame["observation"])
+                assert frame["said"] == f"at {at}"
+                assert frame["next", "said"] == f"at {at + 1}"
+                assert frame["thing"].at == at
+                assert frame["next", "thing"].at == at + 1
+                assert frame["action"].item() == len(frame["said"]), "the policy has read another one's text"
+
+
+def test_whole_episodes_with_their_texts():
+    with AsyncBatchedCollector(
+        [Says] * 2, spoken_to, frames_per_batch=8, env_backend="threading", yield_completed_trajectories=True
+    ) as c:
+        assert c.next()["said"] == [f"at {n}" for n in range(4)]
+
+
+@pytest.mark.parametrize("kind", sorted(WORDS))
+def test_kinds_with_words_have_the_keys_of_a_collector(kind):
+    """Counting envs count up; how many lanes are asked about is nobody's concern."""
+
+    def act(td):
+        return td.set("action", torch.ones(*td.batch_size, 1, dtype=torch.int32))
+
+    with AsyncBatchedCollector([ENVS[kind]] * 2, act, frames_per_batch=8, env_backend="threading") as c:
+        mine = c.next()
+    with Collector(ENVS[kind], act, frames_per_batch=8) as c:
+        other = c.next()
+    keys = {key for key in mine.keys(True) if key not in OURS}
+    assert keys == {key for key in other.keys(True) if key not in OURS}
+
+
+def test_a_pool_by_hand_brings_texts():
+    pool = AsyncEnvPool([Says] * 2, backend="threading")
+    td = pool.reset()
+    assert td["said"] == ["at 0", "at 0"]
+    pool.async_step_send(td.set("action", torch.ones(2, 1)))
+    assert pool.async_step_recv(min_get=2)["next", "said"] == ["at 1", "at 1"]
+    pool.close()
+
+
+def test_texts_larger_than_a_pipe_come_through():
+    def make():
+        return Says(size=1_000_000)
+
+    with AsyncBatchedCollector([make] * 2, spoken_to, frames_per_batch=6, env_backend="multiprocessing") as c:
+        assert all(len(text) > 1_000_000 for text in c.next()["next", "said"])
+
+
+@pytest.mark.parametrize("kind", sorted(FRAMES - WORDS))
 def test_what_has_no_fixed_shape_is_refused_by_name(kind):
     with pytest.raises(UsageError, match="has no fixed shape .* take SerialEnv, or a collector with workers"):
         AsyncBatchedCollector([ENVS[kind]] * 2, lambda td: td, frames_per_batch=8, env_backend="threading")

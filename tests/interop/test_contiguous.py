@@ -14,6 +14,7 @@ with warnings.catch_warnings():
     from torchrl.envs import GymEnv, SerialEnv, StepCounter, TransformedEnv
     from torchrl.testing import mocking_classes as mocks
 
+from reap import envs
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.testing.backend import counting_lanes
 
@@ -93,6 +94,37 @@ def test_return_same_td_is_one_object_with_each_batch_in_turn():
 def test_workers_joined_in_every_way(cat, env):
     with MultiSyncCollector([env] * 2, None, frames_per_batch=24, cat_results=cat) as c:
         assert flat(c.next())
+
+
+JOINED = {
+    "gym": lambda: envs.SerialEnv(2, ENVS["one"]),
+    "transformed": lambda: envs.SerialEnv(2, lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter(7))),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("kind", JOINED)
+def test_torchrls_envs_joined_by_ours(kind, limit):
+    if kind == "gym" or limit is None:  # the other counts already
+        c = Collector(JOINED[kind](), None, frames_per_batch=20, max_frames_per_traj=limit)
+        assert flat(next(iter(c)))
+        c.shutdown()
+
+
+@pytest.mark.parametrize("cat", ["stack", 0, -1])
+def test_torchrls_envs_joined_by_ours_in_workers(cat):
+    c = MultiSyncCollector([JOINED["gym"]] * 2, None, frames_per_batch=40, cat_results=cat)
+    assert flat(next(iter(c)))
+    c.shutdown()
+
+
+def test_lanes_of_workers_that_nothing_ends_are_split_into_themselves():
+    """Eight frames hold no end: a batch of workers and lanes is as it was, and its last dimension is time."""
+    c = MultiSyncCollector([lanes] * 2, None, frames_per_batch=16, split_trajs=True)
+    batch = next(iter(c))
+    c.shutdown()
+    assert batch.names[-1] == "time"
+    assert flat(batch)
 
 
 def test_workers_one_by_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from reap.backends.worker_view import WorkerView
 from reap.children import Raised
+from reap.core.as_policy import PolicyWarning
 from reap.core.ledger import TrajectoryIds
 from reap.core.paths import follow
 from reap.core.profiling import RolloutTracer, TraceSettings
@@ -74,6 +76,7 @@ class About:
     needed: tuple[str, ...]  # the names an update may not leave out
     weighs: bool  # whether its policy has weights at all
     lanes: int | None = None  # it has in all, where a rollout does not hold every one
+    told: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,14 @@ class Host:
         return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
 
     def _build(self, plan: Plan, workers: int) -> None:
-        self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
+        said: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
+        finally:
+            for one in said:
+                if not issubclass(one.category, PolicyWarning):
+                    warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
         model = self.worker.model
         named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
         plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -138,6 +148,8 @@ class Host:
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
             weighs=isinstance(model, nn.Module),
+            told=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
+            lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:

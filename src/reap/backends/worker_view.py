@@ -5,6 +5,7 @@ policy.in_keys   env.transform[0].loc   replay_buffer.write_count   interruptor 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reap.core.paths import follow
@@ -44,6 +45,10 @@ class WorkerView:
     def explain(self) -> str:
         """How its env and policy are run."""
         return self._host.worker.explain()
+
+    def apply(self, function: Callable[[WorkerView], Any]) -> Any:
+        """What a function finds or does here, called with this view."""
+        return function(self)
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path."""

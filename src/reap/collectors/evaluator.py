@@ -3,19 +3,19 @@
     evaluate(step=k) ─────────────────────────────────────────► {"eval/reward": …, "eval/step": k}
     trigger_eval(step=k) ──► a thread collects, you go on ──► poll() / wait() ──► the same
 
-Every lane contributes equally many episodes, its first ones: lanes with short episodes do not weigh more than others.
-In this process no more than these are played, if the env is stepped step by step.
+How exactly so many whole episodes are played is in episodes.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,21 +28,19 @@ from typing_extensions import Self
 from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.background import ended_by
-from reap.collectors.multi import MultiSyncCollector
-from reap.collectors.single import Collector
-from reap.core.env import Env
-from reap.core.paths import follow
-from reap.envs.accept import as_env, is_env
+from reap.collectors.episodes import EpisodePlayer, lanes_of, made
+from reap.core.slot import MASK, TRAJ_IDS
+from reap.envs.accept import is_env
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.forks import guard, refuse_all
-from reap.spec import AnyKey, Key
+from reap.spec import AnyKey, Key, as_key, own_entry
 from reap.threads import join
-from reap.weights.local import copied, load
+from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
-_PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
+_FRAMES = 1_000  # collected at a time, at most, unless told otherwise
 _DEADLINE = 5.0  # seconds to end, unless told otherwise
-_OWN_COUNT: Key = ("evaluator_step_count",)  # where max_steps is counted if the env counts steps itself
+_SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
 _LATER = ("num_gpus", "ray_kwargs", "weight_sync_schemes", "collector_cls")
 
@@ -58,16 +56,17 @@ class Evaluator:
         env: an env, or a factory of one, as for `Collector`.
         policy: acts; a copy of it, so that training can go on meanwhile.
         policy_factory: makes the policy, in place of `policy`; called with the env, if it takes an argument.
-        num_trajectories: episodes per evaluation.
+        num_trajectories: episodes per evaluation; lanes share them out evenly.
         max_steps: cut episodes after so many steps; an env may count and cut for itself as well.
-        frames_per_batch: frames collected at a time.
-        collector_kwargs: further options of the collector; with a `traj_format`, `metrics_fn` sees whole episodes so.
+        frames_per_batch: frames collected at a time; None: `max_steps`, 1,000 at most.
+        collector_kwargs: further options of the collector. `traj_format` says how `metrics_fn` sees the episodes.
         log_prefix: what the names of the metrics begin with.
-        reward_keys: where the reward is.
-        done_keys: where the end of an episode is marked.
+        reward_keys: where the reward is. Where an env sums it up itself (`RewardSum`), that is an episode's return.
+        done_keys: accepted, and changes nothing: episodes end where trajectories do.
         device: where the policy acts.
         exploration_type: how the policy samples.
-        metrics_fn: takes a batch, returns further metrics by name; those of several batches are averaged.
+        metrics_fn: takes the episodes that were played, `[num_trajectories, longest]` with `("collector", "mask")`, or
+            `[steps]` with `traj_format="cat"`; returns further metrics by name.
         dump_video: write what the video recorders of a TorchRL env have recorded.
         on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. What it
             raises is logged, and ends nothing.
@@ -117,42 +116,36 @@ class Evaluator:
         for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
             function(name, value)
         self._wanted, self._prefix, self._busy_policy = num_trajectories, log_prefix, busy_policy
-        self._reward, self._done, self._metrics = reward_keys, done_keys, metrics_fn
+        if not isinstance(reward_keys, (str, tuple, list)) or not all(isinstance(one, str) for one in reward_keys):
+            raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
+        self._reward, self._metrics = as_key(reward_keys), metrics_fn
         self._dump, self._on_result = dump_video, on_result
         self._source = policy
-        self._enough = _Enough(num_trajectories)
         options: dict[str, Any] = {
-            "frames_per_batch": frames_per_batch or 200,
+            "frames_per_batch": frames_per_batch or min(max_steps or _FRAMES, _FRAMES),
             "total_frames": -1,
             "exploration_type": exploration_type,
             "policy_device": device,
             **(collector_kwargs or {}),
         }
-        if options.get("traj_format") is not None:
-            options.setdefault("trajs_per_batch", num_trajectories)
+        layout, self._postproc = self._taken_over(options)
         max_steps = options.pop("max_frames_per_traj", max_steps)
-        self._collector: Any
-        if backend == "process":
-            self._policy = self._policy_for(policy, policy_factory, env)
-            options |= {"cat_results": 0} | ({} if init_fn is None else {"init_fn": init_fn})
-            make = functools.partial(_lanes_of, env, max_steps)
-            self._collector = MultiSyncCollector([make], self._policy, **options)
-        else:
-            own, given = not is_env(env) and callable(env), _made(env)
-            try:
-                self._policy = self._policy_for(policy, policy_factory, given)
-                lanes = _lanes_of(given, max_steps)
-                by_steps = lanes.spec.ready_of is None and type(lanes).on_device is Env.on_device
-                if by_steps and options.get("trajs_per_batch") is None:
-                    options.setdefault("interruptor", self._enough)
-                self._collector = Collector(lanes, self._policy, **options)
-            except BaseException:
-                if own:
-                    given.close()
-                raise
-            if options.get("interruptor") is self._enough:
-                self._enough.look_at(self._collector)
-        self._break_off: Callable[[], None] | None = self._collector._backend.breaker()
+        process = backend == "process"
+        own, given = not is_env(env) and callable(env) and not process, env if process else made(env)
+        try:
+            self._policy = self._policy_for(policy, policy_factory, given)
+            lanes: Any = functools.partial(lanes_of, given, max_steps) if process else lanes_of(given, max_steps)
+            if process and init_fn is not None:
+                options["init_fn"] = init_fn
+            with _at_rest(self._policy):
+                self._player: Any = EpisodePlayer(
+                    lanes, self._policy, episodes=num_trajectories, layout=layout, process=process, options=options
+                )
+        except BaseException:
+            if own:
+                given.close()
+            raise
+        self._break_off: Callable[[], None] | None = self._player.breaker()
         self._one = threading.Lock()  # one evaluation at a time
         self._news = threading.Condition()  # guards the four below
         self._thread: threading.Thread | None = None  # at work, or nobody
@@ -171,6 +164,23 @@ class Evaluator:
         self._queue.clear()
         refuse_all(self, why)
 
+    def _taken_over(self, options: dict[str, Any]) -> tuple[str, Callable[..., Any] | None]:
+        """What is done here with the episodes, in place of the collector: their layout, and what is made of them."""
+        layout = options.pop("traj_format", None) or "padded"
+        one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
+        count = options.pop("trajs_per_batch", None)
+        if count not in (None, self._wanted):
+            raise UsageError(
+                f"collector_kwargs: trajs_per_batch is {count!r}, and num_trajectories {self._wanted}; leave it out"
+            )
+        if options.pop("split_trajs", None):
+            raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
+        if not options.setdefault("track_traj_ids", True):
+            raise UsageError("collector_kwargs: track_traj_ids=False hides where episodes are; leave it out")
+        postproc = options.pop("postproc", None)
+        function("collector_kwargs: postproc", postproc)
+        return layout, postproc
+
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
         """A copy of the policy, or what the factory makes, of the env if it asks for it."""
@@ -178,7 +188,7 @@ class Evaluator:
             return copied(policy)
         if not _takes_one(factory):
             return factory()
-        given = _made(env)
+        given = made(env)
         try:
             return factory(given)
         finally:
@@ -287,9 +297,10 @@ class Evaluator:
         """Weights by path, as they are now."""
         if by_path is not None and not isinstance(by_path, Mapping):
             raise WrongArgument(f"weights_dict must be a mapping of paths to weights, got {type(by_path).__name__}")
-        others = [path for path in by_path or () if path != "policy"]
-        if others and isinstance(self._collector, MultiSyncCollector):
-            raise UsageError(f"weights_dict names {others[0]!r}; backend='process' can be sent those of 'policy' alone")
+        for path in by_path or ():
+            if not isinstance(path, str):
+                raise WrongArgument(f"weights_dict must name models by paths, as 'policy'; got {path!r}")
+            self._player.check(path)
         given = self._source if weights is None else weights
         asked = {"policy": given, **(by_path or {})}
         taken = {
@@ -301,50 +312,27 @@ class Evaluator:
 
     def _play(self, weights: Mapping[str, Any], step: Any) -> dict[str, Any]:
         for path, one in weights.items():
-            if isinstance(self._collector, MultiSyncCollector):
-                self._collector.update_policy_weights_(one)
-            else:
-                load(follow(self._collector, path), one)
-        self._enough.begin()
+            self._player.load(path, one)
+        keys = [self._reward, _SUMMED]
         began = time.perf_counter()
-        self._collector.reset()
-        scores: _Scores | None = None
-        extra: list[Mapping[str, float]] = []
-        frames = 0
-        while scores is None or not scores.enough:
-            batch = self._collector.next()
-            reward, done = batch.get(self._reward), batch.get(self._done)
-            steps = batch.batch_size[-1]
-            reward = reward.reshape(*batch.batch_size, -1).double().mean(-1).reshape(-1, steps).numpy(force=True)
-            done = done.reshape(*batch.batch_size, -1).any(-1).reshape(-1, steps).numpy(force=True)
-            mask = batch.get(("collector", "mask"), None)
-            real = np.ones_like(done) if mask is None else mask.reshape(-1, steps).numpy(force=True)
-            scores = scores or _Scores(len(reward), self._wanted)
-            scores.feed(reward * real, done & real, real)
-            frames += int(real.sum())
-            if frames > _PATIENCE and not scores.any:
-                raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
-            if self._metrics is not None:
-                extra.append(self._metrics(self._enough.played(batch)))
+        with _at_rest(self._policy):
+            episodes, frames = self._player.play(None if self._metrics or self._postproc else keys)
         seconds = time.perf_counter() - began
-        returns, lengths = scores.first()
+        if self._postproc is not None:
+            episodes = self._postproc(episodes)
+        returns, lengths = _scores(episodes, self._reward)
         found: dict[str, Any] = {
             "reward": float(np.mean(returns)),
             "reward_std": float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0,
             "num_episodes": len(returns),
             "episode_length": float(np.mean(lengths)),
             "fps": frames / seconds,
+            "step": step,
         }
-        found["step"] = step
-        for name in extra[0] if extra else ():
-            found[name] = float(np.mean([one[name] for one in extra]))
-        self._dump_videos(step)
+        found.update(self._metrics(episodes) if self._metrics is not None else {})
+        if self._dump:
+            self._player.dump_videos(step)
         return {f"{self._prefix}/{name}": value for name, value in found.items()}
-
-    def _dump_videos(self, step: Any) -> None:
-        for part in _modules_of(getattr(self._collector, "env", None)) if self._dump else ():
-            if type(part).__name__ == "VideoRecorder":
-                part.dump(step=step)  # type: ignore[operator]
 
     @staticmethod
     def extract_weights(policy: nn.Module) -> TensorDictBase:
@@ -358,14 +346,14 @@ class Evaluator:
         self._open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before state_dict()")
-        return {"collector": self._collector.state_dict()}
+        return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The counterpart of `state_dict`."""
         self._open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
-        self._collector.load_state_dict(state_dict["collector"])
+        self._player.collector.load_state_dict(state_dict["collector"])
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Break off what is going on, after the step it is in; drop what waits; close the env. May be called twice.
@@ -382,9 +370,9 @@ class Evaluator:
             if self._break_off is not None:
                 self._break_off()
             join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
-        collector, self._collector, self._break_off = self._collector, None, None  # its memory goes with it
-        if collector is not None:
-            collector.shutdown()
+        player, self._player, self._break_off = self._player, None, None  # its memory goes with it
+        if player is not None:
+            player.collector.shutdown()
 
     def _own(self) -> None:
         if self._elsewhere is not None:
@@ -402,74 +390,6 @@ class Evaluator:
         self.shutdown()
 
 
-class _Enough:
-    """Ends a rollout with the last episode that is wanted (a collector's `interruptor`)."""
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._backend: Any = None
-        self._left = np.zeros(0, np.int64)  # episodes each lane has still to end
-
-    def look_at(self, collector: Collector) -> None:
-        self._backend = collector._inline
-
-    def begin(self) -> None:
-        if self._backend is not None:
-            self._left = np.array(_quotas(self._backend.worker.lanes, self._wanted))
-
-    def played(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch without the steps nobody made."""
-        if self._backend is None:
-            return batch
-        steps = int(batch.get(("collector", "mask")).reshape(-1, batch.batch_size[-1])[0].sum())
-        return batch[..., :steps].exclude(("collector", "mask"))
-
-    def collection_stopped(self) -> bool:
-        backend = self._backend
-        if backend is None:
-            return False
-        self._left -= backend.filling.arrays[("next", "done")][int(backend.worker.loop.at[0]), :, 0]
-        return not bool((self._left > 0).any())
-
-
-def _quotas(lanes: int, wanted: int) -> list[int]:
-    """How many episodes each lane plays, so many in all."""
-    each, rest = divmod(wanted, lanes)
-    return [each + (lane < rest) for lane in range(lanes)]
-
-
-def _made(env: Any) -> Any:
-    """The env itself, where a factory was given."""
-    return env() if callable(env) and not is_env(env) else env
-
-
-def _lanes_of(env: Any, max_steps: int | None) -> Env:
-    """The lanes to be played, with episodes of at most `max_steps`; moving normalisations do not move meanwhile."""
-    given = _made(env)
-    for part in _modules_of(given):
-        if type(part).__name__.startswith("VecNorm") and callable(getattr(part, "freeze", None)):
-            part.freeze()  # type: ignore[operator]
-    try:
-        return as_env(given, None, max_steps)
-    except UsageError:
-        if max_steps is None:
-            raise
-    return as_env(given, None, max_steps, _OWN_COUNT)  # it may have a step_count of its own
-
-
-def _modules_of(env: Any) -> list[nn.Module]:
-    """The modules of a TorchRL env, and of those it steps in this process."""
-    if not isinstance(env, nn.Module):
-        return []
-    found = list(env.modules())
-    for part in list(found):
-        if type(part).__name__ == "SerialEnv" and part.is_closed:
-            part.start()  # type: ignore[operator]  # its parts are made only then
-        for inner in vars(part).get("_envs") or ():  # of a SerialEnv; asked by name its parts would answer, too
-            found += _modules_of(inner)
-    return found
-
-
 def _takes_one(factory: Callable[..., Any]) -> bool:
     """Whether a factory of policies wants the env: it has a parameter that must be given."""
     try:
@@ -480,40 +400,36 @@ def _takes_one(factory: Callable[..., Any]) -> bool:
     return any(one.kind in must and one.default is inspect.Parameter.empty for one in parameters)
 
 
+@contextlib.contextmanager
+def _at_rest(policy: Any) -> Iterator[None]:
+    """Inside, a policy's modules are in evaluation mode; afterwards in whichever each was."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    modes = [module.training for module in modules]
+    if isinstance(policy, nn.Module):
+        policy.eval()
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, modes):
+            module.training = mode
+
+
+def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
+    """Return and length of each episode."""
+    mask = own_entry(episodes, MASK)
+    if mask is None:
+        sizes = episodes.get(TRAJ_IDS).unique_consecutive(return_counts=True)[1].tolist()
+        rows = list(episodes.split(sizes))
+    else:
+        rows = [one[: int(frames)] for one, frames in zip(episodes, mask.sum(-1))]
+    returns = []
+    for one in rows:
+        summed = one.get(_SUMMED, None)
+        value = one.get(reward).sum(0) if summed is None else summed[-1]
+        returns.append(float(value.double().mean()))
+    return returns, [float(len(one)) for one in rows]
+
+
 def _tensor(value: Any) -> torch.Tensor:
     found = torch.as_tensor(value)
     return found.float() if found.dtype is torch.float64 else found
-
-
-class _Scores:
-    """Returns and lengths of the first episodes of every lane."""
-
-    def __init__(self, lanes: int, wanted: int) -> None:
-        self._quotas = _quotas(lanes, wanted)
-        self._done: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]
-        self._open = [(0.0, 0)] * lanes
-
-    @property
-    def enough(self) -> bool:
-        return all(len(lane) >= quota for lane, quota in zip(self._done, self._quotas))
-
-    @property
-    def any(self) -> bool:
-        return any(self._done)
-
-    def feed(self, reward: np.ndarray[Any, Any], done: np.ndarray[Any, Any], real: np.ndarray[Any, Any]) -> None:
-        """Rewards `[lanes, T]`, where episodes end, and which rows are frames at all."""
-        for lane, (rewards, ends, frames) in enumerate(zip(reward, done, real)):
-            total, length = self._open[lane]
-            at = 0
-            for end in np.flatnonzero(ends) + 1:
-                self._done[lane].append((total + float(rewards[at:end].sum()), length + int(frames[at:end].sum())))
-                total, length, at = 0.0, 0, int(end)
-            self._open[lane] = total + float(rewards[at:].sum()), length + int(frames[at:].sum())
-
-    def first(self) -> tuple[list[float], list[int]]:
-        """Episode by episode over the lanes."""
-        own = [lane[:quota] for lane, quota in zip(self._done, self._quotas)]
-        rows = [lane[k] for k in range(max(self._quotas)) for lane in own if k < len(lane)]
-        returns, lengths = zip(*rows)
-        return list(returns), list(lengths)

@@ -29,6 +29,7 @@ from reap.collectors.base import BaseCollector, Part
 from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
+from reap.core.as_policy import PolicyWarning
 from reap.core.paths import each_call
 from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
@@ -134,6 +135,8 @@ class MultiCollector(BaseCollector):
         self._why_closed = None  # from here on there is something to close
         try:
             self._process.start()
+            for text in sorted({text for remote in self._process.workers for text in remote.about.told}):
+                warnings.warn(text, PolicyWarning, stacklevel=2)
             self._count_frames()
         except BaseException as error:
             self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
@@ -480,7 +483,7 @@ class MultiSyncCollector(MultiCollector):
     def _split(self, batch: TensorDictBase) -> TensorDictBase:
         out = super()._split(batch)
         if self.cat_results != 0:
-            out.names = [None, "time"]
+            out.names = [*[None] * (out.ndim - 1), "time"]  # where nothing was cut, workers and lanes are apart still
         return out
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:

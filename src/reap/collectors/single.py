@@ -20,6 +20,7 @@ from reap.core.paths import each_call, follow
 from reap.core.policy import RandomPolicy, without_steps
 from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
+from reap.core.worker import Plan
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 from reap.weights.local import load
@@ -87,12 +88,14 @@ class Collector(BaseCollector):
         self._prepare(settings)
         device, _ = settings.devices
 
-        plan = plan_for(
-            settings,
-            EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj),
-            PolicyMaker(policy, settings.policy_factory, device),
-            Steps(settings.frames_per_batch),
-            device,
+        plan = self._planned(
+            plan_for(
+                settings,
+                EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj),
+                PolicyMaker(policy, settings.policy_factory, device),
+                Steps(settings.frames_per_batch),
+                device,
+            )
         )
         first = settings.first_weights if policy is None else None
         source = policy if first is None else first
@@ -110,6 +113,10 @@ class Collector(BaseCollector):
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]
+
+    def _planned(self, plan: Plan) -> Plan:
+        """The plan its worker is built from, for those who know more of it than options say."""
+        return plan
 
     @property
     def policy(self) -> Any:

@@ -37,6 +37,10 @@ from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, Wrong
 from reap.spec import Key, Leaf, as_key, show, show_keys
 
 
+class PolicyWarning(UserWarning):
+    """What is to be known of a policy that is run all the same; of several workers' policies it is said once."""
+
+
 @contextlib.contextmanager
 def untouched(policy: Any) -> Iterator[None]:
     """Put random generators, buffers and attributes back as they were."""
@@ -219,6 +223,7 @@ def as_policy(
                 f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
                 f"itself, or has dropout or noise in train mode. Sample in a ProbabilisticTensorDictModule, ask "
                 f"tensordict.nn.probabilistic.interaction_type() before sampling, or call eval()",
+                PolicyWarning,
                 stacklevel=2,
             )
         return candidate
@@ -255,6 +260,7 @@ def as_policy(
             warnings.warn(
                 f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
                 f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
+                PolicyWarning,
                 stacklevel=2,
             )
         return made

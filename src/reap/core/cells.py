@@ -59,6 +59,10 @@ class Cells:
         """How many values."""
         return self._array.shape if self._batched else ()
 
+    def __getitem__(self, lanes: slice) -> Cells:
+        """The same of some lanes."""
+        return Cells(self.leaf, self._array[lanes], self._batched)
+
     def clone(self) -> Any:
         """The values, for foreign code to keep or change."""
         values = [own(filled(self.leaf, value)) for value in self._array]

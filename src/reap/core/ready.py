@@ -28,13 +28,13 @@ from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import READY, Key
 
 Array = np.ndarray[Any, Any]
-_COME: Key = ("next", *READY)
+COME: Key = ("next", *READY)
 _VERSION_NEXT: Key = ("next", *VERSION)
 
 
 def delivered(columns: Iterable[Key]) -> list[Key]:
     """The columns of a log that are data."""
-    return [key for key in columns if key not in (READY, _COME, MASK)]
+    return [key for key in columns if key not in (READY, COME, MASK)]
 
 
 class Sorter:
@@ -74,7 +74,7 @@ class Sorter:
                 for key in self._roots
             }
         sent = np.concatenate([self._open_lanes, arrays[READY].reshape(-1)])
-        came = arrays[_COME].reshape(-1)
+        came = arrays[COME].reshape(-1)
         roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
         roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: nobody stood there
         answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]

@@ -186,7 +186,11 @@ class Slot:
     ) -> None:
         self.layout, self.index = layout, index
         self.block = layout.block() if arrays is None else np.zeros(0, np.uint8)  # its own memory
-        self._loose = {key: leaf.column(layout.steps, layout.lanes) for key, leaf in layout.loose.items()}
+        given = arrays or {}
+        self._loose = {
+            key: given[key] if key in given else leaf.column(layout.steps, layout.lanes)
+            for key, leaf in layout.loose.items()
+        }
         self.arrays = {**(layout.arrays(self.block) if arrays is None else arrays), **self._loose}
         self.state = State.FREE
         self.place: int | None = None  # what the env that made it calls it

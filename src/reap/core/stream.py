@@ -12,7 +12,7 @@ import numpy as np
 
 from reap.core.ledger import Ledger
 from reap.core.ready import Sorter
-from reap.core.slot import TRAJ_IDS, VERSION, Slot
+from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import Key
 
 ENV_INDEX: Key = ("env_index",)
@@ -29,9 +29,9 @@ class Stream(Sorter):
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
         """The next frames into `slot`, which has one lane; ids, lanes and counts with them."""
-        frames = slot.layout.steps
         lanes = np.concatenate([lanes for lanes, _ in self._held])
-        arrays = {key: array[:, 0] for key, array in slot.arrays.items()}
+        frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
+        arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
         for key in (*self._roots, *self._nexts):
             column = self._held[0][1][key]
@@ -48,6 +48,10 @@ class Stream(Sorter):
         ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
+        if MASK in arrays:
+            arrays[MASK][...] = True
+            for key, array in slot.arrays.items():
+                array[frames:] = -1 if key == TRAJ_IDS else 0
 
 
 def _account(ledger: Ledger, lanes: Array, done: Array, reward: Array) -> Array:

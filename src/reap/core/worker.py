@@ -23,7 +23,8 @@ from reap.core.graphed import pin, pinned, recorded
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.memory import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
-from reap.core.ready import Sorter, delivered
+from reap.core.quota import EpisodeQuota
+from reap.core.ready import COME, Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
@@ -50,6 +51,7 @@ class Plan:
     track_traj_ids: bool = True
     track_policy_version: bool = False
     stop: Callable[[], bool] | None = None
+    episodes: int | None = None  # a rollout ends when all lanes together have played so many since the last reset
     compact: bool = False
     contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
     storing_device: torch.device | None = None
@@ -70,6 +72,7 @@ class Worker(AnyWorker):
     ) -> None:
         self.plan = plan
         self.halting = plan.stop  # asked after every step
+        self._filling: Slot | None = None
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
         try:
@@ -88,6 +91,10 @@ class Worker(AnyWorker):
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
         self.lanes = spec.all_lanes
+        self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
+        if self._quota is not None:
+            self.halting = self._played
+        stream = plan.stream or (self._quota is not None and spec.ready_of is not None)
         self.stats: Stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
@@ -103,30 +110,32 @@ class Worker(AnyWorker):
             ledger=self.ledger if spec.ready_of is None else None,
             exploration=plan.exploration,
             reset_when_done=plan.reset_when_done,
-            stop=plan.stop,
+            stop=self.halting,
         )
         columns = columns_of(
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=not plan.reset_when_done or plan.stop is not None,
+            mask=not plan.reset_when_done or self.halting is not None,
             version=plan.track_policy_version,
             compact=plan.compact,
         )
         if plan.compact:
             self._check_compact(columns)
-        steps = plan.steps(self.lanes)
+        steps = plan.steps(self.lanes) * (self.lanes if stream and not plan.stream else 1)
         self.sorter: Sorter | None = None
         if spec.ready_of is not None:
             self._check_ready(columns)
-            self.sorter = (Stream if plan.stream else Sorter)(columns, self.lanes)
-            frames = steps if plan.stream else steps * self.lanes
+            self.sorter = (Stream if stream else Sorter)(columns, self.lanes)
+            frames = steps if stream else steps * self.lanes
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
-        if plan.stream:
+        if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
-        lanes, batched = (1, False) if plan.stream else (self.lanes, spec.batched)
+            if self._quota is not None:
+                columns[MASK] = Leaf((), torch.bool)
+        lanes, batched = (1, False) if stream else (self.lanes, spec.batched)
         contiguous = spec.look.contiguous if plan.contiguous is None else plan.contiguous
         look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner}, contiguous=contiguous)
         self.layout = Layout(columns, steps, lanes, batched=batched, look=look)
@@ -202,6 +211,7 @@ class Worker(AnyWorker):
         self.stats.begin()
         before = self.stats.frames
         policy = self.random if random else None
+        self._filling = slot if self.sorter is None else self._log
         if self.sorter is None:
             self.loop.fill(slot, policy)
         else:
@@ -222,6 +232,8 @@ class Worker(AnyWorker):
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
+                if self._quota is not None and self._quota.met:
+                    break
             slot.clear_flags()
             sorter.deliver(slot, self.ledger)
         except BaseException:  # broken off (Ctrl-C): every lane begins anew
@@ -238,9 +250,26 @@ class Worker(AnyWorker):
         def enough() -> bool:
             nonlocal made
             made += int(np.count_nonzero(mask[at[0]]))
-            return made >= missing or (self.halting is not None and self.halting())
+            halt = self.halting is not None and self.halting()  # always asked: it may count
+            return halt or made >= missing
 
         self.loop.stop = enough
+
+    def _played(self) -> bool:
+        """Whether the episodes that were asked for are over, after a step."""
+        assert self._filling is not None
+        assert self._quota is not None
+        arrays, at = self._filling.arrays, int(self.loop.at[0])
+        ended = np.flatnonzero(arrays[("next", "done")][at, :, 0])
+        if len(ended):
+            self._quota.count(ended if self.sorter is None else arrays[COME][at, ended])
+        return self._quota.met or (self.plan.stop is not None and self.plan.stop())
+
+    def reset(self, lanes: Sequence[int] | None = None) -> None:
+        """New episodes in `lanes`, or in all; what is played from then on counts anew."""
+        super().reset(lanes)
+        if self._quota is not None:
+            self._quota.begin()
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         if self.sorter is None:

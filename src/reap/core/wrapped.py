@@ -11,7 +11,11 @@ from reap.spec import EnvSpec, Key, Leaf
 
 
 class Wrapped(Env):
-    """An env around another: everything is passed on, for subclasses to change what they must."""
+    """An env around another: everything is passed on, for subclasses to change what they must.
+
+    But for two: `send` and `recv` are `step`, which a subclass may have changed; and `on_device` would step the inner
+    env without whoever is around it, so a subclass that can be on a device says so itself.
+    """
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
         self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
@@ -44,6 +48,14 @@ class Wrapped(Env):
     def driver(self, who: object) -> None:
         self._env.driver = who
 
+    @property
+    def captures(self) -> bool:
+        return self._env.captures
+
+    @captures.setter
+    def captures(self, allowed: bool) -> None:
+        self._env.captures = allowed
+
     def say_lane_in(self, memory: Any) -> None:
         self._env.say_lane_in(memory)
 
@@ -55,6 +67,11 @@ class Wrapped(Env):
 
     def play(self, model: Any, kind: Any, device: Any) -> Any:
         return self._env.play(model, kind, device)
+
+    def lend(self, policy: Any) -> Any:
+        """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
+        added = self.spec.observation.keys() != self._env.spec.observation.keys()
+        return policy if added else self._env.lend(policy)
 
     def explain(self) -> str:
         return self._env.explain()

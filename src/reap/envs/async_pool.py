@@ -23,6 +23,8 @@ from tensordict import TensorDict, TensorDictBase
 from reap import arguments
 from reap.children import StartMethod
 from reap.core.assemble import tree_of
+from reap.core.cells import Cells
+from reap.core.ragged import frame
 from reap.core.slot import FLAGS
 from reap.core.where import named_device
 from reap.cores import Masks, masks
@@ -322,8 +324,13 @@ class AsyncEnvPool(EnvBase):
         return self._tensordict(columns, lanes).set("env_index", torch.tensor(lanes))
 
     def _tensordict(self, columns: Mapping[Key, np.ndarray[Any, Any]], lanes: Sequence[int]) -> TensorDictBase:
-        leaves = {key: torch.from_numpy(array) for key, array in columns.items()}
-        return TensorDict(tree_of(leaves), batch_size=[len(lanes)], device=self.device)
+        observation = self._crew.spec.observation
+        loose = {key: observation[key] for key in columns if key in observation and observation[key].loose}
+        leaves = {key: torch.from_numpy(array) for key, array in columns.items() if key not in loose}
+        if not loose:
+            return TensorDict(tree_of(leaves), batch_size=[len(lanes)], device=self.device)
+        cells = {key: Cells(leaf, columns[key], True).clone() for key, leaf in loose.items()}
+        return frame({**leaves, **cells}, loose, len(lanes), self.device)
 
     def _lanes_for(self, td: TensorDictBase | None, env_index: Any) -> list[int]:
         if td is not None and not isinstance(td, TensorDictBase):

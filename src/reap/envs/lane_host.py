@@ -26,10 +26,12 @@ from reap.cores import Cores, settle_on
 from reap.envs.accept import as_env
 from reap.envs.limit import StepLimit
 from reap.envs.serial import joined
+from reap.envs.torchrl import torchrl_cells
 from reap.errors import SpecMismatch, UsageError
 from reap.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap.pickling import dumps
 from reap.seeding import fresh_seed, seed_process
-from reap.spec import EnvSpec, Key, Leaf, show
+from reap.spec import EnvSpec, Key, Leaf
 
 BELL = struct.Struct("iii")  # what, slot, step
 # a step of all lanes, of some; a message; new episodes in some; …; random actions for all
@@ -47,22 +49,40 @@ class Traits(NamedTuple):
     draws: bool
 
 
+class Cells(NamedTuple):
+    """What has no place in shared memory, of lanes that were stepped or begun: leaf by leaf, successors and firsts."""
+
+    lanes: list[int]
+    leaves: list[tuple[Any, Any]]
+
+
 def built(makers: Any, limit: int | None = None) -> Env:
     """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
-    env = joined(makers) if len(makers) > 1 else as_env(*makers[0])
+    env = joined(makers) if len(makers) > 1 else torchrl_cells(as_env(*makers[0]))
     spec = env.spec
-    loose = [show(key) for key, leaf in spec.observation.items() if leaf.loose]
     if any(leaf.loose for leaf in spec.reward.values()):
-        loose = ["what this env returns"]
-    if loose or (env.tidies and (spec.rows != "whole" or spec.ready_of is not None)):
         env.close()
-        if loose:
-            raise UsageError(
-                f"{', '.join(loose)} has no fixed shape (text, an object or ragged), so it cannot lie in memory that "
-                f"processes share step by step; take SerialEnv, or a collector with workers (MultiSyncCollector)"
-            )
+        also = "" if len(makers) == 1 else "; of envs that share a worker text and objects, too"
+        raise UsageError(
+            f"what this env returns has no fixed shape (ragged tensors, lazy stacks, tensorclasses, actions that are "
+            f"no tensors{also}), so it cannot be taken step by step; take SerialEnv, or a collector with workers "
+            f"(MultiSyncCollector)"
+        )
+    if env.tidies and (spec.rows != "whole" or spec.ready_of is not None):
+        env.close()
         raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
     return env if limit is None else StepLimit(env, limit)
+
+
+def loose_leaves(spec: EnvSpec) -> list[int]:
+    """Which observations are texts, objects or ragged: they travel as messages, not in shared memory."""
+    return [n for n, leaf in enumerate(spec.observation.values()) if leaf.loose]
+
+
+def firsts_in(block: np.ndarray[Any, Any], layout: Layout) -> list[np.ndarray[Any, Any]]:
+    """First observations of all lanes in shared memory; those without bytes beside it."""
+    slot = Slot(layout, 0, layout.arrays(block))
+    return [slot.arrays[key][0] for key in layout.columns]
 
 
 def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows) -> None:
@@ -158,8 +178,8 @@ class Host(abc.ABC):
         """Which lanes of all are ours: from now on `_first` and `_some` are what the parent sees."""
         self._from, self._to = first, first + self.spec.lanes
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
-        arrays = layout.arrays(self.files[1].map(max(layout.nbytes, 1))).values()
-        self._first = [array[0, self._from : self._to] for array in arrays]
+        firsts = firsts_in(self.files[1].map(max(layout.nbytes, 1)), layout)
+        self._first = [first[self._from : self._to] for first in firsts]
         some, seeds = choices(self.files[2], lanes)
         self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
 
@@ -195,6 +215,7 @@ class LaneHost(Host):
         self._env = built(makers, limit)
         super().__init__(self._env.spec, Traits(self._env.tidies, self._env.draws), connection, fds)
         self._rows: dict[int, list[Row]] = {}
+        self._loose = loose_leaves(self.spec)
 
     def _obey(self, what: int, place: int, step: int) -> None:
         if what == PING:
@@ -207,7 +228,14 @@ class LaneHost(Host):
             self._env.draw(self._rows[place][step])
         else:
             advance(self._env, chosen, self._rows[place][step], self._first)
-        os.write(self._reply, DONE)
+        if not self._loose:
+            os.write(self._reply, DONE)
+            return
+        stepped = self._rows[place][step].next if what in (STEP, SOME) else None
+        told = Cells(list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose])
+        packed = dumps(told, "an observation")  # before it says that it is done: it may fail
+        os.write(self._reply, DONE)  # before what it says: who does not listen yet would leave us waiting
+        self._connection.send_bytes(packed)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)

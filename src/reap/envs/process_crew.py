@@ -27,13 +27,15 @@ _MOMENT = 100e-6  # seconds in which it does not pay to fall asleep
 class ProcessCrew(Crew):
     """Lanes in child processes."""
 
+    _cells = True  # whether its lanes can bring texts and objects
+
     def __init__(self, makers: Makers, *, timeout: float | None = None, **options: Any) -> None:
         super().__init__()
         self.timeout = timeout
         with enough_room("processes for the lanes"):  # before there is something to close
             self._selector = selectors.DefaultSelector()
         try:
-            self._lanes = ProcessLanes(makers, timeout=timeout, **options)
+            self._lanes = ProcessLanes(makers, timeout=timeout, cells=self._cells, **options)
         except BaseException:
             self._selector.close()
             raise
@@ -78,6 +80,8 @@ class ProcessCrew(Crew):
 
 class HandsCrew(ProcessCrew):
     """Lanes in threads of child processes: every env is a group of its own (see hand_host.py)."""
+
+    _cells = False
 
     def __init__(self, makers: Makers, **options: Any) -> None:
         self._doors: list[int] = []  # of each group: where orders for it are written

@@ -42,17 +42,20 @@ from reap.envs.lane_host import (
     SOME,
     STEP,
     UNSEEDED,
+    Cells,
     Host,
     LaneHost,
     Traits,
     choices,
+    firsts_in,
+    loose_leaves,
     serve,
 )
-from reap.errors import ReapError, WorkerSilent
+from reap.errors import ReapError, UsageError, WorkerSilent
 from reap.forks import guard, refuse_all
 from reap.interrupts import Interrupts
 from reap.pickling import dumps, pack
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf, show
 
 _DEADLINE = 5.0  # seconds within which `close` has ended every child
 _STEP = 1.0  # seconds of those that a child has for the step it is in: nobody takes its answer, and so it goes
@@ -95,9 +98,11 @@ class ProcessLanes(Env):
         host: Callable[..., Host] = LaneHost,
         wires: Callable[[int, int], Sequence[int]] | None = None,
         cores: Sequence[Cores] | None = None,
+        cells: bool = False,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
+        self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
         self._cores = cores  # where each child runs; None: anywhere
         self._files: list[SharedFile] = []
         self.remotes: list[Remote] = []
@@ -158,12 +163,20 @@ class ProcessLanes(Env):
         self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
         self.traits = joint_traits([remote.traits for remote in self.remotes])
         self.tidies, self.draws = self.traits
+        self._loose = loose_leaves(self.spec)
+        if self._loose and not self._cells:
+            keys = list(self.spec.observation)
+            raise UsageError(
+                f"{', '.join(show(keys[n]) for n in self._loose)} has no fixed shape (text, an object or ragged), so "
+                f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
+                f"workers (MultiSyncCollector)"
+            )
         for remote, (first, last) in zip(self.remotes, bounds):
             remote.first, remote.last = first, last
         lanes = self.spec.lanes
         self._keys = RowKeys(self.spec)
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
-        self.first = [array[0] for array in layout.arrays(self._firsts.map(max(layout.nbytes, 1))).values()]
+        self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
         self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
@@ -262,10 +275,27 @@ class ProcessLanes(Env):
         return token
 
     def _read(self, remote: Remote) -> int:
+        if not self._loose:
+            return self._byte(remote)
+        with Interrupts().held():  # the byte and what belongs to it are taken together
+            token = self._byte(remote)
+            if not token:
+                self._put_cells(remote, self._answer(remote))
+            return token
+
+    def _byte(self, remote: Remote) -> int:
         data = os.read(remote.reply, 1)
         if data != DONE and (not data or data[0] < PONG):
             raise self.gone(remote)
         return 0 if data == DONE else data[0] - PONG
+
+    def _put_cells(self, remote: Remote, told: Cells) -> None:
+        """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
+        lanes = [remote.first + lane for lane in told.lanes]
+        for n, (stepped, first) in zip(self._loose, told.leaves):
+            self.first[n][lanes] = first
+            if stepped is not None:
+                self.shared_row().next[n][lanes] = stepped
 
     def _hear(self, remote: Remote) -> None:
         remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]

@@ -169,7 +169,7 @@ class ReadyLanes(Env):
         numbers[:count] = own
         if count < self.spec.lanes:
             for array in observations:
-                array[count:] = array[0]
+                array[count:] = array[:1]  # one cell, whatever lies in it
             numbers[count:] = -1
 
     def tidy(self, row: Row) -> None:

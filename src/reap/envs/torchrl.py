@@ -25,7 +25,7 @@ from reap.envs.limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl_by_hand import handed_out, taken_back
 from reap.envs.torchrl_captured import Base, CapturedRows, captured_whole, watching_resets
 from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLEnv, TorchRLRows, columns_of, give_spec
+from reap.envs.torchrl_rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
 from reap.pickling import before_packing
 from reap.spec import Key
@@ -91,6 +91,14 @@ def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
     return TorchRLRows(env, root, columns)
 
 
+def torchrl_cells(env: Env) -> Env:
+    """An env whose frames would be kept whole, with texts and objects as columns where that is all they need."""
+    if not isinstance(env, TorchRLFrames) or env.spec.batched:
+        return env
+    columns = columns_of(env.env, env.root, cells=True)
+    return env if columns is None else TorchRLCells(env.env, env.root, columns)
+
+
 def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
     """Find the innermost envs and the transformed ones around them; False if there is one reap cannot step itself."""
     from torchrl.envs import SerialEnv, TransformedEnv
@@ -125,6 +133,11 @@ class WrappedGym(GymLanes):
     @property
     def as_given(self) -> Any:
         return handed_out(self.outer, self)
+
+    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
+        lanes = super().joined(others)
+        lanes.spec = replace(lanes.spec, look=replace(lanes.spec.look, contiguous=True))
+        return lanes
 
     def meet(self, model: Any) -> None:
         give_spec(model, self.outer)

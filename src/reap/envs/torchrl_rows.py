@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 
 from reap.core.as_policy import waits_for_spec
+from reap.core.cells import own
 from reap.core.env import Env, Rows
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.rollout import RESERVED
@@ -41,14 +42,17 @@ class Columns:
     inner: dict[Key, tuple[int, ...]]
 
 
-def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
-    """The columns of an env, or None if it reports something that has no fixed place in a row."""
+def columns_of(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
+    """The columns of an env, or None if it reports something that has no fixed place in a row.
+
+    `cells`: texts and objects are columns, too, of references.
+    """
     if env._has_dynamic_specs:
         return None
     fake = env.fake_tensordict()
     dims = len(env.batch_size)
-    found = _leaves(fake, dims)
-    if found is None or _leaves(root, dims) is None:
+    found, begun = _leaves(fake, dims, cells), _leaves(root, dims, cells)
+    if found is None or begun is None:
         return None
     leaves, inner = found
     before = {key: leaf for key, leaf in leaves.items() if key[0] != "next"}
@@ -60,7 +64,7 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
     action = [as_key(key) for key in env.action_keys]
     usual = {(f,) for f in flags}
     observation = {key: leaf for key, leaf in before.items() if key not in action and key not in usual}
-    first = {key: leaf for key, leaf in (_leaves(root, dims) or ({}, {}))[0].items() if key not in usual}
+    first = {key: leaf for key, leaf in begun[0].items() if key not in usual}
     whole = (
         observation.keys() == {key for key in after if key not in reward and key not in usual}
         and all(after[key] == leaf for key, leaf in observation.items())
@@ -68,7 +72,8 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
         and first == observation
         and not any(key[0] in RESERVED for key in observation)
     )
-    if not whole or not reward:
+    given = [before[key] for key in action if key in before] + [after[key] for key in reward if key in after]
+    if not whole or not reward or any(leaf.loose for leaf in given):
         return None
     ends = [as_key(key) for key in env.done_keys if as_key(key) not in usual]
     if ends and not all(after[key].dtype is torch.bool for key in ends):
@@ -84,7 +89,7 @@ def columns_of(env: Any, root: TensorDictBase) -> Columns | None:
     )
 
 
-def _leaves(td: TensorDictBase, dims: int) -> tuple[dict[Key, Leaf], dict[Key, tuple[int, ...]]] | None:
+def _leaves(td: TensorDictBase, dims: int, cells: bool) -> tuple[dict[Key, Leaf], dict[Key, tuple[int, ...]]] | None:
     """Leaves of a TensorDict after its first `dims` dimensions, and branches that have more; None: not all tensors."""
     leaves: dict[Key, Leaf] = {}
     inner: dict[Key, tuple[int, ...]] = {}
@@ -98,7 +103,9 @@ def _leaves(td: TensorDictBase, dims: int) -> tuple[dict[Key, Leaf], dict[Key, t
             value, key = branch.get(name), (*at, name)
             if private(key):
                 continue
-            if isinstance(value, TensorDictBase):
+            if cells and is_non_tensor(value):
+                leaves[key] = Leaf((), None)
+            elif isinstance(value, TensorDictBase):
                 if not walk(value, key):
                     return False
             elif not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
@@ -303,6 +310,21 @@ class TorchRLRows(TorchRLEnv):
             got = "nothing" if value is None else list(value.shape)
             raise SpecMismatch(f"env returned {got} as {show(key)}, its spec says {list(shape)}")
         return _array(value)
+
+
+class TorchRLCells(TorchRLRows):
+    """One TorchRL env with texts or objects among its observations: references, where others have numbers."""
+
+    def __init__(self, env: Any, root: TensorDictBase, columns: Columns) -> None:
+        super().__init__(env, root, columns)
+        self._cells = {key for key, leaf in columns.observation.items() if leaf.loose}
+
+    def _fit(self, key: Key, value: Any, shape: torch.Size) -> np.ndarray[Any, Any]:
+        if key not in self._cells:
+            return super()._fit(key, value, shape)
+        cell = np.full(1, None, object)
+        cell[0] = own(value.data if is_non_tensor(value) else value)
+        return cell
 
 
 def _array(value: Tensor) -> np.ndarray[Any, Any]:

@@ -1,0 +1,211 @@
+"""EpisodePlayer: so many whole episodes, no more and no fewer, here or in a process.
+
+    collector ─► batches ─► without rows beyond a lane's share ─► whole episodes, "padded" [n, longest] or "cat" [steps]
+
+Every lane plays its share of the episodes, its first ones: those with short episodes do not weigh more than others. A
+rollout ends with the last episode that is wanted, wherever the lanes are; only lanes on a device play it to its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from reap.collectors.multi import MultiSyncCollector
+from reap.collectors.single import Collector
+from reap.core.env import Env
+from reap.core.paths import follow
+from reap.core.quota import EpisodeQuota
+from reap.core.slot import MASK, TRAJ_IDS
+from reap.core.stream import ENV_INDEX
+from reap.core.worker import Plan
+from reap.envs.accept import as_env, is_env
+from reap.errors import UsageError
+from reap.spec import Key, as_key, own_entry
+from reap.trajectories import WholeTrajectories, ended
+from reap.weights.local import load
+
+_PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
+_OWN_COUNT: Key = ("evaluator_step_count",)  # where max_steps is counted if the env counts steps itself
+
+
+class EpisodeCollector(Collector):
+    """Plays in this process; its rollouts end with the episodes that are wanted."""
+
+    def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
+        self._episodes = episodes
+        super().__init__(env, policy, **options)
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    def _planned(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, episodes=self._episodes)
+
+    def _warn_rounding(self, *_: Any, **__: Any) -> None:
+        """Nobody sees how many frames are collected at a time."""
+
+
+class EpisodeProcessCollector(MultiSyncCollector):
+    """Plays in a process of its own."""
+
+    def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
+        self._episodes = episodes
+        super().__init__([env], policy, **options)
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    def _plans(self, *arguments: Any) -> list[Any]:
+        return [dataclasses.replace(plan, episodes=self._episodes) for plan in super()._plans(*arguments)]
+
+    def _warn_rounding(self, *_: Any, **__: Any) -> None:
+        """As above."""
+
+
+class EpisodePlayer:
+    """An env and a policy that play `episodes` at a time. `lanes`: an env, or with `process` a factory of one."""
+
+    def __init__(
+        self, lanes: Any, policy: Any, *, episodes: int, layout: str, process: bool, options: Mapping[str, Any]
+    ) -> None:
+        self._wanted, self._layout = episodes, layout
+        self.collector: Collector | MultiSyncCollector
+        if process:
+            self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
+            about = self.collector._process.workers[0].about
+            count = about.lanes or about.layout.lanes
+        else:
+            self.collector = EpisodeCollector(episodes, lanes, policy, **options)
+            count = self.collector._inline.worker.lanes
+        self._quota = EpisodeQuota(episodes, count)
+
+    def breaker(self) -> Callable[[], None]:
+        """From now on what is going on can be broken off, by calling this."""
+        stop: Callable[[], None] = self.collector._backend.breaker()
+        return stop
+
+    def play(self, keys: Sequence[Key] | None = None) -> tuple[TensorDictBase, int]:
+        """Begin anew and play: the episodes, and how many frames were made. `keys`: what is kept, beside flags."""
+        self.collector.reset()
+        self._quota.begin()
+        whole = WholeTrajectories()
+        frames = 0
+        while len(whole) < self._wanted:
+            batch = self.collector.next()
+            frames += self._feed(whole, batch, keys)
+            if frames > _PATIENCE and not len(whole):
+                raise UsageError(f"no episode ended within {frames:,} frames; give max_steps")
+        return whole.take(self._wanted, self._layout), frames
+
+    def _feed(self, whole: WholeTrajectories, batch: TensorDictBase, keys: Sequence[Key] | None) -> int:
+        ids = batch.get(TRAJ_IDS)
+        real = (ids >= 0).reshape(-1).cpu()
+        over = ended(batch.reshape(-1)).cpu() & real
+        lane = own_entry(batch, ENV_INDEX)
+        if lane is None:
+            steps = batch.batch_size[-1]
+            lane = torch.arange(len(real) // steps).repeat_interleave(steps)
+        wanted = np.zeros(len(real), bool)
+        made = real.numpy()
+        wanted[made] = self._quota.counted(lane.reshape(-1).cpu().numpy()[made], over.numpy()[made])
+        if keys is not None:
+            flags = [key for key in batch.keys(True, True) if as_key(key)[0] == "next" and as_key(key)[-1] == "done"]
+            batch = batch.select(*keys, *flags, TRAJ_IDS, ENV_INDEX, strict=False)
+        kept = torch.from_numpy(wanted).reshape(ids.shape).to(ids.device)
+        whole.feed(batch.exclude(MASK).set(TRAJ_IDS, torch.where(kept, ids, -1)))
+        return int(made.sum())
+
+    def load(self, path: str, weights: Any) -> None:
+        """Weights into the model at `path`, "policy" or one of the env's."""
+        if isinstance(self.collector, MultiSyncCollector):
+            if path == "policy":
+                self.collector.update_policy_weights_(weights)
+            else:
+                self._there(functools.partial(_load_at, path=path, weights=weights))
+        else:
+            _load_at(self.collector, path, weights)
+
+    def check(self, path: str) -> None:
+        """Raise if there is no model at `path`. In a process that is seen when weights are loaded."""
+        if not isinstance(self.collector, MultiSyncCollector):
+            _model_at(self.collector, path)
+
+    def dump_videos(self, step: Any) -> None:
+        """Let the video recorders of a TorchRL env write what they have recorded, where they are."""
+        if isinstance(self.collector, MultiSyncCollector):
+            self._there(functools.partial(_dump_videos, step=step))
+        else:
+            _dump_videos(self.collector, step)
+
+    def _there(self, function: Callable[[Any], Any]) -> None:
+        self.collector.map_fn("apply", [(function,)])
+
+
+def _load_at(root: Any, path: str, weights: Any) -> None:
+    load(_model_at(root, path), weights)
+
+
+def _model_at(root: Any, path: str) -> nn.Module:
+    try:
+        found = follow(root, path)
+    except (AttributeError, LookupError, TypeError) as cause:
+        raise UsageError(f"weights_dict names {path!r}, which is not there ({cause}); {_models_of(root)}") from cause
+    if not isinstance(found, nn.Module):
+        raise UsageError(f"weights_dict names {path!r}, a {type(found).__name__} without weights; {_models_of(root)}")
+    return found
+
+
+def _models_of(root: Any) -> str:
+    known = {"policy": root.policy}
+    transform = getattr(root.env, "transform", None) if isinstance(root.env, nn.Module) else None
+    if isinstance(transform, nn.Module):
+        known["env.transform"] = transform
+        inner = getattr(transform, "transforms", ())
+        known.update({f"env.transform[{n}]": one for n, one in enumerate(inner)})
+    return "there are " + ", ".join(f"{path!r} ({type(one).__name__})" for path, one in known.items())
+
+
+def _dump_videos(root: Any, step: Any) -> None:
+    for part in modules_of(root.env):
+        if type(part).__name__ == "VideoRecorder":
+            part.dump(step=step)  # type: ignore[operator]
+
+
+def made(env: Any) -> Any:
+    """The env itself, where a factory was given."""
+    return env() if callable(env) and not is_env(env) else env
+
+
+def lanes_of(env: Any, max_steps: int | None) -> Env:
+    """The lanes to be played, with episodes of at most `max_steps`; moving normalisations do not move meanwhile."""
+    given = made(env)
+    for part in modules_of(given):
+        if type(part).__name__.startswith("VecNorm") and callable(getattr(part, "freeze", None)):
+            part.freeze()  # type: ignore[operator]
+    try:
+        return as_env(given, None, max_steps)
+    except UsageError:
+        if max_steps is None:
+            raise
+    return as_env(given, None, max_steps, _OWN_COUNT)  # it may have a step_count of its own
+
+
+def modules_of(env: Any) -> list[nn.Module]:
+    """The modules of a TorchRL env, and of those it steps in this process."""
+    if not isinstance(env, nn.Module):
+        return []
+    found = list(env.modules())
+    for part in list(found):
+        if type(part).__name__ == "SerialEnv" and part.is_closed:
+            part.start()  # type: ignore[operator]  # its parts are made only then
+        for inner in vars(part).get("_envs") or ():  # of a SerialEnv; asked by name its parts would answer, too
+            found += modules_of(inner)
+    return found

@@ -1,0 +1,96 @@
+"""An env around another passes on every hook of Env, one by one; whoever adds a hook must decide about it here."""
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+from reap.core.env import Env
+from reap.core.memory import Memory
+from reap.core.wrapped import Wrapped
+from reap.envs import GymEnv
+from reap.envs.limit import StepLimit
+from reap.spec import Leaf
+from reap.testing import CountingEnv
+
+NOT_PASSED_ON = {"send", "recv", "on_device"}  # Wrapped says why
+METHODS = sorted(
+    name
+    for name, value in vars(Env).items()
+    if inspect.isfunction(value) and not name.startswith("_") and name not in NOT_PASSED_ON
+)
+ATTRIBUTES = ("pending_seeds", "driver", "captures")  # written to by whoever has the env in hand
+TRAITS = ("tidies", "draws")  # what the env is like, said once
+
+
+class Heard(Env):
+    """Remembers which of its hooks were called, and answers with something to be recognised by."""
+
+    tidies = draws = True
+
+    def __init__(self):
+        self.spec = GymEnv(CountingEnv((3,))).lanes_env.spec
+        self.heard = []
+
+    expect = reset = close = None  # replaced below, as all others
+
+
+def _hook(name):
+    def hear(self, *arguments):
+        self.heard.append((name, arguments))
+        return name
+
+    return hear
+
+
+for _name in METHODS:
+    setattr(Heard, _name, _hook(_name))
+Heard.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_hook_is_passed_on_with_what_it_was_given(name):
+    inner = Heard()
+    hook = getattr(Wrapped(inner, inner.spec), name)
+    arguments = [object() for _ in inspect.signature(getattr(Env, name)).parameters][1:]
+    answer = hook(*arguments)
+    assert inner.heard == [(name, tuple(arguments))]
+    if inspect.signature(getattr(Env, name)).return_annotation != "None":
+        assert answer == name, "what it answered is lost"
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_what_is_set_is_set_inside(name):
+    inner = Heard()
+    outer, value = Wrapped(inner, inner.spec), object()
+    setattr(outer, name, value)
+    assert getattr(inner, name) is value
+    assert getattr(outer, name) is value
+
+
+@pytest.mark.parametrize("name", TRAITS)
+def test_what_it_is_like_is_what_the_inner_one_is_like(name):
+    inner = Heard()
+    assert getattr(Wrapped(inner, inner.spec), name) is True
+
+
+def test_every_attribute_of_an_env_is_thought_of():
+    plain = {name for name, value in vars(Env).items() if not name.startswith("_") and not callable(value)}
+    assert plain == {*ATTRIBUTES, *TRAITS, "as_given"}
+
+
+@pytest.mark.parametrize(
+    "around", [lambda env: StepLimit(env, 3), lambda env: Memory(env, {("hidden",): torch.zeros(2)})]
+)
+def test_a_policy_that_may_read_more_is_not_lent_to_an_env_that_has_less(around):
+    inner, policy = Heard(), object()
+    assert around(inner).lend(policy) is policy
+    assert not inner.heard
+
+
+def test_lending_looks_at_what_is_observed():
+    inner = Heard()
+    more = dataclasses.replace(inner.spec, observation={**inner.spec.observation, ("more",): Leaf((), torch.int64)})
+    assert Wrapped(inner, more).lend("policy") == "policy"
+    assert Wrapped(inner, inner.spec).lend("policy") == "lend"
