@@ -19,6 +19,8 @@ from reap.collectors.staleness import StalenessWatch
 from reap.collectors.updaters import WeightUpdaterBase
 from reap.core.paths import follow
 from reap.errors import UsageError, WorkerRaised
+from reap.weights.local import by_worker
+from reap.weights.strategy import extract
 
 _PLACES = "'env' and 'postproc'"
 
@@ -105,18 +107,24 @@ class Pushing:
             module: Any = follow(self, path) if here else None
             if weights is None and not here:
                 raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
-            state = _state_of(module if weights is None else weights)
-            if module is not None and weights is not None:
+            given, strategy = module if weights is None else weights, self.options.strategy(path)
+            state = _state_of(given) if strategy is None else extract(strategy, given)
+            if module is not None and weights is not None and strategy is None:
                 self._ask(lambda: module.load_state_dict(state))
+            elif module is not None and weights is not None:
+                self._ask(lambda: strategy.apply_weights(module, state))
             # Workers that write to a buffer have a postproc of their own.
             if not here or getattr(self, "_direct", False):
-                self.map_fn(f"{path}.load_state_dict", [(state,)] * getattr(self, "num_workers", 1))
+                self._load_in_workers(path, state, strategy)
         except (AttributeError, LookupError, WorkerRaised) as cause:
             if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
                 raise  # it is here, and refuses them
             raise _UnknownModel(
                 f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}"
             ) from cause
+
+    def _load_in_workers(self, path: str, state: Any, strategy: Any) -> None:
+        self.map_fn(f"{path}.load_state_dict", [(state,)] * getattr(self, "num_workers", 1))
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
@@ -125,7 +133,7 @@ class Pushing:
             return self._version
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
-        if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
+        if by_worker(weights):
             if list(weights) != [0]:
                 raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
             weights = weights[0]
