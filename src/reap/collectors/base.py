@@ -277,8 +277,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _next_batch(self) -> list[Part]:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
-        if self._watch is not None:
-            self._watch.batch_taken()
+        self._batch_watched()
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
@@ -526,6 +525,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
         self._check_owner()
         runner = self._runner
+        if runner is not None and self._watch is not None:
+            self._watch.tell_background()
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
             return
@@ -568,6 +569,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             self._close("shutdown() was called", close_env=close_env)
             wait_for_ends()
             self._look()
+            if self._watch is not None and self._runner is not None:
+                self._watch.tell_background(ended=True)
         except Exception:
             if raise_on_error:
                 raise

@@ -268,8 +268,7 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._process.uninterrupted():
             self._before_batch()
-            if self._watch is not None:
-                self._watch.batch_taken()
+            self._batch_watched()
             self._process.wanted = self.options.total - self._frames
             rollout = self._process.take(random=self._frames < self.options.random_frames)
             self._count(rollout.frames, 1)
@@ -278,6 +277,8 @@ class MultiCollector(BaseCollector):
     def _count(self, frames: int, batches: int) -> None:
         self._frames += frames
         self._batches += batches
+        if self._runner is not None:
+            self._batch_watched(batches)
 
     def _make_runner(self) -> Runner:
         if not self._direct:

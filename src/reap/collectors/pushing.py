@@ -33,6 +33,7 @@ class Pushing:
     _version: int
     _updater: WeightUpdaterBase | None
     _watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
+    _runner: Any
     _open: Callable[[], None]
     _ask: Callable[..., Any]
     map_fn: Callable[..., Any]
@@ -74,8 +75,6 @@ class Pushing:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
         models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
-        if "policy" in models:
-            self._watch = None
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -87,11 +86,25 @@ class Pushing:
     def _watch_policy(self, policy: Any, who: str, remedy: str) -> None:
         """From now on, look whether the policy is trained and its copies are left behind."""
         chosen = self.options.update_at_each_batch or self._updater is not None or self.options.road == "none"
-        if isinstance(policy, nn.Module) and not chosen:
-            self._watch = StalenessWatch(policy, who=who, remedy=remedy)
+        if chosen:
+            return
+        if not isinstance(policy, nn.Module):
+            kind = type(policy).__name__
+            remedy = f"A module inside of a {kind} gets no new weights: give the module as policy. {remedy}"
+        watch = StalenessWatch(policy, who=who, remedy=remedy, workers=getattr(self, "num_workers", 1))
+        self._watch = watch if watch.useful else None
+
+    def _batch_watched(self, rollouts: int = 1) -> None:
+        """So many more rollouts; who trains without sending weights is told."""
+        if self._watch is not None and self._runner is None:
+            self._watch.batch_taken()
+        elif self._watch is not None:
+            self._watch.made_in_background(rollouts)
 
     def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
-        self._watch = None
+        if self._watch is not None:
+            ids = [worker_ids] if isinstance(worker_ids, int) else list(weights) if by_worker(weights) else worker_ids
+            self._watch = self._watch if self._watch.sent(ids) else None
         self._version = self._ask(lambda: self._publish(weights, worker_ids))
         count = getattr(self.options.track_policy_version, "increment_version", None)
         if count is not None:
