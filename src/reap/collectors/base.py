@@ -37,12 +37,18 @@ from reap.forks import guard
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
+    "compact_obs",
+    "extend_buffer",
     "max_frames_per_traj",
     "reset_at_each_iter",
     "reset_when_done",
+    "return_same_td",
     "set_truncated",
+    "track_traj_ids",
     "traj_format",
     "trajs_per_batch",
+    "trajs_per_write",
+    "trust_policy",
     "worker_idx",
     "interruptor",
 )
@@ -86,7 +92,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
         self.postproc = options.postproc
-        self._updater = as_updater(options.weight_updater)
+        self._updater = self.weight_updater = as_updater(options.weight_updater)
         if self._updater is not None and hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
         # Names scripts look at.
@@ -94,6 +100,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
+        self.device, self.env_device = options.env_devices
         self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
         for name in _SHOWN:
             setattr(self, name, getattr(options, name))

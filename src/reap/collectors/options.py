@@ -278,6 +278,12 @@ class Options:
         return policy, storing
 
     @property
+    def env_devices(self) -> tuple[torch.device | None, torch.device | None]:
+        """The device of everything, and that of the env, filled in from it."""
+        common = self._device("device")
+        return common, self._device("env_device") or common
+
+    @property
     def contiguous_batches(self) -> bool | None:
         """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
         unseen = self.postproc is None and self.post_collect_hook is None
