@@ -28,7 +28,8 @@ from torch import nn
 from reap.core.paths import follow
 from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.weights.links import Receiver, Sender, weights_of
-from reap.weights.strategy import WeightStrategy
+from reap.weights.local import by_worker
+from reap.weights.strategy import WeightStrategy, as_strategy
 
 __all__ = [
     "DistributedTransport",
@@ -66,13 +67,20 @@ _LINKED = ("shared", "parcel")  # roads a script can take by itself
 
 
 class WeightSyncScheme:
-    """How weights travel. `strategy` and `sync` are accepted as in TorchRL; every form of weights works with each."""
+    """How weights travel. Every form of weights works with each.
+
+    Args:
+        strategy: "tensordict", "state_dict" (for collectors the same), or a `WeightStrategy` of your own, which may be
+            assigned later too: `scheme.strategy = …`. With one of your own, each worker is sent what it extracts, and
+            has it applied there.
+        sync: accepted as in TorchRL; of links made by hand, whether `send` waits until weights are applied.
+    """
 
     road: Road
     per_worker_weights = False
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
-        self.strategy = strategy if isinstance(strategy, WeightStrategy) else WeightStrategy(strategy)  # type: ignore[arg-type]
+        self.strategy: Any = as_strategy(strategy)
         self.sync = sync
         self.model_id: str | None = None
         self.worker_idx: int | None = None
@@ -148,8 +156,8 @@ class WeightSyncScheme:
             raise UsageError(f"there is no worker {unknown[0]}; they are {sender.workers()}")
         given = self.first if weights is None else weights
         if ids is None:
-            by_worker = isinstance(given, dict) and all(isinstance(key, int) for key in given)
-            ids = [w for w in sender.workers() if not by_worker or w in given]
+            apart = by_worker(given)
+            ids = [w for w in sender.workers() if not apart or w in given]
         sender.send({w: weights_of(w, given, self.strategy) for w in ids}, wait=self.sync)
 
     def _linked(self) -> Sender:
@@ -254,7 +262,27 @@ def as_scheme(given: Any) -> Any:
     if not kind.__module__.startswith("torchrl.weight_update") or kind.__name__ not in _NAMES.values():
         return given
     options = {"per_worker_weights": True} if getattr(given, "per_worker_weights", False) else {}
-    return globals()[kind.__name__](given.strategy_str, getattr(given, "sync", True), **options)
+    ours: WeightSyncScheme = globals()[kind.__name__](given.strategy, getattr(given, "sync", True), **options)
+    ours.first = _first_of(given)
+    return ours
+
+
+def _first_of(theirs: Any) -> Any:
+    """The weights that TorchRL's scheme was given by `init_on_sender`: for all, or a dict by worker; None if none."""
+    if not theirs.initialized_on_sender:
+        return None
+    told = getattr(theirs, "_device_mapping_info", None) or {}
+    each = told.get("params_map") or getattr(getattr(theirs, "_shared_transport", None), "_params_map", None)
+    if each:
+        alike = len({id(one) for one in each.values()}) == 1
+        return next(iter(each.values())) if alike else dict(each)
+    given = [one for one in (told.get("weights"), told.get("model")) if one is not None]
+    if given:
+        return given[0]
+    try:
+        return theirs.weights
+    except (AttributeError, RuntimeError):  # it was told a name, and has forgotten of whom
+        return None
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):

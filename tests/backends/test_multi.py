@@ -64,6 +64,22 @@ def test_sync_is_every_workers_own_world(cat):
     c.shutdown()
 
 
+def test_init_fn_comes_first_in_each_worker():
+    begun = []
+
+    def make():
+        begun.append("env")
+        return CountingEnv()
+
+    class Noting(EchoPolicy):
+        def seen(self):
+            return begun
+
+    with MultiSyncCollector([make] * 2, Noting(), frames_per_batch=8, init_fn=lambda: begun.append("init")) as c:
+        assert [seen[:2] for seen in c.map_fn("policy.seen")] == [["init", "env"]] * 2
+    assert begun == []
+
+
 @pytest.mark.parametrize(("cat", "shape"), [("stack", (2, 5)), (0, (10,)), (-1, (10,))])
 def test_plain_envs(cat, shape):
     make = [lambda: CountingEnv((3,), 0), lambda: CountingEnv((3,), 1)]

@@ -418,6 +418,27 @@ def test_into_a_buffer_of_this_process_by_the_front_door():
     ray.util.remove_placement_group(group)
 
 
+class Doubling:
+    """A strategy that sends a policy's weight twice as large."""
+
+    def extract_weights(self, source):
+        return 2 * source.weight.detach()
+
+    def apply_weights(self, destination, weights):
+        with torch.no_grad():
+            destination.weight.copy_(weights)
+
+
+def test_a_strategy_of_ones_own():
+    policy, schemes = EchoPolicy(), {"policy": RayWeightSyncScheme(Doubling())}
+    with collect([healthy()], policy, sync=True, weight_sync_schemes=schemes) as c:
+        for factor in (1.0, 3.0):
+            torch.nn.init.constant_(policy.weight, factor)
+            c.update_policy_weights_()
+            batch = c.next()
+            assert torch.equal(batch["action"], 2 * factor * (batch["observation"] * MIX).sum(-1, keepdim=True))
+
+
 def test_wrong_arguments():
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
     for error, words, wrong in (

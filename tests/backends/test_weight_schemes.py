@@ -196,6 +196,34 @@ def test_between_processes_of_ones_own(scheme):
             process.close()
 
 
+class Doubling:
+    """A strategy whose weights are one number, twice as large where they arrive."""
+
+    def extract_weights(self, source):
+        return source.weight.item()
+
+    def apply_weights(self, destination, weights, inplace=True):
+        nn.init.constant_(destination.weight, 2 * weights)
+
+
+def test_a_strategy_of_ones_own_between_processes_of_ones_own():
+    ctx = multiprocessing.get_context("fork")
+    made, policy = SharedMemWeightSyncScheme(Doubling()), weighing(2.0)
+    made.init_on_sender(model_id="policy", model=policy, num_workers=1, ctx=ctx)
+    ours, theirs = ctx.Pipe()
+    process = ctx.Process(target=worker, args=(made, 0, theirs))
+    process.start()
+    made.connect()
+    assert ours.recv() == 4.0
+    nn.init.constant_(policy.weight, 3.0)
+    made.send()
+    ours.send("go on")
+    assert ours.recv() == 6.0
+    ours.send(None)
+    process.join()
+    made.shutdown()
+
+
 def test_calls_in_the_wrong_order():
     scheme = SharedMemWeightSyncScheme()
     for call in (scheme.send, scheme.connect, scheme.receive):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,6 +52,29 @@ def same(a, b):
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
+def difference(ours, theirs):
+    """The first entry in which two logs differ, in words; None if they are equal."""
+    for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        one, other = leaves(one), leaves(other)
+        if one.keys() != other.keys():
+            return f"entry {n}: {sorted(map(str, one))} here, {sorted(map(str, other))} there"
+        for key in one:
+            if not same(one[key], other[key]):
+                return f"entry {n} of {len(ours)}: {key}: {one[key]!s:.200} here, {other[key]!s:.200} there"
+    return None
+
+
+def test_a_last_digit_is_a_difference():
+    def log(value):
+        return [TensorDict(a=torch.tensor([1.0, value]), batch_size=[2]), {"return": 2.0}, torch.tensor(value)]
+
+    assert difference(log(1.0), log(1.0)) is None
+    next_to_it = float(torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)))
+    assert difference(log(next_to_it), log(1.0)).startswith("entry 0 of 3: a:")
+    assert difference([log(1.0)[0].to(torch.float64)], log(1.0)[:1]).startswith("entry 0 of 1: a:")
+    assert difference([{"return": 2.0, "more": 1}], [{"return": 2.0}]).startswith("entry 0: ")
+
+
 @pytest.mark.parametrize(
     "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )
@@ -60,12 +83,7 @@ def test_the_same_numbers(name):
     ours, whose_then = play(name, reap.compat.install)
     assert (whose, whose_then) == ("torchrl", "reap")
     assert len(ours) == len(theirs) > 3
-    for n, (one, other) in enumerate(zip(ours, theirs)):
-        one, other = leaves(one), leaves(other)
-        assert one.keys() == other.keys(), f"entry {n}"
-        wrong = [key for key in one if not same(one[key], other[key])]
-        what = [f"{key}: {one[key]!s:.200} here, {other[key]!s:.200} there" for key in wrong[:1]]
-        assert not wrong, f"entry {n} of {len(ours)}: {wrong}; {what[0]}"
+    assert difference(ours, theirs) is None
 
 
 PRINTING = """

@@ -254,7 +254,7 @@ class FarBackend(ProcessBackend):
     def _job(self, index: int, plan: Any, count: int) -> FarJob:
         (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
         writer: Any = self._writer  # of this kind needs no descriptors
-        like_all = self._threads, self._init, self._hooks, self._station, writer
+        like_all = self._threads, self._init, self._hooks, self._strategy, self._station, writer
         return FarJob(index, count, plan, int(entropy), *like_all)
 
     def _make_words(self, count: int) -> None:

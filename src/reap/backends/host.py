@@ -25,6 +25,7 @@ from reap.pickling import dumps
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
+from reap.weights.strategy import Extracted
 
 Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # before a rollout, and with each batch
 
@@ -65,6 +66,7 @@ class Job:
     threads: int
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them
+    strategy: Any = None  # a user's own, by which weights are applied
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Host:
         self.since = 0  # the call it began anew with
         self.writer: Writer | None = None
         self._tracer: RolloutTracer | None = None
+        self._strategy = job.strategy
         self._build(plan, job.workers)
         self._hooks: Hooks = job.hooks or (None, None)
         if writer is not None:
@@ -228,7 +231,10 @@ class Host:
 
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()  # older ones, seen now so that they are not taken for newer later
-        local.load(self.worker.model, weights)
+        if isinstance(weights, Extracted):
+            self._strategy.apply_weights(self.worker.model, weights.weights)
+        else:
+            local.load(self.worker.model, weights)
         self.worker.loop.version = version
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
@@ -240,6 +246,14 @@ class Host:
                 found = found(*args, **kwargs)
             dumps(found, path)  # here, where what cannot travel can still be told
             return found
+        except Exception as error:
+            return Raised.of(error, path)
+
+    def do_apply(self, path: str, packed: bytes) -> Any:
+        """Give a model at a path what a user's own strategy has made of its weights."""
+        try:
+            strategy, weights = cloudpickle.loads(packed)
+            strategy.apply_weights(follow(WorkerView(self, self.interruptor), path), weights)
         except Exception as error:
             return Raised.of(error, path)
 

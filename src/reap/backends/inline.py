@@ -24,13 +24,23 @@ from reap.errors import WorkerSilent, WrongState
 from reap.threads import stack_of
 from reap.weight_update import Road
 from reap.weights import local
+from reap.weights.strategy import extract
 
 
 class InlineBackend:
     """The worker is here. `same_slot` hands out one slot again and again."""
 
-    def __init__(self, plan: Plan, *, source: Any = None, same_slot: bool = False, road: Road | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        source: Any = None,
+        same_slot: bool = False,
+        road: Road | None = None,
+        strategy: Any = None,
+    ) -> None:
         self._plan, self._source, self._same_slot, self._road = plan, source, same_slot, road
+        self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
         self.filling: Any = None  # the slot that is being filled, or was last
@@ -102,13 +112,21 @@ class InlineBackend:
         if self._road == "none":
             return self.worker.loop.version
         model = self.worker.model
-        if not isinstance(model, nn.Module):
+        if not isinstance(model, nn.Module) and self._strategy is None:
             raise WrongState(f"policy {type(model).__name__} has no weights to update")
         given = self._source if weights is None else weights
         if given is not None and given is not model:
-            local.load(model, given)
+            self.load(given)
         self.worker.loop.version += 1
         return self.worker.loop.version
+
+    def load(self, weights: Any) -> None:
+        """Give the policy these."""
+        model = self.worker.model
+        if self._strategy is None:
+            local.load(model, weights)
+        else:
+            self._strategy.apply_weights(model, extract(self._strategy, weights))
 
     def profile(self, settings: Mapping[int, TraceSettings | None]) -> None:
         """Trace the rollouts to come, by worker; None: no more."""

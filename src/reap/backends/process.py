@@ -46,8 +46,9 @@ from reap.seeding import chain
 from reap.silence import Silence
 from reap.spec import Key
 from reap.weight_update import Road
-from reap.weights.local import as_named, fitting
+from reap.weights.local import as_named, by_worker, fitting
 from reap.weights.shared import SharedWeights
+from reap.weights.strategy import Extracted
 
 DEADLINE = 5.0  # seconds within which `close` has ended every worker
 OWN_SLOTS = 4  # of an asynchronous worker: one being filled, one full, two with the consumer
@@ -80,6 +81,7 @@ class ProcessBackend:
         writer: Callable[[Sequence[int], int], Writer] | None = None,
         buffer: Sequence[int] = (),
         hooks: Hooks | None = None,
+        strategy: Any = None,
     ) -> None:
         if road not in (None, *self.roads):
             raise UsageError(f"weight_sync_schemes: {road!r} is no road to these workers; there are {self.roads}")
@@ -87,6 +89,7 @@ class ProcessBackend:
         count = len(self._plans)
         self._enough = count if threshold is None else min(max(int(count * threshold), 1), count)
         self._threads, self._init, self._start_method, self._hooks = threads, init, start_method, hooks
+        self._strategy = strategy  # a user's own, by which workers apply weights
         self._random_frames, self._road = random_frames, road
         self._writer, self._buffer = writer, tuple(buffer)  # workers write their rollouts themselves, through these
         self.wanted: float = ALL  # frames that may still be asked for, where they are written as they are made
@@ -119,7 +122,7 @@ class ProcessBackend:
     def _start(self) -> None:
         count = len(self._plans)
         entropy = np.random.SeedSequence().generate_state(count, np.uint32)
-        like_all = self._threads, self._init, self._hooks, self._enough < count, self._writer
+        like_all = self._threads, self._init, self._hooks, self._strategy, self._enough < count, self._writer
         jobs = [ProcessJob(w, count, plan, int(entropy[w]), *like_all) for w, plan in enumerate(self._plans)]
         targets = [pack(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
         control, weights = self._file("control"), self._file("weights")
@@ -494,7 +497,7 @@ class ProcessBackend:
         if self._road == "none":
             return self.version
         given = self._source if weights is None else weights
-        per_worker = isinstance(given, dict) and bool(given) and all(isinstance(k, int) for k in given)
+        per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
         every = list(given) if per_worker else list(range(len(self.workers)))
@@ -504,15 +507,16 @@ class ProcessBackend:
         unknown = [w for w in chosen if not 0 <= w < len(self.workers)]
         if unknown:
             raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+        own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
         for w in chosen:
-            if not self.workers[w].about.weighs:
+            if not own and not self.workers[w].about.weighs:
                 raise WrongState("this policy has no weights to update")
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for remote in self.workers:
             if remote.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
                 raise self._death(remote)
-        block = self._shared is not None and not per_worker and worker_ids is None
+        block = self._shared is not None and not per_worker and worker_ids is None and not own
         # A synchronous batch has one version: nobody publishes while it is filled.
         turn = contextlib.nullcontext() if block and not self._sync else self._talking
         with turn, self._publishing, self._interrupts.held():
@@ -525,16 +529,20 @@ class ProcessBackend:
             self.version = version
         return version
 
+    def begin_with(self, weights: Mapping[int, Any]) -> None:
+        """Give workers (by number) weights before anybody acts; they are of the first version."""
+        self._send_weights(weights, self.version)
+
     def _send_weights(self, weights: Mapping[int, Any], version: int) -> None:
         calls: dict[int, Sequence[Any]] = {}
         for w, given in weights.items():
             about = self.workers[w].about
-            if about.packing is not None:
-                fitting(given, about.packing.shapes, about.needed)
-            calls[w] = (
-                self._parcel(w, dumps(as_named(given), "weights")),
-                version,
-            )  # a module may hold what cannot travel
+            sent: Any = given
+            if not isinstance(given, Extracted):
+                if about.packing is not None:
+                    fitting(given, about.packing.shapes, about.needed)
+                sent = as_named(given)  # a module may hold what cannot travel
+            calls[w] = self._parcel(w, dumps(sent, "weights")), version
         self.call("load_weights", calls)
 
     def _parcel(self, worker: int, data: bytes) -> Any:
@@ -551,6 +559,10 @@ class ProcessBackend:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
             raise
+
+    def apply(self, path: str, strategy: Any, weights: Any) -> None:
+        """Give the model at `path` in each worker what a user's own strategy has made of its weights."""
+        self.call("apply", self.everyone(path, dumps((strategy, weights), "weights")))
 
     def profile(self, settings: Mapping[int, Any]) -> None:
         self.call("profile", {worker: (one,) for worker, one in settings.items()})

@@ -104,6 +104,7 @@ class _Crew:
             threads=job.threads,
             init=job.init,
             hooks=job.hooks,
+            strategy=job.strategy,
             random_frames=0 if team.sync else team.random_frames,
         )
         try:

@@ -40,12 +40,18 @@ from reap.interrupts import Interrupts
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
+    "compact_obs",
+    "extend_buffer",
     "max_frames_per_traj",
     "reset_at_each_iter",
     "reset_when_done",
+    "return_same_td",
     "set_truncated",
+    "track_traj_ids",
     "traj_format",
     "trajs_per_batch",
+    "trajs_per_write",
+    "trust_policy",
     "worker_idx",
     "interruptor",
 )
@@ -89,7 +95,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
         self.postproc = options.postproc
-        self._updater = as_updater(options.weight_updater)
+        self._updater = self.weight_updater = as_updater(options.weight_updater)
         if self._updater is not None and hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
         # Names scripts look at.
@@ -97,6 +103,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         self.split_trajs = bool(options.split_trajs)
         self.exploration_type = exploration_type(options.exploration_type)
         self.policy_device, self.storing_device = options.devices
+        self.device, self.env_device = options.env_devices
         self.compiled_policy, self.cudagraphed_policy = options.compiling is not None, bool(options.cudagraph_policy)
         for name in _SHOWN:
             setattr(self, name, getattr(options, name))
@@ -280,8 +287,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _next_batch(self) -> list[Part]:
         """One rollout; or as many as it takes to have `trajs_per_batch` complete episodes, none if they never come."""
-        if self._watch is not None:
-            self._watch.batch_taken()
+        self._batch_watched()
         fruitless = 0
         while True:
             whole, wanted = self._whole, self.options.trajs_per_batch
@@ -543,6 +549,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
         self._check_owner()
         runner = self._runner
+        if runner is not None and self._watch is not None:
+            self._watch.tell_background()
         error = None if runner is None else runner.failure()
         if runner is None or error is None:
             return
@@ -588,6 +596,8 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
             self._wait_for_env(patience)
             wait_for_ends()
             self._look()
+            if self._watch is not None and self._runner is not None:
+                self._watch.tell_background(ended=True)
         except Exception:
             if raise_on_error:
                 raise

@@ -218,7 +218,7 @@ class AsyncBatchedCollector(Collector):
             device,
         )
         plan = dataclasses.replace(plan, stream=True)
-        self._inline = _OnCores(cores, plan, source=policy, road=settings.road)
+        self._inline = _OnCores(cores, plan, source=policy, road=settings.road, strategy=settings.strategy())
         self._backend = self._inline
         self._inline.start()
         try:

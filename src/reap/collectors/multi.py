@@ -37,7 +37,8 @@ from reap.envs.ids import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
 from reap.pickling import Parcel, pack, pack_bytes
 from reap.trajectories import FINAL
-from reap.weights.local import as_named
+from reap.weights.local import by_worker, detached
+from reap.weights.strategy import extracted
 
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
 _PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
@@ -119,7 +120,7 @@ class MultiCollector(BaseCollector):
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
         self._prepare(workers[0])
-        self._policy = policy
+        self._policy, self._strategy = policy, settings.strategy()
         self._there: dict[str, Any] = {}  # hooks that are called in the workers
         if self._direct or settings.hooks_in_workers:
             self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
@@ -137,6 +138,7 @@ class MultiCollector(BaseCollector):
             self._process.start()
             for text in sorted({text for remote in self._process.workers for text in remote.about.told}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
+            self._begin()
             self._count_frames()
         except BaseException as error:
             self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
@@ -160,7 +162,8 @@ class MultiCollector(BaseCollector):
         """What workers are told wherever they live."""
         return {
             "sync": bool(self._sync),
-            "source": self._policy if isinstance(self._policy, torch.nn.Module) else settings.first_weights,
+            "source": self._source,
+            "strategy": self._strategy,
             "timeout": settings.timeout,
             "threshold": settings.preemptive_threshold if self._sync else None,
             "threads": settings.num_sub_threads,
@@ -169,6 +172,24 @@ class MultiCollector(BaseCollector):
             "road": settings.road,
             "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
         }
+
+    @property
+    def _source(self) -> Any:
+        """Where weights come from, unless somebody gives them."""
+        first = self.options.first_weights
+        if first is None and (self._strategy is not None or isinstance(self._policy, torch.nn.Module)):
+            return self._policy
+        return first
+
+    def _begin(self) -> None:
+        """Give workers what they begin with, where that is more than what they were built from."""
+        built = self._policy is None or self.options.first_weights is None  # with them
+        if self.options.road == "none" or self._source is None or (built and self._strategy is None):
+            return
+        given = self._source if self._strategy is None else extracted(self._strategy, self._source)
+        apart = by_worker(given)
+        every = range(self.num_workers)
+        self._process.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""
@@ -204,11 +225,15 @@ class MultiCollector(BaseCollector):
         first = workers[0].first_weights  # of policies that are made in the workers
         if policy is not None and all(o.policy_factory is None for o in workers):
             ours = [self._pack(policy, "policy")] * len(workers)
+        elif policy is not None and self._strategy is not None:
+            pass  # it is where weights come from; they follow as soon as workers are there
         elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
             ours = [_packed_weights(policy)] * len(workers)
         elif policy is not None:
             raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
-        elif isinstance(first, dict) and all(isinstance(w, int) for w in first):
+        elif self._strategy is not None:
+            pass
+        elif by_worker(first):
             ours = [_packed_weights(first[w]) if w in first else None for w in range(len(workers))]
         elif first is not None:
             ours = [_packed_weights(first)] * len(workers)
@@ -252,8 +277,7 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._uninterrupted():
             self._before_batch()
-            if self._watch is not None:
-                self._watch.batch_taken()
+            self._batch_watched()
             self._process.wanted = self.options.total - self._frames
             rollout = self._process.take(random=self._frames < self.options.random_frames)
             self._count(rollout.frames, 1)
@@ -262,6 +286,8 @@ class MultiCollector(BaseCollector):
     def _count(self, frames: int, batches: int) -> None:
         self._frames += frames
         self._batches += batches
+        if self._runner is not None:
+            self._batch_watched(batches)
 
     def _make_runner(self) -> Runner:
         if not self._direct:
@@ -342,7 +368,18 @@ class MultiCollector(BaseCollector):
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         ids = None if ids is None else [int(w) for w in ids]
+        if self._strategy is not None:
+            given = self._source if weights is None else weights
+            if weights is None and ids is not None and by_worker(given):
+                given, ids = {w: given[w] for w in ids if w in given}, None
+            weights = None if given is None else extracted(self._strategy, given)
         return self._process.publish(weights, ids)
+
+    def _load_in_workers(self, path: str, state: Any, strategy: Any) -> None:
+        if strategy is None:
+            super()._load_in_workers(path, state, strategy)
+        else:
+            self._between(lambda: self._process.apply(path, strategy, state))
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
@@ -619,9 +656,7 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
 
 def _packed_weights(weights: Any) -> Parcel:
     """Weights, packed for workers."""
-    named = as_named(weights)
-    plain = {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in named.items()}
-    return pack_bytes(plain, "policy")
+    return pack_bytes(detached(weights), "policy")
 
 
 def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

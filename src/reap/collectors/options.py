@@ -17,6 +17,7 @@ from reap.core.exploration import exploration_type
 from reap.core.where import named_device
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.weight_update import Road, WeightSyncScheme, as_scheme
+from reap.weights.strategy import own_strategy
 
 _LEGACY = {
     "devices": "device",
@@ -277,6 +278,12 @@ class Options:
         return policy, storing
 
     @property
+    def env_devices(self) -> tuple[torch.device | None, torch.device | None]:
+        """The device of everything, and that of the env, filled in from it."""
+        common = self._device("device")
+        return common, self._device("env_device") or common
+
+    @property
     def contiguous_batches(self) -> bool | None:
         """`contiguous`, but not for rows that go into a buffer unseen: they are copied there anyway."""
         unseen = self.postproc is None and self.post_collect_hook is None
@@ -291,7 +298,14 @@ class Options:
     def road(self) -> Road | None:
         """The road for weights that was chosen by hand."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
+        if scheme is not None and scheme.road != "none" and own_strategy(scheme.strategy) is not None:
+            return "parcel"  # what a user's own strategy makes of weights goes to each worker by itself
         return None if scheme is None else scheme.road
+
+    def strategy(self, model: str = "policy") -> Any:
+        """The user's own strategy for weights of this model; None if they travel as they are."""
+        scheme = (self.weight_sync_schemes or {}).get(model)
+        return None if scheme is None or scheme.road == "none" else own_strategy(scheme.strategy)
 
     @property
     def first_weights(self) -> Any:

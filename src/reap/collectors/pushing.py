@@ -19,6 +19,8 @@ from reap.collectors.staleness import StalenessWatch
 from reap.collectors.updaters import WeightUpdaterBase
 from reap.core.paths import follow
 from reap.errors import UsageError, WorkerRaised
+from reap.weights.local import by_worker
+from reap.weights.strategy import extract
 
 _PLACES = "'env' and 'postproc'"
 
@@ -31,6 +33,7 @@ class Pushing:
     _version: int
     _updater: WeightUpdaterBase | None
     _watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
+    _runner: Any
     _open: Callable[[], None]
     _ask: Callable[..., Any]
     map_fn: Callable[..., Any]
@@ -72,8 +75,6 @@ class Pushing:
             raise UsageError("weights_dict names its models; leave model_id out")
         (chosen,) = given.values() or (None,)
         models = {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
-        if "policy" in models:
-            self._watch = None
         for name, one in models.items():
             if name != "policy":
                 self._load_model(name, one)
@@ -85,11 +86,25 @@ class Pushing:
     def _watch_policy(self, policy: Any, who: str, remedy: str) -> None:
         """From now on, look whether the policy is trained and its copies are left behind."""
         chosen = self.options.update_at_each_batch or self._updater is not None or self.options.road == "none"
-        if isinstance(policy, nn.Module) and not chosen:
-            self._watch = StalenessWatch(policy, who=who, remedy=remedy)
+        if chosen:
+            return
+        if not isinstance(policy, nn.Module):
+            kind = type(policy).__name__
+            remedy = f"A module inside of a {kind} gets no new weights: give the module as policy. {remedy}"
+        watch = StalenessWatch(policy, who=who, remedy=remedy, workers=getattr(self, "num_workers", 1))
+        self._watch = watch if watch.useful else None
+
+    def _batch_watched(self, rollouts: int = 1) -> None:
+        """So many more rollouts; who trains without sending weights is told."""
+        if self._watch is not None and self._runner is None:
+            self._watch.batch_taken()
+        elif self._watch is not None:
+            self._watch.made_in_background(rollouts)
 
     def _take_weights(self, weights: Any, worker_ids: int | Sequence[int] | None) -> None:
-        self._watch = None
+        if self._watch is not None:
+            ids = [worker_ids] if isinstance(worker_ids, int) else list(weights) if by_worker(weights) else worker_ids
+            self._watch = self._watch if self._watch.sent(ids) else None
         self._version = self._ask(lambda: self._publish(weights, worker_ids))
         count = getattr(self.options.track_policy_version, "increment_version", None)
         if count is not None:
@@ -105,18 +120,24 @@ class Pushing:
             module: Any = follow(self, path) if here else None
             if weights is None and not here:
                 raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
-            state = _state_of(module if weights is None else weights)
-            if module is not None and weights is not None:
+            given, strategy = module if weights is None else weights, self.options.strategy(path)
+            state = _state_of(given) if strategy is None else extract(strategy, given)
+            if module is not None and weights is not None and strategy is None:
                 self._ask(lambda: module.load_state_dict(state))
+            elif module is not None and weights is not None:
+                self._ask(lambda: strategy.apply_weights(module, state))
             # Workers that write to a buffer have a postproc of their own.
             if not here or getattr(self, "_direct", False):
-                self.map_fn(f"{path}.load_state_dict", [(state,)] * getattr(self, "num_workers", 1))
+                self._load_in_workers(path, state, strategy)
         except (AttributeError, LookupError, WorkerRaised) as cause:
             if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
                 raise  # it is here, and refuses them
             raise _UnknownModel(
                 f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}"
             ) from cause
+
+    def _load_in_workers(self, path: str, state: Any, strategy: Any) -> None:
+        self.map_fn(f"{path}.load_state_dict", [(state,)] * getattr(self, "num_workers", 1))
 
     def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
         """Hand weights on to the only worker, of which per-worker weights name at most its own."""
@@ -125,7 +146,7 @@ class Pushing:
             return self._version
         if ids != [0]:
             raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
-        if isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
+        if by_worker(weights):
             if list(weights) != [0]:
                 raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
             weights = weights[0]

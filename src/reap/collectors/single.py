@@ -23,7 +23,7 @@ from reap.core.slot import FRAME, Slot
 from reap.core.worker import Plan
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
-from reap.weights.local import load
+from reap.weights.local import by_worker
 
 _FRONT_DOOR = {  # where it runs: by annotation
     "backend": "str | None",
@@ -99,11 +99,17 @@ class Collector(BaseCollector):
         )
         first = settings.first_weights if policy is None else None
         source = policy if first is None else first
-        self._inline = InlineBackend(plan, source=source, same_slot=settings.return_same_td, road=settings.road)
+        self._inline = InlineBackend(
+            plan,
+            source=source,
+            same_slot=settings.return_same_td,
+            road=settings.road,
+            strategy=settings.strategy(),
+        )
         self._backend = self._inline
         self._inline.start()
         if first is not None:
-            load(self._inline.worker.model, first)
+            self._inline.load(first[0] if by_worker(first) else first)
         self._check_sizes(self._inline.worker.lanes)
         self.frames_per_batch = self._inline.worker.layout.steps
         if self._inline.worker.model is not policy:

@@ -19,18 +19,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from reap.errors import NotReady, WorkerDied, WorkerRaised
-from reap.weights.local import as_named
-from reap.weights.strategy import WeightStrategy
+from reap.weights.local import detached
+from reap.weights.strategy import Extracted, extract, own_strategy
 
 _APPLIED = "applied"
 
 
 def _packed(weights: Any) -> bytes:
     """Weights as bytes that carry no descriptors: whoever reads them later needs nothing of us."""
-    named = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in as_named(weights).items()}
+    named = weights.weights if isinstance(weights, Extracted) else detached(weights)
     stream = io.BytesIO()
     torch.save(named, stream)
     return stream.getvalue()
@@ -133,8 +132,9 @@ class Receiver:
         return weights
 
 
-def weights_of(worker: int, given: Any, strategy: WeightStrategy) -> Any:
+def weights_of(worker: int, given: Any, strategy: Any) -> Any:
     """What a worker is to have: its own of a mapping by worker, or what is given for all."""
     if isinstance(given, dict) and worker in given:
         given = given[worker]
-    return strategy.extract_weights(given)
+    own = own_strategy(strategy)
+    return strategy.extract_weights(given) if own is None else Extracted(extract(own, given))

@@ -37,6 +37,16 @@ def as_named(weights: Any) -> dict[str, Any]:
     raise WrongArgument(f"weights must be a module, a TensorDict or a state dict, got {type(weights).__name__}")
 
 
+def by_worker(weights: Any) -> bool:
+    """Whether this is a dict with weights for each worker, by its number."""
+    return isinstance(weights, dict) and bool(weights) and all(isinstance(worker, int) for worker in weights)
+
+
+def detached(weights: Any) -> dict[str, Any]:
+    """Weights by name, as they can travel: on the CPU, and without what autograd knows."""
+    return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in as_named(weights).items()}
+
+
 def _named_in(weights: TensorDictBase, prefix: str = "") -> dict[str, Any]:
     named: dict[str, Any] = {}
     for name in weights.keys():  # noqa: SIM118

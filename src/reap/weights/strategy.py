@@ -2,11 +2,15 @@
 
 module ──► extract_weights ──► TensorDict, with "__extra_state__" where a module has one  ──► apply_weights ──► module
                           └──► state dict
+
+A strategy of a user's own (a subclass, or any object with the two methods) is called by collectors: `extract_weights`
+where `update_policy_weights_` is called, `apply_weights` in each worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,7 +18,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from reap.errors import SpecMismatch, UsageError, WrongArgument
-from reap.weights.local import EXTRA_STATE, as_named, load
+from reap.weights.local import EXTRA_STATE, as_named, by_worker, load
 
 
 class WeightStrategy:
@@ -83,6 +87,46 @@ class WeightStrategy:
                     destination[name] = value
         else:
             raise WrongArgument(f"weights go to a module, a TensorDict or a dict, got {type(destination).__name__}")
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """What a user's own strategy has made of weights: nobody but this strategy knows how to apply it."""
+
+    weights: Any
+
+
+def as_strategy(given: Any) -> Any:
+    """The strategy that was named, or given; TorchRL's own is the one of that name here."""
+    if isinstance(given, str):
+        return WeightStrategy(given)  # type: ignore[arg-type]
+    if not all(callable(getattr(given, name, None)) for name in ("extract_weights", "apply_weights")):
+        raise WrongArgument(
+            f"strategy must be 'tensordict', 'state_dict', or have extract_weights and apply_weights; got {given!r}"
+        )
+    kind = type(given)
+    if kind.__name__ == "WeightStrategy" and kind.__module__.startswith("torchrl."):
+        return WeightStrategy(given.extract_as)
+    return given
+
+
+def own_strategy(strategy: Any) -> Any:
+    """The strategy, if it is of a user's own making; None if weights can travel by themselves."""
+    found = as_strategy(strategy)
+    return None if type(found) is WeightStrategy else found
+
+
+def extract(strategy: Any, source: Any) -> Any:
+    """What a strategy takes out of a model. A TensorDict and a dict hold weights already, and are left as they are."""
+    return source if isinstance(source, (TensorDictBase, Mapping)) else strategy.extract_weights(source)
+
+
+def extracted(strategy: Any, given: Any) -> Any:
+    """Weights as they travel to workers with a user's own strategy: for all, or a dict by worker."""
+    if by_worker(given):
+        known = {id(one): Extracted(extract(strategy, one)) for one in given.values()}
+        return {worker: known[id(one)] for worker, one in given.items()}
+    return Extracted(extract(strategy, given))
 
 
 class _Unfitting(SpecMismatch, KeyError):
