@@ -43,6 +43,14 @@ class Wrapped(Env):
     def driver(self, who: object) -> None:
         self._env.driver = who
 
+    @property
+    def captures(self) -> bool:
+        return self._env.captures
+
+    @captures.setter
+    def captures(self, captures: bool) -> None:
+        self._env.captures = captures
+
     def say_lane_in(self, memory: Any) -> None:
         self._env.say_lane_in(memory)
 

@@ -148,11 +148,11 @@ class Host(abc.ABC):
             if what == CALL:
                 name, arguments, number = self._connection.recv()
                 try:
-                    getattr(self, f"do_{name}")(*arguments)
+                    value = getattr(self, f"do_{name}")(*arguments)
                 except SpecMismatch as refused:  # as it was: another may be asked for
                     send(self._connection, Raised.of(refused))
                 else:
-                    send(self._connection, number)
+                    send(self._connection, (number, value))
             else:
                 self._obey(what, place, step)
 
@@ -172,6 +172,15 @@ class Host(abc.ABC):
         lanes = Layout(layout.columns, layout.steps, last - first, batched=env.batched, look=env.look)
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
+
+    def _answered(self, what: int, token: int) -> bool:
+        """Whether this was a question after the orders before it, which are done."""
+        if what == PING:
+            os.write(self._reply, bytes([PONG + token]))
+        return what == PING
+
+    def _done(self) -> None:
+        os.write(self._reply, DONE)
 
     def _obey(self, what: int, place: int, step: int) -> None:
         """Whatever is no message; nothing, where lanes are told otherwise."""
@@ -199,8 +208,7 @@ class LaneHost(Host):
         self._rows: dict[int, list[Row]] = {}
 
     def _obey(self, what: int, place: int, step: int) -> None:
-        if what == PING:
-            os.write(self._reply, bytes([PONG + step]))
+        if self._answered(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == BEGIN:
@@ -209,7 +217,7 @@ class LaneHost(Host):
             self._env.draw(self._rows[place][step])
         else:
             advance(self._env, chosen, self._rows[place][step], self._first)
-        os.write(self._reply, DONE)
+        self._done()
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)
