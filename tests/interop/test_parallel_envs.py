@@ -67,6 +67,10 @@ def transformed(name, steps=None):
     )
 
 
+def normalised():
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(VecNorm(in_keys=["observation"]), RewardSum()))
+
+
 def parallel(make, lanes=3, **options):
     return ParallelEnv(lanes, make, mp_start_method="fork", **options)
 
@@ -74,6 +78,7 @@ def parallel(make, lanes=3, **options):
 FORMS = {
     "bare": lambda name, steps: parallel(functools.partial(gym_env, name)),
     "inside": lambda name, steps: parallel(functools.partial(transformed, name, steps)),
+    "inside, uncounted": lambda name, steps: parallel(normalised),
     "around": lambda name, steps: TransformedEnv(parallel(functools.partial(gym_env, name)), Compose(*chain(steps))),
     "both": lambda name, steps: TransformedEnv(
         parallel(functools.partial(transformed, name, steps)),
@@ -144,6 +149,7 @@ slow = pytest.mark.slow
         ("CartPole-v1", "bare", {}),
         ("CartPole-v1", "bare", {"max_frames_per_traj": 5}),
         ("CartPole-v1", "inside", {}),
+        pytest.param("CartPole-v1", "inside, uncounted", {"max_frames_per_traj": 5}, marks=slow),
         ("CartPole-v1", "around", {}),
         ("CartPole-v1", "both", {}),
         pytest.param("CartPole-v1", "nested", {}, marks=slow),
@@ -160,7 +166,7 @@ def test_the_same_as_torchrls(name, form, options):
     options = dict(options)
     steps = options.pop("steps", None)
     told, batches = assert_the_same(lambda: FORMS[form](name, steps), policy_for(name), **options)
-    if form in ("bare", "inside"):
+    if form in ("bare", "inside", "inside, uncounted"):
         assert "ParallelEnv in" in told
         assert "env processes of reap's" in told
     if form != "bare":
@@ -334,10 +340,6 @@ def test_what_is_left_to_torchrl_and_why(make, why):
     assert collector.next().numel() == 20
     collector.shutdown()
     assert not children()
-
-
-def normalised():
-    return TransformedEnv(GymEnv("CartPole-v1"), Compose(VecNorm(in_keys=["observation"])))
 
 
 def test_statistics_that_workers_share():
