@@ -61,6 +61,7 @@ _SOON = 0.5  # seconds that one which was silent has, once it is told to end
 _PIECE = 1 << 20  # bytes read at once
 _LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
 _PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
+_PRELOAD_TOO = ("torchrl.envs",)  # where our program has imported it: workers are sent its envs, and it is slow
 
 
 def send(connection: Connection, thing: Any) -> None:
@@ -292,7 +293,7 @@ def _common_seedbed() -> _Seedbed:
         if _common is None or not _common.alive:
             if _common is None:
                 atexit.register(_end_common)
-            _common = _Seedbed(_PRELOAD)
+            _common = _Seedbed((*_PRELOAD, *(name for name in _PRELOAD_TOO if name in sys.modules)))
         return _common
 
 

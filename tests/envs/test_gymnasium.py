@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from reap.collectors import Collector
 from reap.envs import EnvBase, GymEnv, GymWrapper, SerialEnv
-from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.seeding import next_seed
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 
@@ -436,3 +436,52 @@ def test_async_vector_env_without_shared_memory():
     with pytest.raises(UsageError, match="shared_memory=True or another autoreset_mode"):
         Collector(env, frames_per_batch=3)
     env.close()
+
+
+# ---- what gymnasium.make puts around an env --------------------------------------------------------------------------
+
+
+def test_gymnasiums_checks_are_made_in_the_first_episode_only(monkeypatch):
+    """Afterwards they could find nothing: reap looks at what an env returns, and resets before it steps."""
+    looked = []
+    pass_on = gym.wrappers.PassiveEnvChecker.step
+
+    def step(self, action):
+        looked.append(action)
+        return pass_on(self, action)
+
+    monkeypatch.setattr(gym.wrappers.PassiveEnvChecker, "step", step)
+    env = gym.make("CartPole-v1", max_episode_steps=5)
+    batch = Collector(env, lambda observation: torch.tensor([1, 0]), frames_per_batch=23).next()
+    assert len(looked) == 5
+    assert batch["next", "truncated"].flatten().nonzero().flatten().tolist() == [4, 9, 14, 19]
+    assert not batch["next", "terminated"].any()
+    assert env._elapsed_steps == 3  # TimeLimit's own count, as ever
+
+
+def test_what_the_checker_says_in_the_first_episode_is_heard():
+    gym.register("Sloppy-v0", lambda: Any_(info=lambda t: {} if t == 0 else []))
+    try:
+        with pytest.raises(WorkerRaised, match="info"):
+            Collector("Sloppy-v0", None, frames_per_batch=3).next()
+    finally:
+        del gym.registry["Sloppy-v0"]
+
+
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_a_users_wrapper_sees_every_step(where):
+    class Sees(gym.Wrapper):
+        steps = 0
+
+        def step(self, action):
+            self.steps += 1
+            return super().step(action)
+
+    if where == "outside":
+        env = seen = Sees(gym.make("CartPole-v1", max_episode_steps=5))
+    else:
+        seen = Sees(gym.make("CartPole-v1", max_episode_steps=9).unwrapped)
+        env = gym.wrappers.TimeLimit(gym.wrappers.OrderEnforcing(seen), 5)
+    batch = Collector(env, lambda observation: torch.tensor([1, 0]), frames_per_batch=23).next()
+    assert seen.steps == 23
+    assert batch["next", "truncated"].sum() == 4

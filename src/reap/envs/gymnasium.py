@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
+from reap.envs.gymnasium_checks import unchecked_step
 from reap.envs.gymnasium_vector import VectorLanes
 from reap.envs.ids import registered
 from reap.envs.info import InfoKeys, info_leaves
@@ -58,7 +59,8 @@ class GymLanes(Env):
             batched=batched,
             side=frozenset(self._info),
         )
-        self._steps = [env.step for env in self.envs]
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
 
@@ -83,6 +85,9 @@ class GymLanes(Env):
                 self._at[0] = lane
                 env = self.envs[lane]
                 observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if lane in self._checked and (step := unchecked_step(env)) is not None:
+                    self._steps[lane] = step
+                    self._checked.remove(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
                 else:

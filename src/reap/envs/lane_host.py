@@ -166,11 +166,11 @@ class Host(abc.ABC):
             if what == CALL:
                 name, arguments, number = self._connection.recv()
                 try:
-                    getattr(self, f"do_{name}")(*arguments)
+                    value = getattr(self, f"do_{name}")(*arguments)
                 except SpecMismatch as refused:  # as it was: another may be asked for
                     send(self._connection, Raised.of(refused))
                 else:
-                    send(self._connection, number)
+                    send(self._connection, (number, value))
             else:
                 self._obey(what, place, step)
 
@@ -190,6 +190,15 @@ class Host(abc.ABC):
         lanes = Layout(layout.columns, layout.steps, last - first, batched=env.batched, look=env.look)
         slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
+
+    def _answered(self, what: int, token: int) -> bool:
+        """Whether this was a question after the orders before it, which are done."""
+        if what == PING:
+            os.write(self._reply, bytes([PONG + token]))
+        return what == PING
+
+    def _done(self) -> None:
+        os.write(self._reply, DONE)
 
     def _obey(self, what: int, place: int, step: int) -> None:
         """Whatever is no message; nothing, where lanes are told otherwise."""
@@ -218,8 +227,7 @@ class LaneHost(Host):
         self._loose = loose_leaves(self.spec)
 
     def _obey(self, what: int, place: int, step: int) -> None:
-        if what == PING:
-            os.write(self._reply, bytes([PONG + step]))
+        if self._answered(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
         if what == BEGIN:
@@ -229,12 +237,12 @@ class LaneHost(Host):
         else:
             advance(self._env, chosen, self._rows[place][step], self._first)
         if not self._loose:
-            os.write(self._reply, DONE)
+            self._done()
             return
         stepped = self._rows[place][step].next if what in (STEP, SOME) else None
         told = Cells(list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose])
         packed = dumps(told, "an observation")  # before it says that it is done: it may fail
-        os.write(self._reply, DONE)  # before what it says: who does not listen yet would leave us waiting
+        self._done()  # before what it says: who does not listen yet would leave us waiting
         self._connection.send_bytes(packed)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:

@@ -321,10 +321,10 @@ class ProcessLanes(Env):
             raise self._named(message.unpack(), remote)
         return message
 
-    def _call(self, remote: Remote, name: str, *arguments: Any) -> None:
+    def _call(self, remote: Remote, name: str, *arguments: Any) -> Any:
         if remote.owes:
             self._settle(remote)
-        self._done(remote, self._ask(remote, name, arguments))
+        return self._done(remote, self._ask(remote, name, arguments))
 
     def _ask(self, remote: Remote, name: str, arguments: Any) -> int:
         """Send a message; returns the number its answer will have."""
@@ -334,10 +334,12 @@ class ProcessLanes(Env):
             remote.child.line.say(dumps((name, arguments, remote.asked), name))
             return remote.asked
 
-    def _done(self, remote: Remote, number: int) -> None:
+    def _done(self, remote: Remote, number: int) -> Any:
         """Wait for the answer of this number. Others are to questions that were broken off (Ctrl-C)."""
-        while self._answer(remote) != number:
-            pass
+        while True:
+            answered, value = self._answer(remote)
+            if answered == number:
+                return value
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ is at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from reap.envs.torchrl_frames import TorchRLFrames
 from reap.envs.torchrl_rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
 from reap.pickling import before_packing
-from reap.spec import Key
+from reap.spec import Key, as_key, show_keys
 
 
 def is_torchrl(source: Any) -> bool:
@@ -61,10 +61,17 @@ def torchrl_lanes(
         if not hasattr(env, "update_kwargs"):
             raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
         env.update_kwargs(dict(kwargs))
-    inside = _gymnasium(env)
+    inside, left = _gymnasium(env), None
+    if inside is None and _is_parallel(env):
+        from reap.envs.torchrl_parallel import NotTakenOver, parallel_lanes  # whose processes ask for lanes again
+
+        try:
+            inside = parallel_lanes(env)
+        except NotTakenOver as reason:
+            left = str(reason)
     if inside is not None:
         return inside if limit is None else StepLimit(inside, limit, count)
-    return _stepped(env if limit is None else _limited(env, limit, count))
+    return _stepped(env if limit is None else _limited(env, limit, count), left=left)
 
 
 def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
@@ -75,20 +82,38 @@ def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
     return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
 
 
-def _stepped(env: Any, root: TensorDictBase | None = None) -> Env:
-    """TorchRL steps; rows where everything has its place in a row, frames where not. `root`: where it is, if begun."""
+def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
+    """TorchRL steps; rows where everything has its place in a row, frames where not.
+
+    `root`: where it is, if begun. `left`: why nobody else steps what is inside, if that is known.
+    """
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
     bases: list[Base] = []
     transformed: list[Any] = []
-    inside = root is None and len(env.batch_size) < 2 and _inside(env, bases, transformed) and bool(transformed)
+    if root is None and len(env.batch_size) < 2 and left is None:
+        left = _not_inside(env, bases, transformed)
+        if left is None and transformed:
+            found = _captured(env, bases, transformed)
+            if found is not None:
+                return found
     if root is None:
-        root = watching_resets(bases, env.reset) if inside else env.reset()
+        root = env.reset()
     columns = columns_of(env, root)
-    if columns is None:
-        return TorchRLFrames(env, root)
-    if inside and "done" in columns.flags and not columns.ends:
+    made = TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
+    made.left = left
+    return made
+
+
+def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> Env | None:
+    """A transformed env whose transforms can be captured, if all it reports has its place in a row."""
+    root = watching_resets(bases, env.reset)
+    columns = columns_of(env, root)
+    if columns is not None and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
-    return TorchRLRows(env, root, columns)
+    for base in bases:
+        if _is_parallel(base.env):
+            base.lanes.close()  # TorchRL's own workers do what is left
+    return None
 
 
 def torchrl_cells(env: Env) -> Env:
@@ -99,18 +124,60 @@ def torchrl_cells(env: Env) -> Env:
     return env if columns is None else TorchRLCells(env.env, env.root, columns)
 
 
-def _inside(env: Any, bases: list[Base], transformed: list[Any]) -> bool:
-    """Find the innermost envs and the transformed ones around them; False if there is one reap cannot step itself."""
+def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | None:
+    """Find the innermost envs and the transformed ones around them; or say why reap cannot step them itself."""
     from torchrl.envs import SerialEnv, TransformedEnv
 
     lanes = _gymnasium(env)
     if lanes is not None:
         bases.append(Base(env, lanes))
-        return True
+        return None
     if type(env) is TransformedEnv:
         transformed.append(env)
-        return all(map(captured_whole, env.transform.modules())) and _inside(env.base_env, bases, transformed)
-    return type(env) is SerialEnv and all(_inside(one, bases, transformed) for one in env._envs)
+        for part in env.transform.modules():
+            if not captured_whole(part):
+                return f"{type(part).__name__} is none of the transforms reap can replay"
+        return _not_inside(env.base_env, bases, transformed)
+    if type(env) is SerialEnv:
+        reasons = (_not_inside(one, bases, transformed) for one in env._envs)
+        return next((reason for reason in reasons if reason is not None), None)
+    if _is_parallel(env):
+        return _parallel_inside(env, bases, transformed)
+    return f"{type(env).__name__} is no Gymnasium env that reap can step itself"
+
+
+def _parallel_inside(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
+    """Take a ParallelEnv below transforms over; or say why not."""
+    from reap.envs.torchrl_parallel import NotTakenOver, ParallelBase, parallel_lanes
+
+    # Its workers carry these from step to step, and would be told what a transform out here makes of them.
+    carried = set(map(as_key, env.full_state_spec.keys(True, True)))
+    around = [part for outer in transformed for part in outer.transform.modules() if hasattr(part, "out_keys")]
+    written = {as_key(key) for part in around for key in _writes(part)}
+    if carried & written:
+        return f"a transform around ParallelEnv writes {show_keys(sorted(carried & written))}, which its workers carry"
+    try:
+        lanes = parallel_lanes(env)
+    except NotTakenOver as reason:
+        return str(reason)
+    bases.append(ParallelBase(env, lanes))
+    return None
+
+
+def _writes(transform: Any) -> Iterator[Any]:
+    """The keys a transform may write: all it names, but those it only reads."""
+    yield from transform.out_keys or ()  # some look them up when they are asked
+    for name, value in vars(transform).items():
+        if name not in ("in_keys", "_in_keys"):
+            for key in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(key, (str, tuple)):
+                    yield key
+
+
+def _is_parallel(env: Any) -> bool:
+    from torchrl.envs import ParallelEnv
+
+    return type(env) is ParallelEnv
 
 
 def _limited(env: Any, limit: int, count: Key) -> Any:

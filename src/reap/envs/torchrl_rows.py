@@ -130,11 +130,21 @@ class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
     draws = True
+    left: str | None = None  # why it is left to TorchRL, where that can be told
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
         self.env, self.root, self.spec = env, root, spec
         self._unused = True  # the root is of a reset nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
+
+    @property
+    def unseen(self) -> bool:
+        """Whether its first reset, when it was made, has not been used yet."""
+        return self._unused
+
+    def moved_to(self, root: TensorDictBase) -> None:
+        """Somebody has moved the env by TorchRL's own methods: it stands there now."""
+        self.root, self._unused, self._ended = root, False, []
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is TorchRL's: paths like `env.transform[0]` lead where they do there."""
@@ -184,7 +194,7 @@ class TorchRLEnv(Env):
         return [as_key(key) for key in self.env.done_keys]
 
     def explain(self) -> str:
-        return "TorchRL steps it"
+        return "TorchRL steps it" if self.left is None else f"TorchRL steps it: {self.left}"
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
