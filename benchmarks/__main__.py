@@ -6,12 +6,13 @@ import argparse
 import contextlib
 import datetime
 import json
+import logging
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from benchmarks import __doc__ as ABOUT
 from benchmarks import machine
-from benchmarks.board import ALL, HAND, QUICK, REAP, SCOREBOARD, TORCHRL, Missing, Row, Workload
+from benchmarks.board import ALL, HAND, QUICK, REAP, SCOREBOARD, TORCHRL, Missing, Ratio, Row, Workload
 from benchmarks.catalogue import workloads
 
 FIRST = (TORCHRL, REAP, HAND)  # columns of their own; other systems are told by name
@@ -68,8 +69,8 @@ def chosen(given: argparse.Namespace) -> list[Workload]:
     return found
 
 
-def run(these: Sequence[Workload], budget: Any) -> tuple[list[Row], dict[str, str]]:
-    """All rows, and those that failed or had to be left out, with the reason."""
+def run(these: Sequence[Workload], budget: Any, save: Callable[[list[Row], dict[str, str]], None]) -> None:
+    """Print and save line by line: the rows so far, and those that failed or had to be left out, with the reason."""
     rows: list[Row] = []
     left_out: dict[str, str] = {}
     group = ""
@@ -86,13 +87,13 @@ def run(these: Sequence[Workload], budget: Any) -> tuple[list[Row], dict[str, st
         except Exception as error:
             traceback.print_exc()
             reason = f"failed: {error!r}"
-        if reason is not None:
+        if reason is None:
+            rows += found
+            print("\n".join(map(told, found)), flush=True)
+        else:
             left_out[f"{workload.group}: {workload.name}"] = reason
             print(f"{workload.name:52} left out: {reason.splitlines()[0]}", flush=True)
-            continue
-        rows += found
-        print("\n".join(map(told, found)), flush=True)
-    return rows, left_out
+        save(rows, left_out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names and aims, run nothing")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
+    logging.getLogger("torchrl").setLevel(logging.WARNING)
     these = chosen(given)
     if given.list:
         for one in these:
@@ -114,32 +116,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not these:
         parser.error(f"no workload holds {' '.join(given.only)!r}; --list tells their names")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    before, began = machine.describe(), time.perf_counter()
-    try:
-        rows, left_out = run(these, QUICK if given.quick else ALL if given.all else SCOREBOARD)
-    finally:
-        torch.set_num_threads(threads)
-    seconds = time.perf_counter() - began
-    aims = [ratio.met for row in rows for ratio in row.ratios.values() if ratio.aim is not None]
-    print(f"\n{sum(aims)} of {len(aims)} aims met, {len(left_out)} workloads left out, {seconds:.0f} s", end="")
-    print(f"; load {before['load']:.1f} before it began" + (": NOT QUIET" if before["load"] > 0.5 else ""))
-    record = {
+    record: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "kind": "quick" if given.quick else "all" if given.all else "board",
-        "machine": before,
-        "load_after": machine.describe()["load"],
+        "machine": machine.describe(),
         "versions": machine.versions(),
         "commit": machine.commit(),
-        "seconds": round(seconds, 1),
-        "left_out": left_out,
-        "rows": [row.to_json() for row in rows],
     }
+    began = time.perf_counter()
     given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+    def save(rows: list[Row], left_out: dict[str, str]) -> None:
+        record["load_after"] = machine.describe()["load"]
+        record["seconds"] = round(time.perf_counter() - began, 1)
+        record["left_out"], record["rows"] = left_out, [row.to_json() for row in rows]
+        given.json.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        run(these, QUICK if given.quick else ALL if given.all else SCOREBOARD, save)
+    finally:
+        torch.set_num_threads(threads)
+    told_aims = [ratio for row in record["rows"] for ratio in row["ratios"].values() if ratio["aim"] is not None]
+    met = sum(Ratio(**ratio).met for ratio in told_aims)
+    load = record["machine"]["load"]
+    print(
+        f"\n{met} of {len(told_aims)} aims met, {len(record['left_out'])} left out, {record['seconds']:.0f} s", end=""
+    )
+    print(f"; load {load:.1f} before it began" + (": NOT QUIET" if load > 0.5 else ""))
     print(given.json)
-    return int(any(reason.startswith("failed") for reason in left_out.values()))
+    return int(any(reason.startswith("failed") for reason in record["left_out"].values()))
 
 
 if __name__ == "__main__":

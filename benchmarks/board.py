@@ -241,7 +241,7 @@ class Race(Workload):
             told: dict[str, list[tuple[float, float]]] = {name: [] for name in runs if name != self.subject}
             figures: dict[str, list[float]] = {name: [] for name in runs}
             rounds = 0
-            for these in [fast] * (len(fast) > 1) + [runs] * (len(fast) < len(runs)):
+            for these in [fast] * (len(fast) > 1) + [runs] * (len(fast) < len(runs) or len(runs) == 1):
                 seconds = race(these, budget.seconds, **limits)
                 rounds += len(seconds[self.subject])
                 for name, each in seconds.items():

@@ -5,6 +5,7 @@
 
 One rollout is counted, the fifth, after everything that is recorded once has been recorded. Calls of Python functions
 and of built-in ones both count. The numbers hold for one version of Python and of the libraries, which the table names.
+Collectors with workers are not among them: how often they wait is up to the machine.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 
 from benchmarks import machine, scripts, scripts_more
 from benchmarks.envs_and_policies import RecurrentPolicy, mlp
-from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors import Collector
 from reap.envs import GymEnv, SerialEnv
 
 TABLE = Path(__file__).with_name("calls.json")
-STEPS = 20
+STEPS = 40
 KEYED = ("torch", "tensordict", "torchrl", "gymnasium", "numpy")
 
 
@@ -81,12 +82,6 @@ def of_script(script: scripts.Script) -> tuple[Collector, int]:
     return Collector(env, script.model(), frames_per_batch=script.lanes * STEPS), script.lanes * STEPS
 
 
-def two_workers() -> tuple[MultiSyncCollector, int]:
-    """What is counted is the calls of this process alone, per batch."""
-    torch.manual_seed(0)
-    return MultiSyncCollector([partial(cartpole, 8)] * 2, greedy, frames_per_batch=16 * STEPS), 1
-
-
 def workloads() -> dict[str, Callable[[], tuple[Any, int]]]:
     found: dict[str, Callable[[], tuple[Any, int]]] = {
         f"function, CartPole-v1, {n} lane{'s' * (n > 1)}": partial(own, n, lambda: greedy) for n in (1, 8, 32)
@@ -115,7 +110,6 @@ def workloads() -> dict[str, Callable[[], tuple[Any, int]]]:
         found[name] = partial(of_script, script)
     name = "recurrent DQN, CartPole-v1, 8 lanes"
     found[name] = partial(of_script, scripts_more.SCRIPTS[name][0])
-    found["two workers × 8 lanes, the parent's calls per batch"] = two_workers
     return found
 
 

@@ -118,7 +118,7 @@ def installed(case: Case, kind: str) -> dict[str, Contender]:
         try:
             found[name] = make()
         except ImportError as missing:
-            print(f"    {name}: not installed ({missing})", file=sys.stderr, flush=True)
+            print(f"    {name}: not installed ({missing})", flush=True)
     return found
 
 
@@ -147,7 +147,7 @@ def elsewhere(budget: Budget, workload: Workload) -> list[Row]:
     for name, (script, kind, variable) in ELSEWHERE.items():
         python = os.environ.get(variable)
         if python is None:
-            print(f"    {name}: {variable} names no interpreter", file=sys.stderr, flush=True)
+            print(f"    {name}: {variable} names no interpreter", flush=True)
             continue
         frames = max(16, int(16_384 * budget.scale))
         ours = reap(CARTPOLE, kind)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -175,7 +174,7 @@ def throughput(transport: str, kind: str, budget: Budget, workload: Workload) ->
         if "REAP_RLLIB" in os.environ:
             systems["RLlib"] = rllib
         else:
-            print("    RLlib: REAP_RLLIB names no interpreter", file=sys.stderr, flush=True)
+            print("    RLlib: REAP_RLLIB names no interpreter", flush=True)
     told: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(rounds):
         for name, system in systems.items():

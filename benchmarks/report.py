@@ -3,7 +3,7 @@
     python -m benchmarks.report [benchmarks/results/*.json]      writes them
     python -m benchmarks.report --check                          says which are not what the JSON makes
 
-Later runs win where two tell of the same workload. A page asks for a table by two comments:
+Later runs win where two tell of the same workload. A page asks for the ratios of a group by two comments:
 
     <!-- benchmarks: TorchRL's scripts -->
     …
@@ -94,6 +94,21 @@ def table(rows: Sequence[Row]) -> str:
     keep = [i for i, name in enumerate(columns) if name != "reap / others" or any(cells[i] != "–" for cells in lines)]
     shown = [[cells[i] for i in keep] for cells in [columns, ["---"] * len(columns), *lines]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in shown)
+
+
+def short_table(rows: Sequence[Row]) -> str:
+    """One group as other pages show it: reap's ratios, no more."""
+
+    def word(row: Row, who: str) -> str:
+        if who not in row.ratios:
+            return "–"
+        value = row.ratios[who].value
+        return f"{value:.1f}×" if who == TORCHRL else f"{value:.2f}"
+
+    columns = [who for who in (HAND, TORCHRL) if any(who in row.ratios for row in rows)]
+    lines = [["", *(f"reap / {who}" for who in columns)], ["---"] * (1 + len(columns))]
+    lines += [[row.name, *(word(row, who) for who in columns)] for row in rows if row.ratios.keys() & {*columns}]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 # ---- charts ---------------------------------------------------------------------------------------------------------
@@ -188,9 +203,8 @@ def filled(page: str, groups: Mapping[str, Mapping[str, tuple[Row, int]]]) -> st
     """A page with the tables it asks for."""
 
     def put(asked: re.Match[str]) -> str:
-        group, _, word = asked[1].partition(" / ")
-        rows = [row for name, (row, _) in groups.get(group, {}).items() if word in name]
-        return f"<!-- benchmarks: {asked[1]} -->\n{table(rows) if rows else asked[2].strip()}\n<!-- end -->"
+        rows = [row for row, _ in groups.get(asked[1], {}).values()]
+        return f"<!-- benchmarks: {asked[1]} -->\n{short_table(rows) if rows else asked[2].strip()}\n<!-- end -->"
 
     return re.sub(r"<!-- benchmarks: (.*?) -->\n(.*?)<!-- end -->", put, page, flags=re.S)
 
