@@ -6,7 +6,7 @@ the loop makes the same data from the same seeds is a test (`tests/examples/test
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -145,24 +145,26 @@ def act_normal(policy: Any) -> by_hand.Act:
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
+Aims = Mapping[int, tuple[float | None, float | None]]  # by lanes: beside the loop by hand, beside TorchRL
 SCRIPTS: dict[tuple[str, str], tuple[Script, dict[str, float], bool]] = {}  # by group and name, with aims
 
 
 def add(
     group: str,
     name: str,
+    *,
     env: Callable[[int], Any],
     policy: Callable[[], nn.Module],
     act: Callable[[Any], by_hand.Act],
     game: Callable[[], Any],
     frames: int,
-    aims: dict[int, tuple[float | None, float | None]],
-    *,
-    norm: Callable[[Any], Any] | None = None,
+    aims: Aims,
+    norm: Callable[[int], Callable[[Any], Any]] | None = None,
+    counters: bool = False,
+    ours: Callable[[int], Any] | None = None,
     **more: Any,
 ) -> None:
-    """One line for each number of lanes in `aims`: what reap should reach beside the loop and beside TorchRL."""
-    counters, ours = more.pop("counters", False), more.pop("ours", None)
+    """One line for each number of lanes in `aims`; those with an aim are on the board."""
     for n, (beside_hand, beside_theirs) in aims.items():
 
         def loop(model: nn.Module, steps: int, seed: int | None, n: int = n) -> Loop:
@@ -208,117 +210,199 @@ def gym_env(name: str) -> Callable[[], Any]:
 
 REAL, ACTORS, MODULES = "TorchRL's scripts", "TorchRL's actors on bare envs", "modules and functions"
 CHEETAH, PENDULUM, CARTPOLE = map(gym_env, ("HalfCheetah-v5", "Pendulum-v1", "CartPole-v1"))
-PPO: dict[str, Any] = {"norm": RunningNorm, "counters": True}
+BOUNDED: Aims = {1: (0.85, 4.0)}
+EITHER: Aims = {1: (0.85, 6.0), 8: (0.90, 12.0)}
+NO_AIM = (None, None)
 
 
 def ppo_cheetah() -> nn.Module:
     return actors.tanh_normal(17, 6, 1.0)
 
 
-def discrete_q() -> nn.Module:
-    return actors.greedy_q(actors.network(4, 2), 2)
+def ppo_pendulum() -> nn.Module:
+    return actors.tanh_normal(3, 1, 2.0)
+
+
+def sac_cheetah() -> nn.Module:
+    return actors.sac(17, 6)
+
+
+def one_hot() -> nn.Module:
+    return actors.categorical(actors.network(4, 2), one_hot=True)
 
 
 def pixel_net() -> nn.Module:
     return nn.Sequential(Flat(), mlp(64 * 64 * 3, 4))
 
 
-def fill() -> None:
-    """The table, line by line."""
+def real_scripts() -> None:
+    """Transforms and actors as TorchRL's examples have them."""
     add(
-        *(REAL, "PPO, HalfCheetah-v5", lambda n: ppo_env("HalfCheetah-v5", n), ppo_cheetah),
-        *(act_tanh_normal(1.0), CHEETAH, 800, {1: (0.80, 5.0), 8: (0.90, 4.5)}),
-        **PPO,
-    )
-    add(
-        *(REAL, "PPO, Pendulum-v1", lambda n: ppo_env("Pendulum-v1", n), lambda: actors.tanh_normal(3, 1, 2.0)),
-        *(act_tanh_normal(2.0), PENDULUM, 1600, {1: (0.75, 10.0), 8: (0.85, 12.0)}),
-        **PPO,
-    )
-    add(
-        *(REAL, "PPO, CartPole-v1", lambda n: ppo_env("CartPole-v1", n)),
-        *(lambda: actors.categorical(actors.network(4, 2), one_hot=True), act_categorical, CARTPOLE, 1600),
-        {1: (0.75, 10.0), 8: (0.85, 12.0)},
-        **PPO,
-    )
-    add(
-        *(REAL, "SAC, HalfCheetah-v5", sac_env, lambda: actors.sac(17, 6), act_sac, CHEETAH, 800),
-        {1: (0.85, 4.0)},
-        norm=floats,
+        REAL,
+        "PPO, HalfCheetah-v5",
+        env=partial(ppo_env, "HalfCheetah-v5"),
+        policy=ppo_cheetah,
+        act=act_tanh_normal(1.0),
+        game=CHEETAH,
+        frames=800,
+        aims={1: (0.80, 5.0), 8: (0.90, 4.5)},
+        norm=RunningNorm,
         counters=True,
     )
     add(
-        *(ACTORS, "SAC's actor, HalfCheetah-v5", lambda n: bare("HalfCheetah-v5", n), lambda: actors.sac(17, 6)),
-        *(act_sac, CHEETAH, 800, {1: (0.85, 4.0)}),
+        REAL,
+        "PPO, Pendulum-v1",
+        env=partial(ppo_env, "Pendulum-v1"),
+        policy=ppo_pendulum,
+        act=act_tanh_normal(2.0),
+        game=PENDULUM,
+        frames=1600,
+        aims={1: (0.75, 10.0), 8: (0.85, 12.0)},
+        norm=RunningNorm,
+        counters=True,
+    )
+    add(
+        REAL,
+        "PPO, CartPole-v1",
+        env=partial(ppo_env, "CartPole-v1"),
+        policy=one_hot,
+        act=act_categorical,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (0.75, 10.0), 8: (0.85, 12.0)},
+        norm=RunningNorm,
+        counters=True,
+    )
+    add(
+        REAL,
+        "SAC, HalfCheetah-v5",
+        env=sac_env,
+        policy=sac_cheetah,
+        act=act_sac,
+        game=CHEETAH,
+        frames=800,
+        aims={1: (0.85, 4.0)},
         norm=floats,
+        counters=True,
+    )
+
+
+def actors_on_bare_envs() -> None:
+    cheetah: dict[str, Any] = {"env": partial(bare, "HalfCheetah-v5"), "game": CHEETAH, "norm": floats}
+    cart: dict[str, Any] = {"env": partial(bare, "CartPole-v1"), "game": CARTPOLE, "frames": 1600}
+    add(ACTORS, "SAC's actor, HalfCheetah-v5", policy=sac_cheetah, act=act_sac, frames=800, aims=BOUNDED, **cheetah)
+    add(
+        ACTORS,
+        "TD3's actor and noise, HalfCheetah-v5",
+        policy=lambda: actors.noisy(17, 6),
+        act=act_noisy,
+        frames=800,
+        aims=BOUNDED,
+        **cheetah,
     )
     add(
-        *(ACTORS, "TD3's actor and noise, HalfCheetah-v5", lambda n: bare("HalfCheetah-v5", n)),
-        *(lambda: actors.noisy(17, 6), act_noisy, CHEETAH, 800, {1: (0.85, 4.0)}),
-        norm=floats,
+        ACTORS,
+        "ProbabilisticActor, Categorical, CartPole-v1",
+        policy=lambda: actors.categorical(actors.network(4, 2)),
+        act=act_categorical,
+        aims={**EITHER, 32: NO_AIM, 128: NO_AIM},
+        **{**cart, "env": cartpole},
     )
-    both: dict[int, tuple[float | None, float | None]] = {1: (0.85, 6.0), 8: (0.90, 12.0)}
-    more: dict[int, tuple[float | None, float | None]] = {32: (None, None), 128: (None, None)}
+    name = "ProbabilisticActor, OneHotCategorical, CartPole-v1"
+    add(ACTORS, name, policy=one_hot, act=act_categorical, aims=EITHER, **cart)
     add(
-        *(ACTORS, "ProbabilisticActor, Categorical, CartPole-v1", cartpole),
-        *(lambda: actors.categorical(actors.network(4, 2)), act_categorical, CARTPOLE, 1600, both | more),
-    )
-    add(
-        *(ACTORS, "ProbabilisticActor, OneHotCategorical, CartPole-v1", lambda n: bare("CartPole-v1", n)),
-        *(lambda: actors.categorical(actors.network(4, 2), one_hot=True), act_categorical, CARTPOLE, 1600, both),
-    )
-    add(
-        *(ACTORS, "ProbabilisticActor, TanhNormal, Pendulum-v1", lambda n: bare("Pendulum-v1", n)),
-        *(lambda: actors.tanh_normal(3, 1, 2.0), act_tanh_normal(2.0), PENDULUM, 1600, both),
-    )
-    add(
-        *(ACTORS, "QValueActor and EGreedyModule, CartPole-v1", lambda n: bare("CartPole-v1", n)),
-        *(discrete_q, act_greedy_q, CARTPOLE, 1600, both),
+        ACTORS,
+        "ProbabilisticActor, TanhNormal, Pendulum-v1",
+        env=partial(bare, "Pendulum-v1"),
+        policy=ppo_pendulum,
+        act=act_tanh_normal(2.0),
+        game=PENDULUM,
+        frames=1600,
+        aims=EITHER,
     )
     add(
-        *(ACTORS, "ProbabilisticActor, IndependentNormal, HalfCheetah-v5", lambda n: bare("HalfCheetah-v5", n)),
-        *(lambda: actors.independent_normal(LocScale(mlp(17, 6), 6)), act_normal, CHEETAH, 512, {8: (None, None)}),
-        norm=floats,
+        ACTORS,
+        "QValueActor and EGreedyModule, CartPole-v1",
+        policy=lambda: actors.greedy_q(actors.network(4, 2), 2),
+        act=act_greedy_q,
+        aims=EITHER,
+        **cart,
     )
     add(
-        *(ACTORS, "ProbabilisticActor, Categorical, pixels 64×64×3", pixels),
-        *(lambda: actors.categorical(pixel_net(), key="pixels"), act_categorical, Pixels, 512, {8: (None, None)}),
+        ACTORS,
+        "ProbabilisticActor, IndependentNormal, HalfCheetah-v5",
+        policy=lambda: actors.independent_normal(LocScale(mlp(17, 6), 6)),
+        act=act_normal,
+        frames=512,
+        aims={8: NO_AIM},
+        **cheetah,
     )
     add(
-        *(MODULES, "nn.Module that samples in forward, CartPole-v1", cartpole, actors.ActorCritic, by_hand.custom),
-        *(CARTPOLE, 1600, {1: (1.3, 7.0), 8: (1.2, 12.0), 32: (1.05, 15.0), 128: (None, None)}),
+        ACTORS,
+        "ProbabilisticActor, Categorical, pixels 64×64×3",
+        env=pixels,
+        policy=lambda: actors.categorical(pixel_net(), key="pixels"),
+        act=act_categorical,
+        game=Pixels,
+        frames=512,
+        aims={8: NO_AIM},
+    )
+
+
+def own_modules() -> None:
+    add(
+        MODULES,
+        "nn.Module that samples in forward, CartPole-v1",
+        env=cartpole,
+        policy=actors.ActorCritic,
+        act=by_hand.custom,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (1.3, 7.0), 8: (1.2, 12.0), 32: (1.05, 15.0), 128: NO_AIM},
         in_key="observation",
         out_keys=("action", "log_prob", "value"),
     )
     add(
-        *(MODULES, "nn.Module, reap's envs, HalfCheetah-v5", lambda n: bare("HalfCheetah-v5", n)),
-        *(lambda: GaussianPolicy(LocScale(nn.Sequential(Flat(), mlp(17, 6)), 6)), by_hand.plain, CHEETAH, 512),
-        {8: (0.95, None)},
-        in_key="observation",
+        MODULES,
+        "nn.Module, reap's envs, HalfCheetah-v5",
+        env=partial(bare, "HalfCheetah-v5"),
+        policy=lambda: GaussianPolicy(LocScale(nn.Sequential(Flat(), mlp(17, 6)), 6)),
+        act=by_hand.plain,
+        game=CHEETAH,
+        frames=512,
+        aims={8: (0.95, None)},
         ours=own_lanes(CHEETAH),
-    )
-    add(
-        *(MODULES, "nn.Module, reap's envs, pixels 64×64×3", pixels, lambda: PixelPolicy(pixel_net()), by_hand.plain),
-        *(Pixels, 512, {8: (0.95, None)}),
-        in_key="pixels",
-        ours=own_lanes(Pixels),
-    )
-    add(
-        *(
-            MODULES,
-            "nn.Module, reap's envs, CartPole-v1",
-            cartpole,
-            lambda: DiscretePolicy(mlp(4, 2)),
-            by_hand.plain,
-            CARTPOLE,
-        ),
-        *(1600, {1: (0.95, None), 8: (0.95, None), 32: (0.95, None), 128: (None, None)}),
         in_key="observation",
+    )
+    add(
+        MODULES,
+        "nn.Module, reap's envs, pixels 64×64×3",
+        env=pixels,
+        policy=lambda: PixelPolicy(pixel_net()),
+        act=by_hand.plain,
+        game=Pixels,
+        frames=512,
+        aims={8: (0.95, None)},
+        ours=own_lanes(Pixels),
+        in_key="pixels",
+    )
+    add(
+        MODULES,
+        "nn.Module, reap's envs, CartPole-v1",
+        env=cartpole,
+        policy=lambda: DiscretePolicy(mlp(4, 2)),
+        act=by_hand.plain,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (0.95, None), 8: (0.95, None), 32: (0.95, None), 128: NO_AIM},
         ours=own_lanes(CARTPOLE),
+        in_key="observation",
     )
 
 
-fill()
+real_scripts()
+actors_on_bare_envs()
+own_modules()
 
 
 def workloads() -> list[Race]:

@@ -258,7 +258,8 @@ def recurrent_env() -> Any:
     env = TransformedEnv(
         SerialEnv(LANES, lambda: GymEnv("CartPole-v1")), Compose(InitTracker(), StepCounter(), RewardSum())
     )
-    env.append_transform(recurrent_policy()[1].make_tensordict_primer())
+    policy: Any = recurrent_policy()
+    env.append_transform(policy[1].make_tensordict_primer())
     return env
 
 
