@@ -3,7 +3,8 @@
     python -m benchmarks.report [benchmarks/results/*.json]      writes them
     python -m benchmarks.report --check                          says which are not what the JSON makes
 
-Later runs win where two tell of the same workload. A page asks for the ratios of a group by two comments:
+Later runs win where two tell of the same workload. Another page asks for the ratios of a group by two comments; what is
+between them stays until there is a run on a quiet machine:
 
     <!-- benchmarks: TorchRL's scripts -->
     …
@@ -157,14 +158,21 @@ def latest(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[Ro
     return found
 
 
+def caveat(record: Mapping[str, Any]) -> str:
+    """Why the figures of a run are not to be relied on, or nothing."""
+    reasons = ["shortest batches, two rounds"] * (record["kind"] == "quick")
+    reasons += ["others computed meanwhile"] * (record["machine"]["load"] > 0.7)
+    return f"**not to be relied on: {', '.join(reasons)}**" if reasons else ""
+
+
 def about(record: Mapping[str, Any]) -> str:
     machine, versions = record["machine"], record["versions"]
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     load = f"load {machine['load']:g} before, {record['load_after']:g} after"
-    busy = "; **others computed meanwhile: these figures are not to be relied on**" if machine["load"] > 0.7 else ""
+    doubt = f"; {caveat(record)}" if caveat(record) else ""
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     made = f"{record['when']}, `{record['kind']}`, {record['seconds']:.0f} s"
-    return f"{made}: {machine['cpu']}, {machine['cores']} cores{gpu}, {load}{busy}; {record['commit']}; {libraries}"
+    return f"{made}: {machine['cpu']}, {machine['cores']} cores{gpu}, {load}{doubt}; {record['commit']}; {libraries}"
 
 
 def file_name(group: str) -> str:
@@ -182,8 +190,9 @@ def pages(records: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
         if sum(HAND in row.ratios for row in rows) > 1:
             made[PAGE.parent / file_name(group)] = chart(group, rows)
             text.append(f"![{group}]({file_name(group)})\n")
-        runs = sorted({n + 1 for _, n in found.values()})
-        text.append(f"Run {', '.join(map(str, runs))}.\n")
+        runs = sorted({n for _, n in found.values()})
+        told = (f"{n + 1}" + (f" ({caveat(records[n])})" if caveat(records[n]) else "") for n in runs)
+        text.append(f"Run {', '.join(told)}.\n")
     text.append("## Runs\n\n" + "\n".join(f"{n + 1}. {about(record)}" for n, record in enumerate(records)) + "\n")
     left = {name: why for record in records for name, why in record["left_out"].items()}
     if left:
@@ -195,7 +204,7 @@ def pages(records: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
         where = path.relative_to(ROOT)
         old = path.read_text()
         if where != PAGE and "<!-- benchmarks:" in old:
-            made[where] = filled(old, groups)
+            made[where] = filled(old, latest([record for record in records if not caveat(record)]))
     return made
 
 

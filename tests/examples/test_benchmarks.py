@@ -253,6 +253,9 @@ def test_the_report_tells_a_missed_aim_and_the_later_run():
     assert "old" not in new
     assert filled(new, latest(runs)) == new
     assert "old" in filled(asked, {})  # a group nobody measured keeps what the page says
+    assert "not to be relied on" not in page
+    runs[1]["machine"]["load"] = 9.0
+    assert "not to be relied on: others computed meanwhile" in pages(runs)[Path("docs/benchmarks.md")]
 
 
 # ---- the simulation -------------------------------------------------------------------------------------------------
