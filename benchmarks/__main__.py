@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="shortest batches, two rounds: does it run?")
     parser.add_argument("--only", nargs="+", default=[], help="workloads whose group or name holds all these words")
     parser.add_argument("--json", type=Path, default=Path("bench-results/board.json"), help="where the figures go")
+    parser.add_argument("--seconds", type=float, help="of each half of a race; more of them, less noise")
     parser.add_argument("--list", action="store_true", help="print the names and aims, run nothing")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -135,7 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run(these, QUICK if given.quick else ALL if given.all else SCOREBOARD, save)
+        budget = QUICK if given.quick else ALL if given.all else SCOREBOARD
+        run(these, budget if given.seconds is None else replace(budget, seconds=given.seconds), save)
     finally:
         torch.set_num_threads(threads)
     told_aims = [ratio for row in record["rows"] for ratio in row["ratios"].values() if ratio["aim"] is not None]

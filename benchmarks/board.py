@@ -146,7 +146,7 @@ def rest() -> None:
 class Budget:
     """How long a race may take: seconds for each of its two parts, and rounds at least and at most."""
 
-    seconds: float = 2.0
+    seconds: float = 1.2
     least: int = 3
     most: int = 101
     scale: float = 1.0  # of a batch: 1/16 where only is asked whether it runs

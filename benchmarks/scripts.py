@@ -173,7 +173,8 @@ def add(
             return by_hand.Loop(lanes, act(model), steps, norm=normal, counters=counters, single=n == 1)
 
         own = None if ours is None else partial(ours, n)
-        script = Script(partial(env, n), policy, loop, n, frames, own, **more)
+        most = min(frames, 800) if n == 1 else frames  # TorchRL needs a second for 800 frames of one lane
+        script = Script(partial(env, n), policy, loop, n, most, own, **more)
         wanted = {HAND: beside_hand, TORCHRL: beside_theirs}
         told = {who: aim for who, aim in wanted.items() if aim is not None}
         SCRIPTS[group, f"{name}, {n} lane{'s' * (n > 1)}"] = script, told, bool(told)
