@@ -29,7 +29,9 @@ FIRST = (TORCHRL, REAP, HAND)  # columns of their own; other systems are told by
 
 
 def figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if value >= 1e7:
+        return f"{value / 1e6:,.0f}M"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def told(row: Row) -> str:
