@@ -4,14 +4,15 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q -c constraints.txt
 
-.PHONY: demo test test-all check bench docs clean help
+.PHONY: demo test test-all check bench bench-all docs clean help
 
 help:
 	@echo "make demo      PPO learns CartPole-v1 (half a minute), curve in demo.png"
 	@echo "make test      the tests"
 	@echo "make test-all  all tests, long ones and GPU ones too"
 	@echo "make check     lint and types"
-	@echo "make bench     reap beside a hand-written loop and TorchRL"
+	@echo "make bench     the scoreboard: reap beside a hand-written loop and TorchRL (six minutes)"
+	@echo "make bench-all every workload, with peers"
 	@echo "make docs      the documentation as HTML, in site/"
 
 $(BIN)/python:
@@ -39,15 +40,10 @@ check: $(VENV)/.with-dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.with-bench
-	$(BIN)/python -m benchmarks.single
-	$(BIN)/python -m benchmarks.doors
-	$(BIN)/python -m benchmarks.multi
-	$(BIN)/python -m benchmarks.buffers
-	$(BIN)/python -m benchmarks.batched
-	$(BIN)/python -m benchmarks.dropin
-	$(BIN)/python -m benchmarks.scripts
-	$(BIN)/python -m benchmarks.roads
-	$(BIN)/python -m benchmarks.on_ray
+	$(BIN)/python -m benchmarks
+
+bench-all: $(VENV)/.with-bench
+	$(BIN)/python -m benchmarks --all
 
 docs: $(VENV)/.with-docs
 	$(BIN)/mkdocs build --strict -q

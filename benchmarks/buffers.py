@@ -7,35 +7,32 @@
     ingest        a batch of 2 workers × 16 lanes of CartPole, delivered / written into a buffer by the workers
     writing       sample(256) of 1M rows while nobody writes / while two workers do
 
-Contenders take turns inside one run, each with the same rows; what is printed are medians of paired ratios (TorchRL's
-time / reap's). TorchRL's priorities need its compiled tree: where that does not load, reap's time stands alone.
-The last two are reap beside itself: `writing` in seconds of CPU, since three processes share the cores there.
-
-python -m benchmarks.buffers [--rows 1000000] [--rounds 200] [--only uniform]
+TorchRL's priorities need its compiled tree: where that does not load, reap's time stands alone. The last two are reap
+beside itself: `writing` in seconds of CPU, since three processes share the cores there.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
-import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
-from benchmarks.single import calls, race
+from benchmarks.board import REAP, TORCHRL, Budget, Contender, Probe, Race, Row, Workload, ratio
 from reap import data as ours
 from reap.collectors import MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 
-CASES = ("uniform", "slices", "prioritized", "extend", "ingest", "writing")
-LANES, STEPS = 16, 64
+LANES, STEPS, ROWS = 16, 64, 1_000_000
+GROUP = "replay buffers"
 
 
+@cache
 def cartpole(rows: int) -> TensorDict:
     """Frames as a collector delivers them; episodes of 20 to 200 steps."""
     torch.manual_seed(0)
@@ -93,18 +90,31 @@ def workers(buffer: Any = None) -> MultiSyncCollector:
     return MultiSyncCollector(make, policy, frames_per_batch=2 * LANES * STEPS, replay_buffer=buffer)
 
 
-def ingest(rows: int, rounds: int) -> dict[str, Any]:
+def beside_theirs(case: str, scale: float) -> dict[str, Contender]:
+    """One call of each library's."""
+    import torchrl.data as theirs
+
+    frames, turn = cartpole(int(ROWS * scale)), 1 if case == "slices" else 20
+    runs = {REAP: Contender(contender(ours, case, frames), 1, turn=turn)}
+    with contextlib.suppress(RuntimeError):  # its compiled tree is not there
+        runs[TORCHRL] = Contender(contender(theirs, case, frames), 1, turn=turn)
+    return runs
+
+
+def ingest(scale: float) -> dict[str, Contender]:
     """What it costs workers to write into a buffer themselves."""
-    buffer = ours.ReplayBuffer(storage=ours.LazyTensorStorage(rows))
-    with workers() as without, workers(buffer) as filling:
-        seconds = race({"delivered": without.next, "written": filling.next}, max(rounds // 4, 3))
-    found: dict[str, Any] = {f"{name}_us": statistics.median(times) * 1e6 for name, times in seconds.items()}
-    found["ratio"] = statistics.median(a / b for a, b in zip(seconds["delivered"], seconds["written"]))
-    return found
+    buffer = ours.ReplayBuffer(storage=ours.LazyTensorStorage(int(ROWS * scale)))
+    without, filling = workers(), workers(buffer)
+    frames = 2 * LANES * STEPS
+    return {
+        "delivered": Contender(without.next, frames, without.shutdown),
+        REAP: Contender(filling.next, frames, filling.shutdown),
+    }
 
 
-def writing(count: int, rounds: int) -> dict[str, Any]:
+def writing(budget: Budget, workload: Workload) -> list[Row]:
     """What it costs a reader that others write."""
+    count = int(ROWS * budget.scale)
     buffer = ours.ReplayBuffer(storage=ours.LazyTensorStorage(count), batch_size=256)
     with workers(buffer) as collector:
         collector.next()
@@ -120,50 +130,30 @@ def writing(count: int, rounds: int) -> dict[str, Any]:
             return (time.thread_time() - began) / 100
 
         pairs = []
-        for _ in range(max(rounds // 10, 3)):
+        for _ in range(3 if budget.scale < 1 else 15):
             with collector.pause():
-                idle = samples()
-            pairs.append((idle, samples()))
-    found = {"idle_us": 1e6 * statistics.median(a for a, _ in pairs)}
-    found["writing_us"] = 1e6 * statistics.median(b for _, b in pairs)
-    return {**found, "ratio": statistics.median(a / b for a, b in pairs)}
+                quiet = samples()
+            pairs.append((quiet, samples()))
+    speeds = {
+        "nobody writes": 1e6 * statistics.median(a for a, _ in pairs),
+        REAP: 1e6 * statistics.median(b for _, b in pairs),
+    }
+    return [Row(GROUP, workload.name, "µs of CPU", speeds, {"nobody writes": ratio(pairs, 0.9)}, len(pairs))]
 
 
-def measure(case: str, frames: TensorDict, rounds: int) -> dict[str, Any]:
-    """Medians of one case."""
-    if case in ("ingest", "writing"):
-        return (ingest if case == "ingest" else writing)(len(frames), rounds)
-    import torchrl.data as theirs
-
-    runs = {"reap": contender(ours, case, frames)}
-    with contextlib.suppress(RuntimeError):  # its compiled tree is not there
-        runs["torchrl"] = contender(theirs, case, frames)
-    if case == "slices":
-        rounds = max(rounds // 10, 3)
-    seconds = race(runs, rounds)
-    found: dict[str, Any] = {f"{name}_us": statistics.median(times) * 1e6 for name, times in seconds.items()}
-    if "torchrl" in seconds:
-        found["ratio"] = statistics.median(b / a for a, b in zip(seconds["reap"], seconds["torchrl"]))
-    return {**found, "calls": {name: calls(run) for name, run in runs.items()}}
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Print a line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--only", choices=CASES)
-    options = parser.parse_args(arguments)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    frames, results = cartpole(options.rows), {}
-    for case in [options.only] if options.only else CASES:
-        results[case] = found = measure(case, frames, options.rounds)
-        names = [key.removesuffix("_us") for key in found if key.endswith("_us")]
-        times = "   ".join(f"{name} {found[f'{name}_us']:8.0f} µs" for name in names)
-        print(f"{case:12} {times}   " + (f"{found['ratio']:5.2f}×" if "ratio" in found else "TorchRL's tree: absent"))
-    return results
-
-
-if __name__ == "__main__":
-    main()
+def workloads() -> list[Workload]:
+    """Aims: as fast as TorchRL's at least; what was promised where more was."""
+    names = {
+        "uniform": ("sample(256) of 1M rows", 3.0),
+        "slices": ("256 slices of 32 steps", 3.0),
+        "prioritized": ("sample(256) by priority, and new priorities", 1.0),
+        "extend": ("extend by 2048 rows", 1.0),
+    }
+    return [
+        *(
+            Race(GROUP, name, {TORCHRL: aim}, case != "extend", partial(beside_theirs, case), unit="calls/s")
+            for case, (name, aim) in names.items()
+        ),
+        Race(GROUP, "2 workers × 16 lanes write into a buffer", {"delivered": 0.9}, True, ingest, workers=True),
+        Probe(GROUP, "sample(256) of 1M rows while two workers write", {"nobody writes": 0.9}, measure=writing),
+    ]

@@ -1,249 +1,246 @@
-"""The reference with two processes: what an expert would write for exactly this env and policy.
+"""The reference in one process: what an expert would write for exactly this env, this policy and these columns.
 
-    apart   each process acts for its own lanes and writes into memory all see
-            sync    one batch for all: a semaphore says go, one says done
-            async   two batches for each: a byte in a pipe says which is full; first come, first served
-    central the policy acts here; per step a semaphore says go to each process, one says done
+    Loop(SerialLanes(envs), act, steps)     fills preallocated arrays `[T, N, …]` and returns them
 
-Columns are `[T, N, …]`, those of `contenders.hand_written`. The consumer gets torch tensors on the shared memory, good
-until it asks for the next batch. Processes are forked, so memory without a name and semaphores are simply there.
+`act` maps the observations of all lanes to the columns of a policy: its action, and whatever else is kept. Below it are
+the policies of the benchmarks as few torch calls. All of it runs in `torch.inference_mode`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import mmap
-import multiprocessing as mp
-import os
-import signal
-import sys
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
-from torch import Tensor
-
-from benchmarks.workloads import Case
+from torch import Tensor, nn
 
 Array = np.ndarray[Any, Any]
 Columns = dict[str, Array]
-Batch = dict[str, Tensor]
-_FORK: Any = mp.get_context("fork")
-_SLOTS = 2  # of each asynchronous process
+Act = Callable[[Tensor], dict[str, Tensor]]
 
 
-def shared(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros that forked processes see as well."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
+class RunningNorm:
+    """A mean and a variance that decay, as VecNorm keeps them, and rows within ten deviations."""
+
+    def __init__(self, width: int, decay: float = 0.99999, eps: float = 1e-2) -> None:
+        self.sum, self.squares = np.zeros(width), np.zeros(width)
+        self.count, self.decay, self.eps = 0.0, decay, eps
+
+    def __call__(self, x: Array) -> Array:
+        self.sum *= self.decay
+        self.sum += x.sum(0)
+        self.squares *= self.decay
+        self.squares += (x**2).sum(0)
+        self.count = self.count * self.decay + len(x)
+        mean = self.sum / self.count
+        scale = np.sqrt(np.maximum(self.squares / self.count - mean**2, self.eps))
+        return np.clip((x - mean) / np.maximum(scale, self.eps), -10, 10)
 
 
-def columns(case: Case, lanes: int) -> Columns:
-    """One batch of so many lanes."""
-    env = case.make()
-    seen, act = env.observation_space, env.action_space
-    env.close()
-    lead = (case.steps, lanes)
-    kinds: dict[str, Any] = {
-        "obs": ((*lead, *(seen.shape or ())), seen.dtype),
-        "next_obs": ((*lead, *(seen.shape or ())), seen.dtype),
-        "action": ((*lead, *(act.shape or ())), act.dtype),
-        "reward": (lead, np.float32),
-        **dict.fromkeys(("terminated", "truncated", "done"), (lead, np.bool_)),
-        "ids": (lead, np.int64),
-    }
-    return {name: shared(*kind) for name, kind in kinds.items()}
+class SerialLanes:
+    """Envs stepped one after the other.
+
+    `raw` is what the last step showed. Where an episode ended, `fresh` is what the next one begins with.
+    """
+
+    def __init__(self, envs: Sequence[Any], seed: int | None = None) -> None:
+        self.envs, self.discrete = envs, isinstance(envs[0].action_space, gym.spaces.Discrete)
+        if seed is not None:  # as TorchRL seeds them: the reset of the seed, and one more
+            for env in envs:
+                env.reset(seed=seed)
+        self.raw = np.stack([env.reset()[0] for env in envs])
+        self.fresh = np.empty_like(self.raw)
+        self._steps = [env.step for env in envs]
+
+    def step(self, actions: Array, reward: Array, terminated: Array, truncated: Array) -> list[int]:
+        """Step all; the rows are this step's. Return the lanes whose episodes ended."""
+        ended = []
+        raw, steps = self.raw, self._steps
+        for i, action in enumerate(actions.tolist() if self.discrete else actions):
+            raw[i], reward[i], over, cut, _ = steps[i](action)
+            if over or cut:
+                terminated[i], truncated[i] = over, cut
+                self.fresh[i] = self.envs[i].reset()[0]
+                ended.append(i)
+        return ended
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
 
 
-def window(whole: Columns, first: int, count: int) -> Columns:
-    return {name: column[:, first : first + count] for name, column in whole.items()}
+class Loop:
+    """Fills preallocated columns `[T, N, …]`, the same ones for every batch.
 
+    `norm` maps what envs show to what the policy sees, in float32. `counters` are the return and the number of steps of
+    each episode so far. `single`: one lane, whose policy sees no dimension of lanes. `forget` is called with a lane
+    whose episode ended, for policies that remember.
+    """
 
-def tensors(whole: Columns) -> Batch:
-    return {name: torch.from_numpy(column) for name, column in whole.items()}
+    def __init__(
+        self,
+        lanes: Any,
+        act: Act,
+        steps: int,
+        *,
+        norm: Callable[[Array], Array] | None = None,
+        counters: bool = False,
+        single: bool = False,
+        forget: Callable[[int], None] | None = None,
+    ) -> None:
+        self.lanes, self.act, self.steps, self.norm, self.single, self.forget = lanes, act, steps, norm, single, forget
+        first = lanes.raw if norm is None else norm(lanes.raw).astype(np.float32)
+        self.current = first.copy()
+        self.seen = torch.from_numpy(self.current[0] if single else self.current)
+        n = len(first)
+        lead = (steps, n)
+        self.traj, self.next_id = np.arange(n), n
+        self.total, self.count = np.zeros(n, np.float32), np.zeros(n, np.int64)
+        self.columns = {key: np.zeros((*lead, *first.shape[1:]), first.dtype) for key in ("observation", "successor")}
+        self.columns |= {key: np.zeros(lead, np.bool_) for key in ("terminated", "truncated", "done")}
+        self.columns |= {"reward": np.zeros(lead, np.float32), "traj_ids": np.zeros(lead, np.int64)}
+        self.counters: Columns = {}
+        if counters:
+            self.counters = {"episode_reward": np.zeros(lead, np.float32), "step_count": np.zeros(lead, np.int64)}
+        self.written: Columns = {}
 
-
-class Lanes:
-    """One process's envs and, where it decides itself, its policy."""
-
-    def __init__(self, case: Case, worker: int) -> None:
-        torch.set_num_threads(1)
-        self.case, self.envs = case, [case.make() for _ in range(case.lanes)]
-        first = worker * case.lanes
-        self.policy = case.policy(probabilistic=False)
-        torch.manual_seed(worker)
-        self.current = np.stack([env.reset(seed=first + i)[0] for i, env in enumerate(self.envs)])
-        self.traj = np.arange(first, first + case.lanes)
-        self.next_id = (worker + 1) * 2**40
-
-    def fill(self, into: Columns) -> None:
-        """One batch: the flags are cleared at once, and written only where an episode ends."""
-        obs, action, ids = into["obs"], into["action"], into["ids"]
-        following, reward = into["next_obs"], into["reward"]
-        flags = into["terminated"], into["truncated"], into["done"]
-        for flag in flags:
+    def __call__(self) -> Columns:
+        lanes, act, norm, current, seen = self.lanes, self.act, self.norm, self.current, self.seen
+        obs, successor, reward, ids = (self.columns[k] for k in ("observation", "successor", "reward", "traj_ids"))
+        terminated, truncated, done = (self.columns[k] for k in ("terminated", "truncated", "done"))
+        for flag in (terminated, truncated, done):
             flag[...] = False
-        current, traj, policy, continuous = self.current, self.traj, self.policy, self.case.continuous
-        seen = torch.from_numpy(current)
-        steps = [env.step for env in self.envs]
-        with torch.no_grad():
-            for t in range(self.case.steps):
-                obs[t] = current
-                chosen = policy(seen).numpy()
-                action[t] = chosen
-                ids[t] = traj
-                row, earned = following[t], reward[t]
-                for i, a in enumerate(chosen if continuous else chosen.tolist()):
-                    o, r, terminated, truncated, _ = steps[i](a)
-                    row[i] = o
-                    earned[i] = r
-                    if terminated or truncated:
-                        flags[0][t, i], flags[1][t, i], flags[2][t, i] = terminated, truncated, True
-                        o, _ = self.envs[i].reset()
-                        traj[i] = self.next_id
-                        self.next_id += 1
-                    current[i] = o
+        with torch.inference_mode():
+            for t in range(self.steps):
+                obs[t], ids[t] = current, self.traj
+                row = act(seen)
+                for key, value in row.items():
+                    self.column_of(key, value)[t] = value.numpy()
+                ended = lanes.step(self.written["action"][t], reward[t], terminated[t], truncated[t])
+                current[...] = lanes.raw if norm is None else norm(lanes.raw)
+                successor[t] = current
+                if self.counters:
+                    self.total += reward[t]
+                    self.count += 1
+                    self.counters["episode_reward"][t], self.counters["step_count"][t] = self.total, self.count
+                for i in ended:
+                    self.begin(i)
+                    done[t, i] = True
+        return self.columns | self.counters | self.written
 
-    def step(self, t: int, into: Columns, current: Array) -> None:
-        """One row, decided elsewhere; what is seen next goes to `current`."""
-        row, earned = into["next_obs"][t], into["reward"][t]
-        actions = into["action"][t]
-        for i, a in enumerate(actions if self.case.continuous else actions.tolist()):
-            o, r, terminated, truncated, _ = self.envs[i].step(a)
-            row[i] = o
-            earned[i] = r
-            if terminated or truncated:
-                into["terminated"][t, i], into["truncated"][t, i], into["done"][t, i] = terminated, truncated, True
-                o, _ = self.envs[i].reset()
-            current[i] = o
+    def column_of(self, key: str, value: Tensor) -> Array:
+        if key not in self.written:
+            shape = (1, *value.shape) if self.single else value.shape
+            self.written[key] = np.zeros((self.steps, *shape), value.numpy().dtype)
+        return self.written[key]
 
-
-class Processes:
-    """Forked processes that end with this one, or with `close`."""
-
-    def __init__(self, count: int, target: Callable[[int], None]) -> None:
-        def live(w: int) -> None:
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: nobody would say go any more
-            target(w)
-
-        self._all = [_FORK.Process(target=live, args=(w,), daemon=True) for w in range(count)]
-        gc.freeze()  # or a collection in a child writes to, and so copies, all pages it shares with this process
-        for one in self._all:
-            one.start()
-        gc.unfreeze()
+    def begin(self, i: int) -> None:
+        """Begin the next episode of a lane."""
+        first = self.lanes.fresh[i : i + 1]
+        self.current[i] = (first if self.norm is None else self.norm(first))[0]
+        self.traj[i], self.next_id = self.next_id, self.next_id + 1
+        self.total[i] = self.count[i] = 0
+        if self.forget is not None:
+            self.forget(i)
 
     def close(self) -> None:
-        for one in self._all:
-            one.terminate()
-        for one in self._all:
-            one.join()
-            one.close()
+        self.lanes.close()
 
 
-class Sync:
-    """All processes fill their lanes of one common batch, when asked."""
-
-    def __init__(self, case: Case, workers: int = 2) -> None:
-        whole = columns(case, workers * case.lanes)
-        self._batch = tensors(whole)
-        self._go, self._done = [_FORK.Semaphore(0) for _ in range(workers)], _FORK.Semaphore(0)
-
-        def work(w: int) -> None:
-            lanes, mine = Lanes(case, w), window(whole, w * case.lanes, case.lanes)
-            go, done = self._go[w], self._done
-            while go.acquire():
-                lanes.fill(mine)
-                done.release()
-
-        self.close = Processes(workers, work).close
-
-    def __call__(self) -> Batch:
-        for go in self._go:
-            go.release()
-        for _ in self._go:
-            self._done.acquire()
-        return self._batch
+# ---- policies -------------------------------------------------------------------------------------------------------
 
 
-class Async:
-    """Each process fills two batches in turn, and waits while both are full or in use."""
-
-    def __init__(self, case: Case, workers: int = 2) -> None:
-        slots = [[columns(case, case.lanes) for _ in range(_SLOTS)] for _ in range(workers)]
-        self._batches = [tensors(slot) for own in slots for slot in own]
-        self._free = [_FORK.Semaphore(_SLOTS) for _ in range(workers)]
-        self._full, full = os.pipe()
-        self._held: int | None = None
-
-        def work(w: int) -> None:
-            lanes, free, n = Lanes(case, w), self._free[w], 0
-            while free.acquire():
-                lanes.fill(slots[w][n])
-                os.write(full, bytes([w * _SLOTS + n]))
-                n = (n + 1) % _SLOTS
-
-        self._processes = Processes(workers, work)
-        os.close(full)
-
-    def __call__(self) -> Batch:
-        if self._held is not None:
-            self._free[self._held // _SLOTS].release()
-        (self._held,) = os.read(self._full, 1)
-        return self._batches[self._held]
-
-    def close(self) -> None:
-        self._processes.close()
-        os.close(self._full)
+def plain(policy: nn.Module) -> Act:
+    """A module from observations to actions, called as it is."""
+    return lambda x: {"action": policy(x)}
 
 
-class Central:
-    """The policy acts here for all lanes; the processes step theirs, row by row."""
+def custom(policy: nn.Module) -> Act:
+    """A module that returns an action, its log-probability and a value."""
 
-    def __init__(self, case: Case, workers: int = 2) -> None:
-        self._steps, n = case.steps, workers * case.lanes
-        self._columns = columns(case, n)
-        self._batch = tensors(self._columns)
-        self._current = shared(self._columns["obs"].shape[1:], self._columns["obs"].dtype)
-        self._policy = case.policy(probabilistic=False)
-        self._traj, self._next_id = np.arange(n), n
-        self._go, self._done = [_FORK.Semaphore(0) for _ in range(workers)], _FORK.Semaphore(0)
+    def act(x: Tensor) -> dict[str, Tensor]:
+        action, log_prob, value = policy(x)
+        return {"action": action, "log_prob": log_prob, "value": value}
 
-        def work(w: int) -> None:
-            lanes, at = Lanes(case, w), slice(w * case.lanes, (w + 1) * case.lanes)
-            mine, current = window(self._columns, at.start, case.lanes), self._current[at]
-            current[...] = lanes.current
-            go, done = self._go[w], self._done
-            done.release()
-            while True:
-                for t in range(case.steps):
-                    go.acquire()
-                    lanes.step(t, mine, current)
-                    done.release()
+    return act
 
-        self.close = Processes(workers, work).close
-        for _ in self._go:
-            self._done.acquire()
 
-    def __call__(self) -> Batch:
-        whole, current, traj, policy = self._columns, self._current, self._traj, self._policy
-        obs, action, ids, over = whole["obs"], whole["action"], whole["ids"], whole["done"]
-        for name in ("terminated", "truncated", "done"):
-            whole[name][...] = False
-        seen = torch.from_numpy(current)
-        with torch.no_grad():
-            for t in range(self._steps):
-                obs[t] = current
-                action[t] = policy(seen).numpy()
-                for go in self._go:
-                    go.release()
-                ids[t] = traj  # while they step
-                for _ in self._go:
-                    self._done.acquire()
-                if over[t].any():
-                    (ended,) = over[t].nonzero()
-                    traj[ended] = range(self._next_id, self._next_id + len(ended))
-                    self._next_id += len(ended)
-        return self._batch
+def categorical(net: nn.Module) -> Act:
+    """Sampled, with logits and log-probability."""
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        logits = net(x)
+        normal = logits - logits.logsumexp(-1, keepdim=True)
+        action = torch.multinomial(normal.exp(), 1)
+        log_prob = normal.gather(-1, action).squeeze(-1)
+        return {"action": action.squeeze(-1), "logits": logits, "action_log_prob": log_prob}
+
+    return act
+
+
+def normal(net: nn.Module) -> Act:
+    """A Gaussian of independent dimensions."""
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        loc, scale = net(x)
+        noise = torch.randn_like(loc)
+        log_prob = (-0.5 * noise**2 - scale.log() - 0.5 * math.log(2 * math.pi)).sum(-1)
+        return {"action": loc + noise * scale, "loc": loc, "scale": scale, "action_log_prob": log_prob}
+
+    return act
+
+
+def tanh_normal(net: nn.Module, scale_of: Callable[[], Tensor], high: float) -> Act:
+    """PPO's actor: a squashed Gaussian whose scale does not depend on the observation."""
+    affine = math.log(high)
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        loc = net(x)
+        scale = scale_of().expand_as(loc)
+        noise = torch.randn_like(loc)
+        raw = loc + noise * scale
+        squashed = raw.tanh().clamp(-1 + 1e-6, 1 - 1e-6)
+        log_prob = -0.5 * noise**2 - scale.log() - 0.5 * math.log(2 * math.pi)
+        log_prob = log_prob - 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw)) - affine
+        return {"action": squashed * high, "loc": loc, "scale": scale, "action_log_prob": log_prob.sum(-1)}
+
+    return act
+
+
+def sac(net: nn.Module, extract: nn.Module) -> Act:
+    """SAC's actor: both parameters from the network, no log-probability while collecting."""
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        loc, scale = extract(net(x))
+        action = (loc + torch.randn_like(loc) * scale).tanh().clamp(-1 + 1e-6, 1 - 1e-6)
+        return {"action": action, "loc": loc, "scale": scale}
+
+    return act
+
+
+def noisy(net: nn.Module, sigma: Tensor) -> Act:
+    """TD3's: a deterministic actor, and noise within bounds."""
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        param = net(x)
+        action = param.tanh()
+        return {"param": param, "action": (action + torch.randn_like(action) * sigma).clamp(-1, 1)}
+
+    return act
+
+
+def greedy_q(net: nn.Module, eps: Tensor) -> Act:
+    """DQN's: the action of the largest value, now and then another."""
+
+    def act(x: Tensor) -> dict[str, Tensor]:
+        values = net(x)
+        best, action = values.max(-1, keepdim=True)
+        action = action.squeeze(-1)
+        random = torch.randint_like(action, values.shape[-1])
+        action = torch.where(torch.rand(action.shape) < eps, random, action)
+        return {"action": action, "action_value": values, "chosen_action_value": best}
+
+    return act

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -21,21 +20,8 @@ import numpy as np
 import torch
 from tensordict.nn import TensorDictModule
 
-from benchmarks.workloads import Case
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One that makes batches of `frames`; `ahead` of them may lie ready before anybody asks.
-
-    A slow one takes `turn` batches at a time, fewer than others.
-    """
-
-    run: Callable[[], Any]
-    close: Callable[[], None]
-    frames: int
-    ahead: int = 0
-    turn: int | None = None
+from benchmarks.board import Contender
+from benchmarks.envs_and_policies import Case
 
 
 def torchrl(case: Case, workers: int, *, sync: bool, probabilistic: bool = False) -> Contender:
@@ -62,7 +48,7 @@ def torchrl(case: Case, workers: int, *, sync: bool, probabilistic: bool = False
         collector = kind(made, policy, frames_per_batch=frames, total_frames=-1, **more)
         run = iter(collector).__next__
         run()
-    return Contender(run, collector.shutdown, frames, 0 if sync else workers, 1 if sync else workers)
+    return Contender(run, frames, collector.shutdown, 0 if sync else workers, 1 if sync else workers)
 
 
 class _Store:
@@ -92,7 +78,7 @@ def _loop(case: Case, lanes: int, first: Any, step: Callable[[Any], Any]) -> Cal
 
     def run() -> Any:
         nonlocal current
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(case.steps):
                 store.obs[t] = current
                 store.action[t] = chosen = policy(torch.from_numpy(current)).numpy()
@@ -125,7 +111,7 @@ def stable_baselines3(case: Case, workers: int) -> Contender:
                 truncated[i] = infos[i]["TimeLimit.truncated"]
         return seen, last, reward, done & ~truncated, truncated
 
-    return Contender(_loop(case, n, env.reset(), step), env.close, n * case.steps, turn=1)
+    return Contender(_loop(case, n, env.reset(), step), n * case.steps, env.close)
 
 
 def gymnasium(case: Case, workers: int) -> Contender:
@@ -141,7 +127,7 @@ def gymnasium(case: Case, workers: int) -> Contender:
                 last[i] = info["final_obs"][i]
         return seen, last, reward, terminated, truncated
 
-    return Contender(_loop(case, n, env.reset(seed=0)[0], step), env.close, n * case.steps, turn=1)
+    return Contender(_loop(case, n, env.reset(seed=0)[0], step), n * case.steps, env.close)
 
 
 def tianshou(case: Case, workers: int) -> Contender:
@@ -160,7 +146,7 @@ def tianshou(case: Case, workers: int) -> Contender:
             seen[ended] = env.reset(ended)[0]
         return seen, last, reward, terminated, truncated
 
-    return Contender(_loop(case, n, env.reset()[0], step), env.close, n * case.steps, turn=1)
+    return Contender(_loop(case, n, env.reset()[0], step), n * case.steps, env.close)
 
 
 VECTOR_ENVS: dict[str, Callable[[Case, int], Contender]] = {

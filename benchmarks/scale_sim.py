@@ -158,7 +158,7 @@ def calibrate(batches: int = 200) -> Costs:
     """Of this machine: seconds of this process's CPU for a batch, and for a byte of one, over torch.distributed."""
     import warnings
 
-    from benchmarks.roads import SCREENS, SIDE, Screens, Still, wrapped
+    from benchmarks.remote import SCREENS, SIDE, Screens, Still, wrapped
     from reap.collectors.distributed import DistributedCollector
     from reap.testing import CountingEnv
 

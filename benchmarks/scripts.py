@@ -1,288 +1,91 @@
-"""Real scripts: TorchRL's envs, transforms and actors as its users write them, beside TorchRL and a loop by hand.
+"""TorchRL's scripts: its envs, transforms and actors as its users write them, beside TorchRL and a loop by hand.
 
-    python -m benchmarks.scripts                 everything
-    python -m benchmarks.scripts --only ppo      workloads whose name contains this
-
-Each workload is collected by TorchRL's collector, by reap's from the same script, and by a loop that an expert would
-write for just this env, this policy and these columns, in `torch.inference_mode`. The three take turns, so that a busy
-machine is busy for all. Printed are medians of frames per second and medians of the ratios within each turn.
+A `Script` is collected by TorchRL's collector, by reap's from the same lines, and by a loop for just this case. That
+the loop makes the same data from the same seeds is a test (`tests/examples/test_benchmarks.py`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import platform
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
-from tensordict.nn import AddStateIndependentNormalScale, InteractionType, NormalParamExtractor, TensorDictModule
-from tensordict.nn import TensorDictSequential as Sequential
-from torch import Tensor, nn
+from tensordict.nn import TensorDictModule
+from torch import nn
 
-warnings.filterwarnings("ignore")
+from benchmarks import actors, by_hand
+from benchmarks.board import HAND, REAP, TORCHRL, Contender, Race
+from benchmarks.by_hand import Loop, RunningNorm
+from benchmarks.envs_and_policies import DiscretePolicy, Flat, GaussianPolicy, LocScale, PixelPolicy, Pixels, mlp
 
-Step = Callable[[Tensor], dict[str, Tensor]]  # observations of all lanes → action and whatever else is kept
 
+@dataclass(frozen=True)
+class Script:
+    """An env and a policy as collectors take them; a loop of so many steps, from a seed, with the policy's networks."""
 
-class Workload(NamedTuple):
-    """One script, in three hands."""
-
-    env: Callable[[], Any]  # as TorchRL and reap take it
+    env: Callable[[], Any]
     policy: Callable[[], nn.Module]
-    by_hand: Callable[[nn.Module], Iterator[None]]  # each turn makes one batch
+    by_hand: Callable[[nn.Module, int, int | None], Loop]
+    lanes: int
     frames: int
+    ours: Callable[[], Any] | None = None  # reap's own env, where that is the subject
+    in_key: str = ""  # of a bare module: TorchRL wants to be told; reap reads its parameter's name
+    out_keys: tuple[str, ...] = ("action",)
 
+    def model(self) -> nn.Module:
+        """The policy, with the same weights every time."""
+        torch.manual_seed(0)
+        return self.policy()
 
-def networks(width: int, outputs: int, activation: type[nn.Module] = nn.Tanh) -> nn.Module:
-    from torchrl.modules import MLP
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        return TensorDictModule(model, [self.in_key], list(self.out_keys)) if self.in_key else model
 
-    return MLP(in_features=width, out_features=outputs, num_cells=[64, 64], activation_class=activation)
+    def collectors(self, model: nn.Module, frames: int) -> dict[str, Any]:
+        import torchrl.collectors
 
+        import reap.collectors
 
-# the actors, as scripts make them
-
-
-def tanh_normal(width: int, actions: int, high: float) -> nn.Module:
-    """PPO's of TorchRL's examples: the scale does not depend on the observation."""
-    from torchrl.modules import ProbabilisticActor, TanhNormal
-
-    body = nn.Sequential(networks(width, actions), AddStateIndependentNormalScale(actions, scale_lb=1e-8))
-    return ProbabilisticActor(
-        TensorDictModule(body, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        distribution_kwargs={"low": -high * torch.ones(actions), "high": high * torch.ones(actions), "tanh_loc": False},
-        return_log_prob=True,
-        default_interaction_type=InteractionType.RANDOM,
-    )
-
-
-def categorical(width: int, actions: int, one_hot: bool) -> nn.Module:
-    from torchrl.modules import OneHotCategorical, ProbabilisticActor
-
-    return ProbabilisticActor(
-        TensorDictModule(networks(width, actions), ["observation"], ["logits"]),
-        in_keys=["logits"],
-        distribution_class=OneHotCategorical if one_hot else torch.distributions.Categorical,
-        return_log_prob=True,
-        default_interaction_type=InteractionType.RANDOM,
-    )
-
-
-def greedy_q(width: int, actions: int) -> nn.Module:
-    from torchrl.data import Composite, OneHot
-    from torchrl.modules import EGreedyModule, QValueActor
-
-    values = QValueActor(networks(width, actions), in_keys=["observation"], spec=Composite(action=OneHot(actions)))
-    return Sequential(values, EGreedyModule(spec=values.spec, eps_init=0.2, eps_end=0.1))
-
-
-def noisy(width: int, actions: int) -> nn.Module:
-    """TD3's: a deterministic actor and Gaussian noise within bounds."""
-    from torchrl.data import Bounded
-    from torchrl.modules import AdditiveGaussianModule, TanhModule
-
-    body = TensorDictModule(networks(width, actions, nn.ReLU), ["observation"], ["param"])
-    squash = TanhModule(in_keys=["param"], out_keys=["action"])
-    return Sequential(
-        body, squash, AdditiveGaussianModule(spec=Bounded(-1, 1, (actions,)), sigma_init=0.1, sigma_end=0.1)
-    )
-
-
-def sac(width: int, actions: int) -> nn.Module:
-    from torchrl.modules import ProbabilisticActor, TanhNormal
-
-    body = nn.Sequential(networks(width, 2 * actions, nn.ReLU), NormalParamExtractor(scale_lb=0.1))
-    return ProbabilisticActor(
-        TensorDictModule(body, ["observation"], ["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        distribution_class=TanhNormal,
-        distribution_kwargs={"low": -torch.ones(actions), "high": torch.ones(actions), "tanh_loc": False},
-        return_log_prob=False,
-        default_interaction_type=InteractionType.RANDOM,
-    )
-
-
-class ActorCritic(nn.Module):
-    """As in CleanRL: samples in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-        self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dist = torch.distributions.Categorical(logits=self.actor(observation))
-        action = dist.sample()
-        return action, dist.log_prob(action), self.critic(observation)
-
-
-# the loops by hand
-
-
-def tanh_normal_by_hand(policy: nn.Module, high: float) -> Step:
-    body, scaling = policy[0].module  # type: ignore[index]
-    affine = math.log(high)
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        loc = body(x)
-        scale = scaling.state_independent_scale.exp().clamp_min(1e-8).expand_as(loc)
-        noise = torch.randn_like(loc)
-        raw = loc + noise * scale
-        squashed = raw.tanh().clamp(-1 + 1e-6, 1 - 1e-6)
-        log_prob = -0.5 * noise**2 - scale.log() - 0.5 * math.log(2 * math.pi)
-        log_prob = log_prob - 2 * (math.log(2) - raw - nn.functional.softplus(-2 * raw)) - affine
-        return {"action": squashed * high, "loc": loc, "scale": scale, "action_log_prob": log_prob.sum(-1)}
-
-    return step
-
-
-def sac_by_hand(policy: nn.Module) -> Step:
-    body, extract = policy[0].module  # type: ignore[index]
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        loc, scale = extract(body(x))
-        action = (loc + torch.randn_like(loc) * scale).tanh().clamp(-1 + 1e-6, 1 - 1e-6)
-        return {"action": action, "loc": loc, "scale": scale}
-
-    return step
-
-
-def noisy_by_hand(policy: nn.Module) -> Step:
-    body, noise = policy[0].module, policy[2]  # type: ignore[index]
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        param = body(x)
-        action = param.tanh()
-        return {"param": param, "action": (action + torch.randn_like(action) * noise.sigma).clamp(-1, 1)}
-
-    return step
-
-
-def categorical_by_hand(policy: nn.Module) -> Step:
-    body = policy[0].module  # type: ignore[index]
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        logits = body(x)
-        normal = logits - logits.logsumexp(-1, keepdim=True)
-        action = torch.multinomial(normal.exp(), 1)
+        options = {"frames_per_batch": frames, "total_frames": -1}
         return {
-            "action": action.squeeze(-1),
-            "logits": logits,
-            "action_log_prob": normal.gather(-1, action).squeeze(-1),
+            TORCHRL: torchrl.collectors.Collector(self.env(), self.wrapped(model), **options),
+            REAP: reap.collectors.Collector((self.ours or self.env)(), model, **options),
         }
 
-    return step
+    def contenders(self, scale: float = 1.0) -> dict[str, Contender]:
+        steps = max(4, int(self.frames // self.lanes * scale))
+        frames, model = steps * self.lanes, self.model()
+        made = {
+            name: Contender(iter(collector).__next__, frames, collector.shutdown)
+            for name, collector in self.collectors(model, frames).items()
+        }
+        loop = self.by_hand(model, steps, None)
+        return made | {HAND: Contender(loop, frames, loop.close)}
 
 
-def greedy_q_by_hand(policy: nn.Module) -> Step:
-    body, explore = policy[0][0].module, policy[1]  # type: ignore[index]
-
-    def step(x: Tensor) -> dict[str, Tensor]:
-        values = body(x)
-        best, action = values.max(-1, keepdim=True)
-        action = action.squeeze(-1)
-        random = torch.randint_like(action, values.shape[-1])
-        action = torch.where(torch.rand(action.shape) < explore.eps, random, action)
-        return {"action": action, "action_value": values, "chosen_action_value": best}
-
-    return step
+# ---- envs -----------------------------------------------------------------------------------------------------------
 
 
-def module_by_hand(policy: nn.Module) -> Step:
-    def step(x: Tensor) -> dict[str, Tensor]:
-        action, log_prob, value = policy(x)
-        return {"action": action, "log_prob": log_prob, "value": value}
+def lanes_of(make: Callable[[], Any], lanes: int) -> Any:
+    from torchrl.envs import SerialEnv
 
-    return step
+    return make() if lanes == 1 else SerialEnv(lanes, make)
 
 
-class Normalised:
-    """A running mean and variance with decay, as VecNorm keeps them."""
+def bare(name: str, lanes: int, **options: Any) -> Any:
+    """TorchRL's GymEnv; HalfCheetah's doubles as floats, or no float policy could act."""
+    from torchrl.envs import DoubleToFloat, GymEnv, TransformedEnv
 
-    def __init__(self, width: int, decay: float, eps: float) -> None:
-        self.sum, self.squares = np.zeros(width), np.zeros(width)
-        self.count: float = 0.0
-        self.decay, self.eps = decay, eps
-
-    def __call__(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        self.sum *= self.decay
-        self.sum += x.sum(0)
-        self.squares *= self.decay
-        self.squares += (x**2).sum(0)
-        self.count = self.count * self.decay + len(x)
-        mean = self.sum / self.count
-        scale = np.sqrt(np.maximum(self.squares / self.count - mean**2, self.eps))
-        return np.clip((x - mean) / np.maximum(scale, self.eps), -10, 10)
+    base = lanes_of(lambda: GymEnv(name, **options), lanes)
+    return TransformedEnv(base, DoubleToFloat(in_keys=["observation"])) if "Cheetah" in name else base
 
 
-def loop(make: Callable[[], Any], lanes: int, steps: int, act: Step, *, transformed: bool) -> Iterator[None]:
-    """Collects `steps` of `lanes` into arrays, over and over; `transformed` as the PPO script has it."""
-    envs = [make() for _ in range(lanes)]
-    width, discrete = envs[0].observation_space.shape[0], isinstance(envs[0].action_space, gym.spaces.Discrete)
-    norm = Normalised(width, 0.99999, 1e-2) if transformed else (lambda x: x)
-    now = norm(np.stack([env.reset(seed=i)[0] for i, env in enumerate(envs)])).astype(np.float32)
-    total, count = np.zeros(lanes, np.float32), np.zeros(lanes, np.int64)
-    raw = np.empty((lanes, width))
-    observations, successors = (np.empty((steps, lanes, width), np.float32) for _ in range(2))
-    rewards, totals = (np.empty((steps, lanes), np.float32) for _ in range(2))
-    counts = np.empty((steps, lanes), np.int64)
-    terminated, truncated = (np.empty((steps, lanes), bool) for _ in range(2))
-    columns: dict[str, Tensor] = {}
-    while True:
-        with torch.inference_mode():
-            for t in range(steps):
-                observations[t] = now
-                row = act(torch.from_numpy(observations[t]))
-                if not columns:
-                    columns = {k: torch.empty((steps, *v.shape), dtype=v.dtype) for k, v in row.items()}
-                for key, value in row.items():
-                    columns[key][t] = value
-                actions = row["action"].tolist() if discrete else row["action"].numpy()
-                for i, env in enumerate(envs):
-                    raw[i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(actions[i])
-                successors[t] = now = norm(raw).astype(np.float32)
-                ended = terminated[t] | truncated[t]
-                if transformed:
-                    total += rewards[t]
-                    count += 1
-                    totals[t], counts[t] = total, count
-                if ended.any():
-                    now = now.copy()
-                    for lane in np.flatnonzero(ended).tolist():
-                        now[lane] = norm(envs[lane].reset()[0][None])[0]
-                    total[ended], count[ended] = 0, 0
-        yield
+def of_ppo(base: Any, *, doubles: bool) -> Any:
+    """Transformed as TorchRL's PPO example has it."""
+    from torchrl.envs import ClipTransform, Compose, DoubleToFloat, RewardSum, StepCounter, TransformedEnv, VecNorm
 
-
-# the workloads
-
-
-def ppo_env(name: str, lanes: int) -> Any:
-    """As TorchRL's PPO example transforms it."""
-    from torchrl.envs import (
-        ClipTransform,
-        Compose,
-        DoubleToFloat,
-        GymEnv,
-        RewardSum,
-        SerialEnv,
-        StepCounter,
-        TransformedEnv,
-        VecNorm,
-    )
-
-    base = GymEnv(name) if lanes == 1 else SerialEnv(lanes, lambda: GymEnv(name))
-    doubles = [DoubleToFloat(in_keys=["observation"])] if "Cheetah" in name else []
     return TransformedEnv(
         base,
         Compose(
@@ -290,177 +93,320 @@ def ppo_env(name: str, lanes: int) -> Any:
             ClipTransform(in_keys=["observation"], low=-10, high=10),
             RewardSum(),
             StepCounter(),
-            *doubles,
+            *([DoubleToFloat(in_keys=["observation"])] if doubles else []),
         ),
     )
 
 
-def bare(name: str, lanes: int, **options: Any) -> Any:
-    from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
+def ppo_env(name: str, lanes: int) -> Any:
+    from torchrl.envs import GymEnv
 
-    base = GymEnv(name, **options) if lanes == 1 else SerialEnv(lanes, lambda: GymEnv(name, **options))
-    return TransformedEnv(base, DoubleToFloat(in_keys=["observation"])) if "Cheetah" in name else base
+    return of_ppo(lanes_of(lambda: GymEnv(name), lanes), doubles="Cheetah" in name)
 
 
-def workloads() -> dict[str, Workload]:
-    found: dict[str, Workload] = {}
+def sac_env(lanes: int) -> Any:
+    """As TorchRL's SAC example has it."""
+    from torchrl.envs import Compose, DoubleToFloat, GymEnv, InitTracker, RewardSum, StepCounter, TransformedEnv
 
-    def add(
-        name: str,
-        env: Callable[[int], Any],
-        policy: Callable[[], nn.Module],
-        hand: Callable[[nn.Module], Step],
-        game: str,
-        frames: int,
-        lanes: tuple[int, ...] = (1, 8),
-        transformed: bool = False,
-    ) -> None:
-        for n in lanes:
+    base = lanes_of(lambda: GymEnv("HalfCheetah-v5"), lanes)
+    return TransformedEnv(base, Compose(InitTracker(), StepCounter(1000), DoubleToFloat(), RewardSum()))
 
-            def by_hand(model: nn.Module, n: int = n) -> Iterator[None]:
-                return loop(lambda: gym.make(game), n, frames // n, hand(model), transformed=transformed)
 
-            found[f"{name}, {n} lane{'s' * (n > 1)}"] = Workload(lambda n=n: env(n), policy, by_hand, frames)  # type: ignore[misc]
+# ---- the policies' networks, as the loops by hand want them ---------------------------------------------------------
 
+
+def act_tanh_normal(high: float) -> Callable[[Any], by_hand.Act]:
+    def made(policy: Any) -> by_hand.Act:
+        net, scaling = policy[0].module
+        return by_hand.tanh_normal(net, lambda: scaling.state_independent_scale.exp().clamp_min(1e-8), high)
+
+    return made
+
+
+def act_categorical(policy: Any) -> by_hand.Act:
+    return by_hand.categorical(policy[0].module)
+
+
+def act_sac(policy: Any) -> by_hand.Act:
+    return by_hand.sac(*policy[0].module)
+
+
+def act_noisy(policy: Any) -> by_hand.Act:
+    return by_hand.noisy(policy[0].module, policy[2].sigma)
+
+
+def act_greedy_q(policy: Any) -> by_hand.Act:
+    return by_hand.greedy_q(policy[0][0].module, policy[1].eps)
+
+
+def act_normal(policy: Any) -> by_hand.Act:
+    return by_hand.normal(policy[0].module)
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+Aims = Mapping[int, tuple[float | None, float | None]]  # by lanes: beside the loop by hand, beside TorchRL
+SCRIPTS: dict[tuple[str, str], tuple[Script, dict[str, float], bool]] = {}  # by group and name, with aims
+
+
+def add(
+    group: str,
+    name: str,
+    *,
+    env: Callable[[int], Any],
+    policy: Callable[[], nn.Module],
+    act: Callable[[Any], by_hand.Act],
+    game: Callable[[], Any],
+    frames: int,
+    aims: Aims,
+    norm: Callable[[int], Callable[[Any], Any]] | None = None,
+    counters: bool = False,
+    ours: Callable[[int], Any] | None = None,
+    **more: Any,
+) -> None:
+    """One line for each number of lanes in `aims`; those with an aim are on the board."""
+    for n, (beside_hand, beside_theirs) in aims.items():
+
+        def loop(model: nn.Module, steps: int, seed: int | None, n: int = n) -> Loop:
+            lanes = by_hand.SerialLanes([game() for _ in range(n)], seed)
+            normal = None if norm is None else norm(lanes.raw.shape[1])
+            return by_hand.Loop(lanes, act(model), steps, norm=normal, counters=counters, single=n == 1)
+
+        own = None if ours is None else partial(ours, n)
+        most = min(frames, 800) if n == 1 else frames  # TorchRL needs a second for 800 frames of one lane
+        script = Script(partial(env, n), policy, loop, n, most, own, **more)
+        wanted = {HAND: beside_hand, TORCHRL: beside_theirs}
+        told = {who: aim for who, aim in wanted.items() if aim is not None}
+        SCRIPTS[group, f"{name}, {n} lane{'s' * (n > 1)}"] = script, told, bool(told)
+
+
+def floats(width: int) -> Callable[[Any], Any]:
+    """HalfCheetah's doubles as floats: the columns are float32 already."""
+    return lambda rows: rows
+
+
+def pixels(lanes: int) -> Any:
+    from torchrl.envs import GymWrapper
+
+    return lanes_of(lambda: GymWrapper(Pixels(), categorical_action_encoding=True), lanes)
+
+
+def cartpole(lanes: int) -> Any:
+    return bare("CartPole-v1", lanes, categorical_action_encoding=True)
+
+
+def own_lanes(make: Callable[[], Any]) -> Callable[[int], Any]:
+    """The same in reap's own envs."""
+    from reap.envs import GymEnv, SerialEnv
+
+    def lane() -> GymEnv:
+        return GymEnv(make(), categorical_action_encoding=True)
+
+    return lambda lanes: lane() if lanes == 1 else SerialEnv(lanes, lane)
+
+
+def gym_env(name: str) -> Callable[[], Any]:
+    return lambda: gym.make(name)
+
+
+REAL, ACTORS, MODULES = "TorchRL's scripts", "TorchRL's actors on bare envs", "modules and functions"
+CHEETAH, PENDULUM, CARTPOLE = map(gym_env, ("HalfCheetah-v5", "Pendulum-v1", "CartPole-v1"))
+BOUNDED: Aims = {1: (0.85, 4.0)}
+EITHER: Aims = {1: (0.85, 6.0), 8: (0.90, 12.0)}
+NO_AIM = (None, None)
+
+
+def ppo_cheetah() -> nn.Module:
+    return actors.tanh_normal(17, 6, 1.0)
+
+
+def ppo_pendulum() -> nn.Module:
+    return actors.tanh_normal(3, 1, 2.0)
+
+
+def sac_cheetah() -> nn.Module:
+    return actors.sac(17, 6)
+
+
+def one_hot() -> nn.Module:
+    return actors.categorical(actors.network(4, 2), one_hot=True)
+
+
+def pixel_net() -> nn.Module:
+    return nn.Sequential(Flat(), mlp(64 * 64 * 3, 4))
+
+
+def real_scripts() -> None:
+    """Transforms and actors as TorchRL's examples have them."""
     add(
-        "ppo script, HalfCheetah",
-        lambda n: ppo_env("HalfCheetah-v5", n),
-        lambda: tanh_normal(17, 6, 1.0),
-        lambda p: tanh_normal_by_hand(p, 1.0),
-        "HalfCheetah-v5",
-        800,
-        transformed=True,
+        REAL,
+        "PPO, HalfCheetah-v5",
+        env=partial(ppo_env, "HalfCheetah-v5"),
+        policy=ppo_cheetah,
+        act=act_tanh_normal(1.0),
+        game=CHEETAH,
+        frames=800,
+        aims={1: (0.80, 5.0), 8: (0.90, 4.5)},
+        norm=RunningNorm,
+        counters=True,
     )
     add(
-        "ppo script, Pendulum",
-        lambda n: ppo_env("Pendulum-v1", n),
-        lambda: tanh_normal(3, 1, 2.0),
-        lambda p: tanh_normal_by_hand(p, 2.0),
-        "Pendulum-v1",
-        1600,
-        transformed=True,
+        REAL,
+        "PPO, Pendulum-v1",
+        env=partial(ppo_env, "Pendulum-v1"),
+        policy=ppo_pendulum,
+        act=act_tanh_normal(2.0),
+        game=PENDULUM,
+        frames=1600,
+        aims={1: (0.75, 10.0), 8: (0.85, 12.0)},
+        norm=RunningNorm,
+        counters=True,
     )
     add(
-        "ppo script, CartPole",
-        lambda n: ppo_env("CartPole-v1", n),
-        lambda: categorical(4, 2, True),
-        categorical_by_hand,
-        "CartPole-v1",
-        1600,
-        transformed=True,
+        REAL,
+        "PPO, CartPole-v1",
+        env=partial(ppo_env, "CartPole-v1"),
+        policy=one_hot,
+        act=act_categorical,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (0.75, 10.0), 8: (0.85, 12.0)},
+        norm=RunningNorm,
+        counters=True,
     )
     add(
-        "td3 actor, HalfCheetah",
-        lambda n: bare("HalfCheetah-v5", n),
-        lambda: noisy(17, 6),
-        noisy_by_hand,
-        "HalfCheetah-v5",
-        800,
-        (1,),
+        REAL,
+        "SAC, HalfCheetah-v5",
+        env=sac_env,
+        policy=sac_cheetah,
+        act=act_sac,
+        game=CHEETAH,
+        frames=800,
+        aims={1: (0.85, 4.0)},
+        norm=floats,
+        counters=True,
+    )
+
+
+def actors_on_bare_envs() -> None:
+    cheetah: dict[str, Any] = {"env": partial(bare, "HalfCheetah-v5"), "game": CHEETAH, "norm": floats}
+    cart: dict[str, Any] = {"env": partial(bare, "CartPole-v1"), "game": CARTPOLE, "frames": 1600}
+    add(ACTORS, "SAC's actor, HalfCheetah-v5", policy=sac_cheetah, act=act_sac, frames=800, aims=BOUNDED, **cheetah)
+    add(
+        ACTORS,
+        "TD3's actor and noise, HalfCheetah-v5",
+        policy=lambda: actors.noisy(17, 6),
+        act=act_noisy,
+        frames=800,
+        aims=BOUNDED,
+        **cheetah,
     )
     add(
-        "sac actor, HalfCheetah",
-        lambda n: bare("HalfCheetah-v5", n),
-        lambda: sac(17, 6),
-        sac_by_hand,
-        "HalfCheetah-v5",
-        800,
-        (1,),
+        ACTORS,
+        "ProbabilisticActor, Categorical, CartPole-v1",
+        policy=lambda: actors.categorical(actors.network(4, 2)),
+        act=act_categorical,
+        aims={**EITHER, 32: NO_AIM, 128: NO_AIM},
+        **{**cart, "env": cartpole},
+    )
+    name = "ProbabilisticActor, OneHotCategorical, CartPole-v1"
+    add(ACTORS, name, policy=one_hot, act=act_categorical, aims=EITHER, **cart)
+    add(
+        ACTORS,
+        "ProbabilisticActor, TanhNormal, Pendulum-v1",
+        env=partial(bare, "Pendulum-v1"),
+        policy=ppo_pendulum,
+        act=act_tanh_normal(2.0),
+        game=PENDULUM,
+        frames=1600,
+        aims=EITHER,
     )
     add(
-        "Categorical, CartPole",
-        lambda n: bare("CartPole-v1", n, categorical_action_encoding=True),
-        lambda: categorical(4, 2, False),
-        categorical_by_hand,
-        "CartPole-v1",
-        1600,
+        ACTORS,
+        "QValueActor and EGreedyModule, CartPole-v1",
+        policy=lambda: actors.greedy_q(actors.network(4, 2), 2),
+        act=act_greedy_q,
+        aims=EITHER,
+        **cart,
     )
     add(
-        "OneHotCategorical, CartPole",
-        lambda n: bare("CartPole-v1", n),
-        lambda: categorical(4, 2, True),
-        categorical_by_hand,
-        "CartPole-v1",
-        1600,
+        ACTORS,
+        "ProbabilisticActor, IndependentNormal, HalfCheetah-v5",
+        policy=lambda: actors.independent_normal(LocScale(mlp(17, 6), 6)),
+        act=act_normal,
+        frames=512,
+        aims={8: NO_AIM},
+        **cheetah,
     )
     add(
-        "TanhNormal, Pendulum",
-        lambda n: bare("Pendulum-v1", n),
-        lambda: tanh_normal(3, 1, 2.0),
-        lambda p: tanh_normal_by_hand(p, 2.0),
-        "Pendulum-v1",
-        1600,
+        ACTORS,
+        "ProbabilisticActor, Categorical, pixels 64×64×3",
+        env=pixels,
+        policy=lambda: actors.categorical(pixel_net(), key="pixels"),
+        act=act_categorical,
+        game=Pixels,
+        frames=512,
+        aims={8: NO_AIM},
+    )
+
+
+def own_modules() -> None:
+    add(
+        MODULES,
+        "nn.Module that samples in forward, CartPole-v1",
+        env=cartpole,
+        policy=actors.ActorCritic,
+        act=by_hand.custom,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (1.3, 7.0), 8: (1.2, 12.0), 32: (1.05, 15.0), 128: NO_AIM},
+        in_key="observation",
+        out_keys=("action", "log_prob", "value"),
     )
     add(
-        "QValueActor + EGreedy, CartPole",
-        lambda n: bare("CartPole-v1", n),
-        lambda: greedy_q(4, 2),
-        greedy_q_by_hand,
-        "CartPole-v1",
-        1600,
+        MODULES,
+        "nn.Module, reap's envs, HalfCheetah-v5",
+        env=partial(bare, "HalfCheetah-v5"),
+        policy=lambda: GaussianPolicy(LocScale(nn.Sequential(Flat(), mlp(17, 6)), 6)),
+        act=by_hand.plain,
+        game=CHEETAH,
+        frames=512,
+        aims={8: (0.95, None)},
+        ours=own_lanes(CHEETAH),
+        in_key="observation",
     )
     add(
-        "custom nn.Module, CartPole",
-        lambda n: bare("CartPole-v1", n, categorical_action_encoding=True),
-        ActorCritic,
-        module_by_hand,
-        "CartPole-v1",
-        1600,
-        (1, 8, 32),
+        MODULES,
+        "nn.Module, reap's envs, pixels 64×64×3",
+        env=pixels,
+        policy=lambda: PixelPolicy(pixel_net()),
+        act=by_hand.plain,
+        game=Pixels,
+        frames=512,
+        aims={8: (0.95, None)},
+        ours=own_lanes(Pixels),
+        in_key="pixels",
     )
-    return found
+    add(
+        MODULES,
+        "nn.Module, reap's envs, CartPole-v1",
+        env=cartpole,
+        policy=lambda: DiscretePolicy(mlp(4, 2)),
+        act=by_hand.plain,
+        game=CARTPOLE,
+        frames=1600,
+        aims={1: (0.95, None), 8: (0.95, None), 32: (0.95, None), 128: NO_AIM},
+        ours=own_lanes(CARTPOLE),
+        in_key="observation",
+    )
 
 
-def measure(work: Workload, rounds: int) -> dict[str, float]:
-    """Median frames per second of each system, and medians of the ratios within each turn."""
-    import torchrl.collectors
-
-    import reap.collectors
-
-    torch.manual_seed(0)
-    policy = work.policy()
-    wrapped = policy
-    if isinstance(policy, ActorCritic):  # TorchRL wants keys
-        wrapped = TensorDictModule(policy, ["observation"], ["action", "log_prob", "value"])
-    frames = work.frames
-    theirs = torchrl.collectors.Collector(work.env(), wrapped, frames_per_batch=frames, total_frames=-1)
-    ours = reap.collectors.Collector(work.env(), policy, frames_per_batch=frames, total_frames=-1)
-    turns = {"TorchRL": iter(theirs), "reap": iter(ours), "by hand": work.by_hand(policy)}
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for turn in turns.values():
-        next(turn)
-    for _ in range(rounds):
-        for name, turn in turns.items():
-            began = time.perf_counter()
-            next(turn)
-            times[name].append(time.perf_counter() - began)
-    theirs.shutdown()
-    ours.shutdown()
-    found = {name: frames / statistics.median(spent) for name, spent in times.items()}
-    found["of the loop by hand"] = statistics.median(h / r for h, r in zip(times["by hand"], times["reap"]))
-    found["times TorchRL"] = statistics.median(t / r for t, r in zip(times["TorchRL"], times["reap"]))
-    return found
+real_scripts()
+actors_on_bare_envs()
+own_modules()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--json", type=Path, help="write figures, machine and versions there")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"{'frames per second':36}{'TorchRL':>9}{'reap':>9}{'by hand':>9}{'of hand':>9}{'× TorchRL':>11}")
-    results = {}
-    for name, work in workloads().items():
-        if given.only not in name:
-            continue
-        found = results[name] = measure(work, given.rounds)
-        speeds = "".join(f"{found[system]:9,.0f}" for system in ("TorchRL", "reap", "by hand"))
-        print(f"{name:36}{speeds}{found['of the loop by hand']:9.2f}{found['times TorchRL']:10.1f}×", flush=True)
-    if given.json is not None:
-        about = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.platform()}
-        given.json.write_text(json.dumps({"about": about, "results": results}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+def workloads() -> list[Race]:
+    return [
+        Race(group, name, aims, board, script.contenders) for (group, name), (script, aims, board) in SCRIPTS.items()
+    ]

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from benchmarks.workloads import Crowd
+from benchmarks.envs_and_policies import Crowd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule

@@ -1,39 +1,190 @@
-"""The benchmarks run: shortest batches, two rounds, no judgement about speed."""
+"""The benchmarks run and compare like with like; their page is made from their JSON. No judgement about speed."""
 
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("torchrl")
+
+
+def board(*arguments):
+    from benchmarks.__main__ import main
+
+    assert main(["--quick", *arguments]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("samples in forward", "8 lanes"),
+        ("nested dict",),
+        ("memory of compact_obs",),
+        ("RewardSum, StepCounter, InitTracker; code on TensorDicts",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_workloads_are_measured(words, tmp_path, capsys):
+    board("--only", *words, "--json", str(tmp_path / "run.json"))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["kind"] == "quick"
+    assert record["rows"]
+    assert record["left_out"] == {}
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["machine"]["cores"] >= 1
+    told = capsys.readouterr().out
+    for row in record["rows"]:
+        assert row["name"] in told
+        assert all(value > 0 for value in row["figures"].values())
+        assert all(ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in row["ratios"].values())
+
 
 @pytest.mark.slow
-def test_every_door_is_measured(tmp_path, monkeypatch, capsys):
-    for library in ("envpool", "pettingzoo", "torchrl", "matplotlib"):
-        pytest.importorskip(library)
-    from benchmarks.doors import DOORS, main
+@pytest.mark.parametrize(
+    "group",
+    ["scripts", "bare envs", "modules and functions", "end to end", "env adapters", "two worker processes"]
+    + ["whoever is ready", "replay buffers", "env.rollout", "remote workers: distributed"],
+)
+def test_every_workload_of_a_group_runs(group, tmp_path):
+    board("--all", "--only", group, "--json", str(tmp_path / "run.json"))
 
-    monkeypatch.chdir(tmp_path)
-    results = main(["--quick"])
-    assert [r["case"] for r in results] == [door.name for door in DOORS]
-    assert all(r["ratio"] > 0 for r in results)
-    assert json.loads((tmp_path / "bench-results/doors.json").read_text()) == {"quick": True, "results": results}
-    assert (tmp_path / "bench-results/doors.png").read_bytes().startswith(b"\x89PNG")
-    (small,) = (r["memory"]["compact"] for r in results if "memory" in r)
-    assert small <= 1.15  # bytes do not depend on the machine
-    told = capsys.readouterr().out
-    assert all(door.name in told for door in DOORS)
+
+def test_every_name_is_there_once_and_the_aims_are_on_the_board():
+    from benchmarks.catalogue import workloads
+
+    names = [(one.group, one.name) for one in workloads()]
+    assert len(set(names)) == len(names)
+    assert sum(one.board for one in workloads()) > 40
+
+
+def test_a_word_nobody_holds_is_an_error(capsys):
+    from benchmarks.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["--only", "no such workload"])
+    assert "--list tells their names" in capsys.readouterr().err
+
+
+# ---- the loops by hand make the data of the scripts -----------------------------------------------------------------
+
+
+def both(script, steps=6):
+    """The columns of the loop by hand `[T, N, …]`, and reap's batch, from the same seeds."""
+    import reap.collectors
+
+    model, env = script.model(), script.env()
+    for module in model.modules():
+        if hasattr(module, "eps_end"):  # an EGreedyModule: exploring is drawn in another order by hand
+            module.eps.zero_()
+    env.set_seed(3, static_seed=True)
+    collector = reap.collectors.Collector(env, model, frames_per_batch=steps * script.lanes)
+    torch.manual_seed(5)
+    batch = collector.next()
+    collector.shutdown()
+    loop = script.by_hand(model, steps, 3)
+    torch.manual_seed(5)
+    made = {key: torch.from_numpy(column.copy()) for key, column in loop().items()}
+    loop.close()
+    if script.lanes > 1:
+        batch = batch.reshape(script.lanes, steps).transpose(0, 1)
+    return made, batch
+
+
+def same(mine, theirs, exact):
+    theirs = theirs.reshape(mine.shape)
+    torch.testing.assert_close(mine, theirs, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("PPO, HalfCheetah-v5", "1 lane"),
+        ("PPO, HalfCheetah-v5", "8 lanes"),
+        ("PPO, Pendulum-v1", "8 lanes"),
+        ("SAC, HalfCheetah-v5", "1 lane"),
+        ("SAC's actor", "1 lane"),
+        ("TD3's actor", "1 lane"),
+        ("ProbabilisticActor, Categorical, CartPole-v1", "8 lanes"),
+        ("ProbabilisticActor, TanhNormal", "1 lane"),
+        ("samples in forward", "8 lanes"),
+    ],
+    ids=", ".join,
+)
+def test_a_loop_by_hand_makes_the_data_of_its_script(words):
+    from benchmarks.scripts import SCRIPTS
+
+    ((script, _, _),) = (
+        found for (_, name), found in SCRIPTS.items() if words[0] in name and name.endswith(f", {words[1]}")
+    )
+    made, batch = both(script)
+    names = {"successor": ("next", "observation"), "reward": ("next", "reward"), "done": ("next", "done")}
+    names |= {"episode_reward": ("next", "episode_reward"), "step_count": ("next", "step_count")}
+    names |= {"log_prob": "output1", "value": "output2"} if script.in_key else {}
+    keys = {"observation", "successor", "action", "reward", "done"} | (made.keys() & {"action_log_prob", "log_prob"})
+    for key in keys | (made.keys() & {"loc", "scale", "logits", "episode_reward", "step_count"}):
+        same(made[key], batch[names.get(key, key)], exact=False)
+
+
+def test_the_recurrent_loop_makes_the_data_of_its_script():
+    from benchmarks.scripts_more import SCRIPTS
+
+    made, batch = both(SCRIPTS["recurrent DQN, CartPole-v1, 8 lanes"][0])
+    same(made["observation"], batch["observation"], exact=True)
+    same(made["action_value"], batch["action_value"], exact=False)
+    same(made["next_h"], batch["next", "recurrent_state_h"], exact=False)
+    same(made["recurrent_state_c"], batch["recurrent_state_c"], exact=False)
+    same(made["is_init"], batch["is_init"], exact=True)
+
+
+@pytest.mark.slow
+def test_the_loop_around_pong_makes_the_data_of_its_script():
+    from benchmarks.board import Missing
+    from benchmarks.scripts_more import pong_script, prepare_atari
+
+    try:
+        prepare_atari()
+    except Missing as missing:
+        pytest.skip(str(missing))
+    made, batch = both(pong_script(processes=False, noops=0), steps=5)
+    same(made["observation"], batch["pixels"], exact=False)
+    same(made["action"], batch["action"], exact=True)
+    same(made["successor"], batch["next", "pixels"], exact=False)
+    same(made["episode_reward"], batch["next", "episode_reward"], exact=True)
+
+
+def test_lanes_in_processes_make_the_data_of_lanes_in_this_one():
+    import gymnasium as gym
+    from benchmarks.by_hand import Loop, SerialLanes
+    from benchmarks.scripts_more import ProcessLanes
+
+    def act(x):
+        return {"action": (x[:, 2] > 0).long()}
+
+    makes = [lambda: gym.make("CartPole-v1")] * 4
+    lanes = SerialLanes([make() for make in makes], 0), ProcessLanes(makes, 2, 0)
+    first, second = (Loop(each, act, 60, counters=True) for each in lanes)
+    try:
+        mine, theirs = first(), second()
+        assert mine["done"].any()
+        for key, column in mine.items():
+            np.testing.assert_array_equal(column, theirs[key], err_msg=key)
+    finally:
+        second.close()
 
 
 @pytest.mark.parametrize("kind", ["Sync", "Async", "Central"])
 def test_the_loops_by_hand_deliver_what_happened(kind):
     """Every lane's frames follow each other, within batches and from one to the next, and episodes end as they did."""
-    from benchmarks import by_hand
-    from benchmarks.workloads import Case
+    from benchmarks import processes_by_hand
+    from benchmarks.envs_and_policies import Case
 
     lanes, steps = 3, 40
-    loop = getattr(by_hand, kind)(Case("CartPole-v1", "CartPole-v1", lanes, steps), 2)
+    loop = getattr(processes_by_hand, kind)(Case("CartPole-v1", "CartPole-v1", lanes, steps), 2)
     try:
         batches = [{name: column.clone() for name, column in loop().items()} for _ in range(6)]
     finally:
@@ -61,23 +212,6 @@ def test_the_loops_by_hand_deliver_what_happened(kind):
         assert set(whole["action"].unique().tolist()) == {0, 1}
 
 
-@pytest.mark.slow
-def test_two_processes_are_measured(tmp_path, monkeypatch, capsys):
-    for library in ("matplotlib", "mujoco"):
-        pytest.importorskip(library)
-    from benchmarks.multi import PAIRS, main
-
-    monkeypatch.chdir(tmp_path)
-    results = main(["--quick", "--no-peers"])
-    told = capsys.readouterr().out
-    names = [r["case"] for r in results]
-    assert all(pair.name in names or f"{pair.name}: not installed" in told for pair in PAIRS)
-    assert {"start-up of 8 workers, cold", "start-up of 8 workers, warm", "idle workers, sync"} <= set(names)
-    assert all(r["ratio"] > 0 or "idle" in r["case"] for r in results)
-    assert json.loads((tmp_path / "bench-results/multi.json").read_text()) == {"quick": True, "results": results}
-    assert (tmp_path / "bench-results/multi.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_an_interpreter_without_the_peer_is_named():
     from benchmarks.interpreters import opened
 
@@ -87,38 +221,44 @@ def test_an_interpreter_without_the_peer_is_named():
         pass
 
 
-def test_buffers_are_measured(capsys):
-    pytest.importorskip("torchrl")
-    from benchmarks.buffers import CASES, main
-
-    results = main(["--rows", "20000", "--rounds", "3"])
-    assert list(results) == list(CASES)
-    assert all(results[case]["ratio"] > 0 for case in ("uniform", "slices", "extend", "ingest", "writing"))
-    assert all(case in capsys.readouterr().out for case in CASES[:1])
+# ---- the page -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_whoever_is_ready_is_measured(tmp_path, monkeypatch, capsys):
-    from benchmarks.batched import CASES, main
+def test_the_page_is_what_the_report_makes_from_the_committed_runs():
+    from benchmarks.report import RESULTS, pages, read
 
-    monkeypatch.chdir(tmp_path)
-    results = main(["--quick", "--no-torchrl"])
-    assert [r["case"] for r in results] == [case.name for case in CASES]
-    assert all(rate > 0 for r in results for rate in r["fps"].values())
-    assert results[0]["to_ideal"].keys() == {"reap", "hand"}
-    assert json.loads((tmp_path / "bench-results/batched.json").read_text()) == {"quick": True, "results": results}
-    told = capsys.readouterr().out
-    assert all(case.name in told for case in CASES)
+    runs = sorted(RESULTS.glob("*.json"))
+    assert runs
+    for where, text in pages(read(runs)).items():
+        assert (ROOT / where).read_text() == text, f"{where}: run python -m benchmarks.report"
 
 
-def test_torchrls_envs_in_three_hands():
-    pytest.importorskip("torchrl")
-    from benchmarks.dropin import Custom, envs, measure, policy
+def test_the_report_tells_a_missed_aim_and_the_later_run():
+    from benchmarks.board import HAND, REAP, Ratio, Row
+    from benchmarks.report import filled, latest, pages
 
-    make, width, actions = envs()["TransformedEnv: counters"]
-    for acting in (policy(width, actions), Custom(width, actions)):
-        found = measure(make, acting, frames=40, rounds=2)
-        assert all(found[how] > 0 for how in ("rollout", "TorchRL", "reap", "faster"))
+    def record(when, value):
+        row = Row("a group", "a line", "frames/s", {REAP: 90.0, HAND: 100.0}, {HAND: Ratio(value, value, value, 0.9)})
+        machine = {"cpu": "x", "cores": 2, "load": 0.0}
+        told = {"when": when, "kind": "board", "seconds": 1, "commit": "abc", "versions": {}, "left_out": {}}
+        return {**told, "machine": machine, "load_after": 0.0, "rows": [row.to_json()]}
+
+    runs = [record("2020-01-01", 0.95), record("2021-01-01", 0.5)]
+    page = pages(runs)[Path("docs/benchmarks.md")]
+    assert "**0.50**, aim 0.9" in page
+    assert "0.95" not in page
+    asked = "before\n<!-- benchmarks: a group -->\nold\n<!-- end -->\nafter"
+    new = filled(asked, latest(runs))
+    assert "a line" in new
+    assert "old" not in new
+    assert filled(new, latest(runs)) == new
+    assert "old" in filled(asked, {})  # a group nobody measured keeps what the page says
+    assert "not to be relied on" not in page
+    runs[1]["machine"]["load"] = 9.0
+    assert "not to be relied on: others computed meanwhile" in pages(runs)[Path("docs/benchmarks.md")]
+
+
+# ---- the simulation -------------------------------------------------------------------------------------------------
 
 
 def test_the_simulation_knows_the_plain_cases():
@@ -153,24 +293,3 @@ def test_far_and_wide(tmp_path, capsys):
     assert len(rows) == len(CASES) * len(SHAPES) * 4
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("workers ") >= len(rows)
-
-
-@pytest.mark.slow
-def test_roads_are_measured(capsys):
-    from benchmarks.roads import main, weights
-
-    found = main(["--only", "distributed", "--rounds", "1", "--seconds", "0.2", "--case", "pixels"])
-    assert found["pixels"]["distributed"][0] > 0
-    assert "GB/s" in capsys.readouterr().out
-    assert weights("distributed", 1, updates=3, parameters=1000) < 1
-
-
-@pytest.mark.slow
-def test_ray_is_measured(capsys):
-    pytest.importorskip("ray")
-    from benchmarks.on_ray import main
-
-    found = main(["--seconds", "0.1", "--rounds", "1", "--no-peers"])
-    assert set(found) == {"frames", "pixels", "weights"}
-    assert found["frames"]["reap, processes"] > 0
-    assert "GB/s" in capsys.readouterr().out

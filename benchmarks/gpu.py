@@ -1,23 +1,16 @@
-"""On a GPU: reap beside loops an expert would write by hand, in one run.
+"""On a GPU: reap beside loops an expert would write by hand.
 
     native   CartPole in torch on the GPU, policy there too: a whole rollout in one CUDA graph, both
     host     32 CartPole lanes on the CPU, policy on the GPU: copy in, one CUDA graph, copy out, both
 
 Hand-written native: one graph of `T` steps into preallocated columns (observation, next observation, action, reward,
 done), no ids, no statistics, delivered as it is. reap: what every collector delivers, and a batch of the user's own.
-
-python -m benchmarks.gpu.rollouts [--rounds 15]        measures, and writes rollouts.json beside this file
-python -m benchmarks.gpu.rollouts --draw               draws rollouts.png from it; needs no GPU
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -25,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.board import HAND, REAP, Budget, Contender, Missing, Probe, Race, Ratio, Row, Workload
 from reap.collectors import Collector
 from reap.envs import SerialEnv, TorchEnv
 from reap.envs.torch_envs import TorchCartPole
 
-HERE = Path(__file__).parent
 STEPS = 32
 
 
@@ -123,21 +116,32 @@ def host_by_reap(lanes: int, policy: nn.Module, steps: int) -> Callable[[], Any]
     return Collector(env, policy, frames_per_batch=lanes * steps, policy_device="cuda", cudagraph_policy=True).next
 
 
-CASES: list[tuple[str, int, int, Any, Any]] = [
-    ("host, 32 lanes", 32, 64, host_by_hand, host_by_reap),
-    ("native, 4,096 lanes", 4096, STEPS, native_by_hand, native_by_reap),
-    ("native, 65,536 lanes", 65536, STEPS, native_by_hand, native_by_reap),
-    ("native, 1,048,576 lanes", 1048576, STEPS, native_by_hand, native_by_reap),
-]
+GROUP = "on a GPU"
 
 
-def timed(run: Callable[[], Any], times: int) -> float:
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - began) / times
+def needs_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise Missing("no GPU")
+
+
+def build(lanes: int, steps: int, hand: Any, reap: Any, scale: float) -> dict[str, Contender]:
+    needs_gpu()
+    torch.manual_seed(0)
+    policy = Policy().cuda().requires_grad_(False)
+    turn = max(1, min(50, int(2e7 / (lanes * steps)))) if hand is native_by_hand else 5
+
+    def whole(run: Callable[[], Any]) -> Callable[[], Any]:
+        """Turns of many batches, each of which has ended when the clock is read."""
+
+        def batches() -> None:
+            for _ in range(turn):
+                run()
+            torch.cuda.synchronize()
+
+        return batches
+
+    systems = {HAND: hand(lanes, policy, steps), REAP: reap(lanes, policy, steps)}
+    return {name: Contender(whole(run), turn * lanes * steps, torch.cuda.empty_cache) for name, run in systems.items()}
 
 
 def host_copies(run: Callable[[], Any]) -> int:
@@ -150,56 +154,33 @@ def host_copies(run: Callable[[], Any]) -> int:
     return sum(e.count for e in seen.key_averages() if "HtoD" in e.key or "DtoH" in e.key)
 
 
-def measure(name: str, lanes: int, steps: int, hand: Any, reap: Any, rounds: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    policy = Policy().cuda().requires_grad_(False)
-    runs = {"hand": hand(lanes, policy, steps), "reap": reap(lanes, policy, steps)}
-    times = max(1, int(2e7 / (lanes * steps))) if name.startswith("native") else 5
-    for run in runs.values():
-        timed(run, 4)
-    seconds: dict[str, list[float]] = {who: [] for who in runs}
-    for _ in range(rounds):
-        for who, run in runs.items():
-            seconds[who].append(timed(run, min(times, 50)))
-    fps = {who: lanes * steps / statistics.median(s) for who, s in seconds.items()}
-    ratio = statistics.median(h / r for h, r in zip(seconds["hand"], seconds["reap"]))
-    copies = host_copies(runs["reap"]) if name.startswith("native") else None
-    return {
-        "case": name,
-        "lanes": lanes,
-        "steps": steps,
-        "ratio": ratio,
-        "frames_per_second": fps,
-        "host_copies": copies,
-    }
+def copies(budget: Budget, workload: Workload) -> list[Row]:
+    needs_gpu()
+    run = native_by_reap(4096, Policy().cuda().requires_grad_(False), STEPS)
+    for _ in range(3):
+        run()
+    count = float(host_copies(run))
+    return [
+        Row(GROUP, workload.name, "copies", {REAP: count}, {"none": Ratio(count, count, count, 0.0, at_most=True)}, 1)
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path, default=HERE / "rollouts.json")
-    parser.add_argument("--draw", action="store_true")
-    args = parser.parse_args()
-    if args.draw:
-        from benchmarks.chart import draw_gpu
-
-        draw_gpu(json.loads(args.out.read_text()), args.out.with_suffix(".png"))
-        return
-    results = []
-    for case in CASES:
-        if args.only in case[0]:
-            results.append(measure(*case, args.rounds))
-            fps = results[-1]["frames_per_second"]
-            print(
-                f"{case[0]:26} hand {fps['hand']:16,.0f}   reap {fps['reap']:16,.0f} frames/s   "
-                f"ratio {results[-1]['ratio']:.2f}   host copies a batch: {results[-1]['host_copies']}",
-                flush=True,
+def workloads() -> list[Workload]:
+    """Aims: what was promised."""
+    native = (native_by_hand, native_by_reap)
+    return [
+        Race(
+            GROUP,
+            "CartPole-v1, 32 lanes on the CPU, policy on the GPU",
+            {HAND: 0.95},
+            False,
+            partial(build, 32, 64, host_by_hand, host_by_reap),
+        ),
+        *(
+            Race(
+                GROUP, f"CartPole in torch, {lanes:,} lanes", {HAND: 0.95}, False, partial(build, lanes, STEPS, *native)
             )
-            torch.cuda.empty_cache()
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}
-    args.out.write_text(json.dumps(about, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+            for lanes in (4096, 65_536, 1_048_576)
+        ),
+        Probe(GROUP, "copies between host and device per batch", {"none": 0.0}, False, copies),
+    ]

@@ -1,7 +1,7 @@
 """What is run: envs, and one policy in two dresses.
 
-The plain module takes an observation and returns an action. The probabilistic one is the same network as
-TensorDictModules and keeps the distribution's parameters and the log-probability as well.
+The plain module takes an observation and returns an action. The probabilistic one is the same network in TorchRL's
+ProbabilisticActor and keeps the distribution's parameters and the log-probability as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, cast
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
@@ -275,19 +274,6 @@ class Case:
             if not probabilistic:
                 return PixelPolicy(net) if self.key == "pixels" else DiscretePolicy(net)
             params, family = ["logits"], Categorical
-        return ProbabilisticTensorDictSequential(
-            TensorDictModule(net, in_keys=[self.key], out_keys=params),
-            ProbabilisticTensorDictModule(
-                in_keys=params, out_keys=["action"], distribution_class=family, return_log_prob=True
-            ),
-        )
+        from benchmarks.actors import sampled
 
-
-CASES = [
-    Case("CartPole-v1, 1 lane", "CartPole-v1", 1, 512),
-    Case("CartPole-v1, 8 lanes", "CartPole-v1", 8, 128),
-    Case("CartPole-v1, 32 lanes", "CartPole-v1", 32, 64),
-    Case("CartPole-v1, 128 lanes", "CartPole-v1", 128, 64),
-    Case("HalfCheetah-v5, 8 lanes", "HalfCheetah-v5", 8, 64, continuous=True),
-    Case("pixels 64×64×3, 8 lanes", "pixels", 8, 64, key="pixels"),
-]
+        return sampled(net, params, family, key=self.key, return_log_prob=True)

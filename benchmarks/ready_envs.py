@@ -1,46 +1,38 @@
-"""`make bench`, fourth part: many envs, one policy that answers whoever is ready.
+"""Many envs, one policy that answers whoever is ready: `AsyncBatchedCollector`.
 
-    slow env: every step sleeps, exponentially, 2 ms on average; 32 envs could make 16,000 frames/s
-        reap / ideal, hand-written / ideal, and reap / TorchRL's AsyncBatchedCollector: once as it comes ("torchrl"),
-        once set up for this (threads, batches of at most 32; "tuned"); "placed" is reap with `driver_affinity` and
-        `worker_affinity`, the policy on the first core and the envs on the others (Linux)
-        once with a policy of TensorDictModules, once with a module that samples from torch's own Categorical
-    one straggler: one of the 32 is a hundred times slower; reap / the sum of all envs' own rates, and
-        reap / what the other 31 make without it
-    CartPole: 32 envs in 2 processes; reap / TorchRL's AsyncBatchedCollector
+    slow env        every step sleeps, exponentially, 2 ms on average; 32 envs could make 16,000 frames/s ("ideal")
+                    once with TorchRL's actor, once with a module that samples from torch's own Categorical
+    one straggler   one of the 32 is a hundred times slower: beside the sum of all envs' own rates
+    CartPole        32 envs in 2 processes
 
-reap and the hand-written loop take turns inside one run; what is printed are medians. TorchRL's envs go on by
-themselves when nobody asks, so it runs alone, after them, and its ratio is that of the medians. The hand-written loop
-has a thread per env and two kinds of queue, decides about whoever is ready, samples by `torch.multinomial` (or calls
-the module as it is), and stores the columns reap stores in preallocated arrays.
-
-python -m benchmarks.batched [--rounds 7] [--no-torchrl] [--quick]
+"with cores of their own" is reap with `driver_affinity` and `worker_affinity`, the policy on the first core and the
+envs on the others (Linux). TorchRL is there twice: as it comes, and set up for this (threads, batches of at most 32).
+Its envs go on by themselves when nobody asks, so it runs alone, after the others. The loop by hand has a thread per env
+and two kinds of queue, decides about whoever is ready, samples by `torch.multinomial` (or calls the module as it is),
+and stores the columns reap stores in preallocated arrays.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import queue
 import statistics
 import threading
 import time
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import TensorDictModule
 from torch import nn
-from torch.distributions import Categorical
 
-from benchmarks.peers import Contender
-from benchmarks.single import RESULTS
-from benchmarks.workloads import DiscretePolicy, mlp
+from benchmarks import actors
+from benchmarks.board import HAND, REAP, TORCHRL, Budget, Contender, Probe, Row, Workload, race, ratio
+from benchmarks.envs_and_policies import DiscretePolicy, mlp
 from reap.collectors import AsyncBatchedCollector
 from reap.envs import GymEnv
 
@@ -80,19 +72,20 @@ class Case:
     threads: bool = False
     module: bool = False  # the policy is a module that samples by itself
     ideal: float | None = None
+    aims: Mapping[str, float] = field(default_factory=dict)
 
 
+SLEEPING: dict[str, Any] = {"frames": 3200, "backend": "multiprocessing", "per_worker": ENVS, "threads": True}
+IDEAL = "ideal"
 CASES = [
-    Case("slow env, 32 envs", Slow, 3200, "multiprocessing", ENVS, True, ideal=ENVS / MEAN),
-    Case("slow env, 32 envs, Categorical", Slow, 3200, "multiprocessing", ENVS, True, module=True, ideal=ENVS / MEAN),
+    Case("slow env, ProbabilisticActor", Slow, **SLEEPING, ideal=ENVS / MEAN, aims={IDEAL: 0.80, TORCHRL: 10.0}),
+    Case("slow env, nn.Module", Slow, **SLEEPING, module=True, ideal=ENVS / MEAN),
     Case(
         "slow env, one of 32 is 100× slower",
         lambda number: Slow(number, MEAN if number else 100 * MEAN),
-        3200,
-        "multiprocessing",
-        ENVS,
-        True,
+        **SLEEPING,
         ideal=(ENVS - 1 + 0.01) / MEAN,
+        aims={IDEAL: 0.80},
     ),
     Case("CartPole, 32 envs in 2 processes", lambda number: gym.make("CartPole-v1"), 6400, "multiprocessing", 16),
 ]
@@ -102,10 +95,7 @@ def policy(case: Case) -> nn.Module:
     torch.manual_seed(0)
     if case.module:
         return DiscretePolicy(mlp(4, 2))
-    return ProbabilisticTensorDictSequential(
-        TensorDictModule(mlp(4, 2), in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical),
-    )
+    return actors.categorical(mlp(4, 2))
 
 
 class ByHand:
@@ -137,7 +127,7 @@ class ByHand:
             answers.put((number, obs, reward, terminated, truncated, first))
 
     def _decide(self, seen: dict[int, Any]) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():
             actions = self._act(torch.from_numpy(np.stack(list(seen.values())))).tolist()
         for (number, obs), action in zip(seen.items(), actions):
             self._sent[number] = obs, action
@@ -174,7 +164,7 @@ class ByHand:
 
 def by_hand(case: Case) -> Contender:
     loop = ByHand(case)
-    return Contender(loop, loop.close, case.frames)
+    return Contender(loop, case.frames, loop.close)
 
 
 def reap(case: Case, **options: Any) -> Contender:
@@ -187,7 +177,7 @@ def reap(case: Case, **options: Any) -> Contender:
         worker_threads=case.threads,
         **options,
     )
-    return Contender(iter(collector).__next__, collector.shutdown, case.frames)
+    return Contender(iter(collector).__next__, case.frames, collector.shutdown)
 
 
 def placed(case: Case) -> Contender:
@@ -209,7 +199,7 @@ def torchrl(case: Case, **options: Any) -> Contender:
         total_frames=-1,
         **options,
     )
-    return Contender(iter(collector).__next__, collector.shutdown, case.frames // 8)
+    return Contender(iter(collector).__next__, case.frames // 8, collector.shutdown)
 
 
 def tuned(case: Case) -> Contender:
@@ -217,77 +207,45 @@ def tuned(case: Case) -> Contender:
     return torchrl(case, max_batch_size=ENVS, env_backend="threading")
 
 
-def turns(contenders: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
-    """Frames per second, everybody once a round."""
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for contender in contenders.values():
-        contender.run()
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            began = time.perf_counter()
-            contender.run()
-            rates[name].append(contender.frames / (time.perf_counter() - began))
-    return rates
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+GROUP = "whoever is ready"
 
 
-def measure(case: Case, makers: dict[str, Callable[[Case], Contender]], rounds: int) -> dict[str, list[float]]:
-    """Frames per second of those of `makers`, made for this and closed after it."""
-    contenders: dict[str, Contender] = {}
+def alone(contender: Contender, rounds: int) -> list[float]:
     try:
-        for name, make in makers.items():
-            contenders[name] = make(case)
-        return turns(contenders, rounds)
+        return race({"": contender}, 0.0, least=rounds, most=rounds)[""]
     finally:
-        for contender in contenders.values():
-            contender.close()
+        contender.close()
 
 
-def summary(case: Case, rates: dict[str, list[float]]) -> dict[str, Any]:
-    result: dict[str, Any] = {"case": case.name, "fps": {name: statistics.median(r) for name, r in rates.items()}}
-    for name in rates:
-        if name in ("placed", "hand"):  # they took turns
-            result[f"reap_to_{name}"] = statistics.median(a / b for a, b in zip(rates["reap"], rates[name]))
-        elif name != "reap":
-            result[f"reap_to_{name}"] = result["fps"]["reap"] / result["fps"][name]
+def measure(case: Case, budget: Budget, workload: Workload) -> list[Row]:
+    """In turns: reap and the loop by hand. Then TorchRL, alone, and only where peers are asked for or an aim is."""
+    case = replace(case, frames=max(ENVS * 8, int(case.frames * budget.scale)))
+    rounds = 2 if budget.scale < 1 else 5
+    ours: dict[str, Contender] = {REAP: reap(case)}
+    if case.threads:
+        ours |= {"with cores of their own": placed(case)} if hasattr(os, "sched_setaffinity") else {}
+        ours |= {HAND: by_hand(case)}
+    try:
+        seconds = race(ours, 0.0, least=rounds, most=rounds)
+    finally:
+        for one in ours.values():
+            one.close()
+    if "slower" not in case.name and (budget.peers or (TORCHRL in case.aims and budget.scale == 1)):
+        seconds[TORCHRL] = alone(torchrl(case), 3)
+        if budget.peers:
+            seconds["TorchRL, set up for it"] = alone(tuned(case), 3)
+    speeds = {name: 1 / statistics.median(each) for name, each in seconds.items()}
+    told = {
+        name: ratio(zip(each, seconds[REAP]), case.aims.get(name)) for name, each in seconds.items() if name != REAP
+    }
     if case.ideal is not None:
-        result["to_ideal"] = {name: rate / case.ideal for name, rate in result["fps"].items()}
-    return result
+        speeds[IDEAL] = case.ideal
+        shares = [(1 / each, case.ideal) for each in seconds[REAP]]
+        told[IDEAL] = ratio(shares, case.aims.get(IDEAL))
+    return [Row(GROUP, case.name, "frames/s", speeds, told, rounds)]
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(prog="benchmarks.batched", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--no-torchrl", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="shortest run: does it work?")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    results = []
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        rounds = 2 if options.quick else options.rounds
-        ours: dict[str, Callable[[Case], Contender]] = {"reap": reap}
-        if case.threads:
-            ours |= {"placed": placed} if hasattr(os, "sched_setaffinity") else {}
-            ours |= {"hand": by_hand}
-        rates = measure(case, ours, rounds)
-        if not options.no_torchrl and "slower" not in case.name:
-            for name, make in (("torchrl", torchrl), ("tuned", tuned)):
-                rates |= measure(case, {name: make}, rounds)
-        result = summary(case, rates)
-        results.append(result)
-        if "slower" in case.name and len(results) > 1:  # what the others make without it
-            result["reap_to_the_others"] = result["fps"]["reap"] / (results[0]["fps"]["reap"] * (ENVS - 1) / ENVS)
-        shares = "".join(f", {name} {share:.2f} of the ideal" for name, share in result.get("to_ideal", {}).items())
-        ratios = "".join(f", {n.replace('_', ' ')} {r:.2f}" for n, r in result.items() if n.startswith("reap_to"))
-        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in result["fps"].items())
-        print(f"{case.name}: {speeds} frames/s{shares}{ratios}", flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "batched.json").write_text(json.dumps({"quick": options.quick, "results": results}, indent=1) + "\n")
-    return results
-
-
-if __name__ == "__main__":
-    main()
+def workloads() -> list[Workload]:
+    return [Probe(GROUP, case.name, case.aims, bool(case.aims), partial(measure, case)) for case in CASES]

@@ -1,22 +1,15 @@
-"""`make bench`, second half: the other doors. reap beside an expert's hand-written loop around the very same env.
+"""Env adapters: reap beside an expert's hand-written loop around the very same env.
 
-    EnvPool, Gymnasium's native vector envs, nested observations, a recurrent policy, many agents: reap / hand-written
+    EnvPool, Gymnasium's native vector envs, nested observations, a recurrent policy, many agents: reap / by hand
     split_trajectories: reap / TorchRL          compact_obs: with / without, and the bytes of a batch
 
 Every hand-written loop stores the columns reap stores (ids and flags included) in preallocated arrays and is right
-about episode ends. Contenders take turns inside one run; what is printed are medians of paired ratios.
-
-python -m benchmarks.doors [--rounds 15] [--only envpool] [--no-torchrl] [--quick]
+about episode ends.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
@@ -26,9 +19,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from benchmarks.contenders import Run
-from benchmarks.single import RESULTS, calls, race
-from benchmarks.workloads import (
+from benchmarks.board import HAND, REAP, TORCHRL, Budget, Contender, Missing, Probe, Race, Ratio, Row, Workload
+from benchmarks.envs_and_policies import (
     Crowd,
     DiscretePolicy,
     Flat,
@@ -47,6 +39,7 @@ from reap.envs import EnvPoolEnv, GymEnv, PettingZooEnv, SerialEnv
 from reap.trajectories import FINAL
 
 Array = np.ndarray[Any, Any]
+Run = Callable[[], Any]
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -82,7 +75,10 @@ def cheetah() -> nn.Module:
 
 
 def envpool(task: str, lanes: int, steps: int) -> dict[str, Run]:
-    import envpool
+    try:
+        import envpool
+    except ImportError as missing:
+        raise Missing(str(missing)) from missing
 
     continuous = task.startswith("HalfCheetah")
     policy = cheetah() if continuous else discrete(4, 2)
@@ -95,7 +91,7 @@ def envpool(task: str, lanes: int, steps: int) -> dict[str, Run]:
 
     def hand() -> Any:
         nonlocal current
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(steps):
                 obs[t] = current
                 store.action[t] = chosen = policy(torch.from_numpy(current)).numpy()
@@ -112,7 +108,7 @@ def envpool(task: str, lanes: int, steps: int) -> dict[str, Run]:
 
     ours = EnvPoolEnv(task, num_envs=lanes, categorical_action_encoding=True)
     collector = Collector(ours, policy, frames_per_batch=lanes * steps)
-    return {"hand": hand, "reap": iter(collector).__next__}
+    return {HAND: hand, REAP: iter(collector).__next__}
 
 
 # ---- Gymnasium's native vector envs ---------------------------------------------------------------------------------
@@ -131,7 +127,7 @@ def native(lanes: int, steps: int) -> dict[str, Run]:
 
     def hand() -> Any:
         nonlocal current, over
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(steps):
                 obs[t] = current
                 store.action[t] = chosen = policy(torch.from_numpy(current)).numpy()
@@ -147,7 +143,7 @@ def native(lanes: int, steps: int) -> dict[str, Run]:
 
     ours = gym.make_vec("CartPole-v1", num_envs=lanes, vectorization_mode="vector_entry_point")
     collector = Collector(GymEnv(ours, categorical_action_encoding=True), policy, frames_per_batch=lanes * steps)
-    return {"hand": hand, "reap": iter(collector).__next__}
+    return {HAND: hand, REAP: iter(collector).__next__}
 
 
 # ---- lanes of single envs -------------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ def nested(lanes: int, steps: int) -> dict[str, Run]:
     store = Store(steps, lanes)
 
     def hand() -> Any:
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(steps):
                 for key, now in current.items():
                     obs[key][t] = now
@@ -190,7 +186,7 @@ def nested(lanes: int, steps: int) -> dict[str, Run]:
     ours = SerialEnv(lanes, lambda: GymEnv(Nested(), categorical_action_encoding=True))
     keys: list[Any] = list(Nested.leaves)
     policy = TensorDictModule(net, in_keys=keys, out_keys=["action"])
-    return {"hand": hand, "reap": iter(Collector(ours, policy, frames_per_batch=lanes * steps)).__next__}
+    return {HAND: hand, REAP: iter(Collector(ours, policy, frames_per_batch=lanes * steps)).__next__}
 
 
 def recurrent(lanes: int, steps: int) -> dict[str, Run]:
@@ -206,7 +202,7 @@ def recurrent(lanes: int, steps: int) -> dict[str, Run]:
     fresh = np.ones(lanes, np.bool_)
 
     def hand() -> Any:
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(steps):
                 obs[t], hiddens[t], cells[t], begins[t] = current, hidden, cell, fresh
                 fresh[:] = False
@@ -230,7 +226,7 @@ def recurrent(lanes: int, steps: int) -> dict[str, Run]:
         return obs, following, hiddens, cells, hiddens_out, cells_out, begins, begins_out, store
 
     ours = SerialEnv(lanes, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True))
-    return {"hand": hand, "reap": iter(Collector(ours, policy, frames_per_batch=lanes * steps)).__next__}
+    return {HAND: hand, REAP: iter(Collector(ours, policy, frames_per_batch=lanes * steps)).__next__}
 
 
 # ---- agents ---------------------------------------------------------------------------------------------------------
@@ -264,7 +260,7 @@ def agents(count: int, steps: int) -> dict[str, Run]:
         nonlocal number
         for column in (following, store.reward, store.terminated, store.truncated):
             column[...] = 0
-        with torch.no_grad():
+        with torch.inference_mode():
             for t in range(steps):
                 obs[t], mask[t], ids[t] = current, alive, number
                 np.logical_not(alive, out=gone[t])
@@ -292,13 +288,13 @@ def agents(count: int, steps: int) -> dict[str, Run]:
 
     policy = TensorDictModule(net, in_keys=[("agents", "observation")], out_keys=[("agents", "action")])
     ours = PettingZooEnv(Crowd(count), categorical_action_encoding=True)
-    return {"hand": hand, "reap": iter(Collector(ours, policy, frames_per_batch=steps)).__next__}
+    return {HAND: hand, REAP: iter(Collector(ours, policy, frames_per_batch=steps)).__next__}
 
 
 # ---- what is done with batches --------------------------------------------------------------------------------------
 
 
-def splitting(lanes: int, steps: int, torchrl: bool) -> dict[str, Run]:
+def splitting(lanes: int, steps: int) -> dict[str, Run]:
     """A batch whose episodes last about 20 steps, cut into trajectories."""
     done = torch.rand(lanes, steps, 1, generator=torch.Generator().manual_seed(0)) < 1 / 20
     begins = torch.ones(lanes, steps, dtype=torch.bool)
@@ -320,13 +316,10 @@ def splitting(lanes: int, steps: int, torchrl: bool) -> dict[str, Run]:
         },
         batch_size=[lanes, steps],
     )
-    runs: dict[str, Run] = {"reap": lambda: split_trajectories(batch)}
-    if torchrl:
-        from torchrl.collectors.utils import split_trajectories as theirs
+    from torchrl.collectors.utils import split_trajectories as theirs
 
-        assert bool((theirs(batch) == split_trajectories(batch)).all())
-        runs["torchrl"] = lambda: theirs(batch)
-    return runs
+    assert bool((theirs(batch) == split_trajectories(batch)).all())
+    return {REAP: lambda: split_trajectories(batch), TORCHRL: lambda: theirs(batch)}
 
 
 def compact(lanes: int, steps: int) -> dict[str, Run]:
@@ -337,7 +330,7 @@ def compact(lanes: int, steps: int) -> dict[str, Run]:
         policy = seeded(lambda: PixelPolicy(nn.Sequential(Flat(), mlp(64 * 64 * 3, 4))))
         return iter(Collector(env, policy, frames_per_batch=lanes * steps, compact_obs=small)).__next__
 
-    return {"full": collector(False), "compact": collector(True)}
+    return {"without": collector(False), REAP: collector(True)}
 
 
 def size_of(batch: Any) -> int:
@@ -349,109 +342,46 @@ def size_of(batch: Any) -> int:
 
 # ---- the table ------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Door:
-    """One case: who runs, whose seconds are divided by reap's, and what the ratio should reach."""
-
-    name: str
-    lanes: int
-    steps: int
-    target: float
-    build: Callable[[int, int], dict[str, Run]]
-    over: str = "hand"  # the contender's name; reap's own is the other one
-    agents: bool = False  # frames are counted by world, not by agent
-
-    @property
-    def frames(self) -> int:
-        return self.steps if self.agents else self.lanes * self.steps
+GROUP = "env adapters"
 
 
-DOORS = [
-    Door("EnvPool CartPole-v1, 256 lanes", 256, 128, 0.95, lambda n, t: envpool("CartPole-v1", n, t)),
-    Door("EnvPool HalfCheetah-v4, 64 lanes", 64, 64, 0.95, lambda n, t: envpool("HalfCheetah-v4", n, t)),
-    Door("native vector CartPole, 1024 lanes", 1024, 128, 0.95, native),
-    Door("nested dict of 8 leaves, 8 lanes", 8, 128, 0.85, nested),
-    Door("LSTM policy, CartPole-v1, 32 lanes", 32, 64, 0.90, recurrent),
-    Door("PettingZoo, 32 agents", 32, 200, 0.85, agents, agents=True),
-    Door("split_trajectories [64, 1000]", 64, 1000, 20.0, lambda n, t: splitting(n, t, True), "torchrl"),
-    Door("compact_obs, pixels 64×64×3, 8 lanes", 8, 64, 1.0, compact, "full"),
-]
+def line(
+    name: str,
+    lanes: int,
+    steps: int,
+    aims: dict[str, float],
+    build: Callable[[int, int], dict[str, Run]],
+    *,
+    worlds: bool = False,
+) -> Race:
+    """A race; of many agents in a world it counts the world's frames."""
+
+    def contenders(scale: float) -> dict[str, Contender]:
+        n = max(4, int(steps * scale))
+        frames = n if worlds else lanes * n
+        return {who: Contender(run, frames) for who, run in build(lanes, n).items()}
+
+    return Race(GROUP, name, aims, build=contenders)
 
 
-def measure(door: Door, *, rounds: int, quick: bool) -> dict[str, Any]:
-    steps = max(4, door.steps // 16) if quick else door.steps
-    frames = door.frames * steps // door.steps
-    runs = door.build(door.lanes, steps)
-    (mine,) = runs.keys() - {door.over}
-    # What takes a second per batch needs no more rounds than that of others.
-    seconds = race(runs, min(rounds, 5) if door.over == "torchrl" else rounds)
-    result: dict[str, Any] = {
-        "case": door.name,
-        "over": door.over,
-        "target": door.target,
-        "ratio": statistics.median(t / r for t, r in zip(seconds[door.over], seconds[mine])),
-        "frames": frames,
-        "frames_per_second": {n: frames / statistics.median(s) for n, s in seconds.items()},
-        "calls_per_step": {n: calls(run) / steps for n, run in runs.items()},
-    }
-    if door.build is compact:
-        one = int(np.prod(Pixels.observation_space.shape)) * door.lanes
-        result["memory"] = {n: size_of(run()) / ((steps + 1) * one) for n, run in runs.items()}
-        result["memory_target"] = 1.15
-    return result
+def memory(budget: Budget, workload: Workload) -> list[Row]:
+    """Bytes of a batch of pixels in units of T + 1 observations, without and with `compact_obs`."""
+    lanes, steps = 8, 16
+    one = int(np.prod(Pixels.observation_space.shape)) * lanes
+    sizes = {who: size_of(run()) / ((steps + 1) * one) for who, run in compact(lanes, steps).items()}
+    share = Ratio(sizes[REAP], sizes[REAP], sizes[REAP], 1.15, at_most=True)
+    return [Row(GROUP, workload.name, "× (T + 1) observations", sizes, {"one copy of each": share}, 1)]
 
 
-def show(result: dict[str, Any]) -> str:
-    over, fps = result["over"], result["frames_per_second"]
-    (mine,) = fps.keys() - {over}
-    counted = result["calls_per_step"]
-    line = (
-        f"{result['case']:38} {over:>8} {result['ratio']:7.2f} {result['target']:7.2f} {verdict(result):5}  "
-        f"{fps[over]:12,.0f} {fps[mine]:12,.0f}  {counted[over]:10.1f} {counted[mine]:10.1f}"
-    )
-    if "memory" in result:
-        full, small = result["memory"]["full"], result["memory"]["compact"]
-        line += f"\n    bytes / ((T + 1) × observation): full {full:.2f}, compact {small:.2f}"
-        line += f" (at most {result['memory_target']})"
-    return line
-
-
-def verdict(result: dict[str, Any]) -> str:
-    fits = "memory" not in result or result["memory"]["compact"] <= result["memory_target"]
-    return "ok" if result["ratio"] >= result["target"] and fits else "below"
-
-
-def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--no-torchrl", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="short batches, few rounds: does it run?")
-    args = parser.parse_args(arguments)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    print(
-        f"{'case':38} {'against':>8} {'ratio':>7} {'target':>7} {'':5}  "
-        f"{'its frames/s':>12} {'reap':>12}  {'its calls per step':>10} {'reap':>4}"
-    )
-    results = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Gymnasium's remarks about its own spaces
-        for door in DOORS:
-            if args.only.lower() not in door.name.lower() or (args.no_torchrl and door.over == "torchrl"):
-                continue
-            results.append(measure(door, rounds=2 if args.quick else max(args.rounds, 5), quick=args.quick))
-            print(show(results[-1]), flush=True)
-    torch.set_num_threads(threads)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "doors.json").write_text(json.dumps({"quick": args.quick, "results": results}, indent=1))
-    from benchmarks.chart import draw_doors
-
-    draw_doors(results, RESULTS / "doors.png")
-    print(f"{RESULTS}/doors.json, {RESULTS}/doors.png")
-    return results
-
-
-if __name__ == "__main__":
-    main()
+def workloads() -> list[Workload]:
+    return [
+        line("EnvPool CartPole-v1, 256 lanes", 256, 128, {HAND: 0.95}, lambda n, t: envpool("CartPole-v1", n, t)),
+        line("EnvPool HalfCheetah-v4, 64 lanes", 64, 64, {HAND: 0.95}, lambda n, t: envpool("HalfCheetah-v4", n, t)),
+        line("native vector CartPole, 1024 lanes", 1024, 128, {HAND: 0.95}, native),
+        line("nested dict of 8 leaves, 8 lanes", 8, 128, {HAND: 0.85}, nested),
+        line("LSTM policy, CartPole-v1, 32 lanes", 32, 64, {HAND: 0.90}, recurrent),
+        line("PettingZoo, 32 agents as a group", 32, 200, {HAND: 0.85}, agents, worlds=True),
+        line("split_trajectories [64, 1000], episodes of about 20", 64, 1000, {TORCHRL: 20.0}, splitting),
+        line("compact_obs, pixels 64×64×3, 8 lanes", 8, 64, {"without": 1.0}, compact),
+        Probe(GROUP, "memory of compact_obs, pixels 64×64×3, 8 lanes", {"one copy of each": 1.15}, measure=memory),
+    ]
