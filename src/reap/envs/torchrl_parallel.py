@@ -30,7 +30,7 @@ from reap.core.rollout import columns_of
 from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.process_lanes import ProcessLanes
 from reap.envs.torchrl_by_hand import handed_out, replaced, taken_back
-from reap.envs.torchrl_captured import Base
+from reap.envs.torchrl_captured import Array, Base
 from reap.envs.torchrl_rows import give_spec
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
@@ -338,12 +338,12 @@ class ParallelBase(Base):
         super().__init__(env, lanes)
         self._memory: tuple[Any, list[Row], dict[Key, np.ndarray[Any, Any]]] | None = None
 
-    def begin(self, lanes: Sequence[int]) -> Sequence[Tensor]:
+    def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
         """TorchRL's shows lanes that are not reset as their last step has left them."""
         if not self.given:
             if self.lanes.stepped_by == "row":
                 last = dict(zip(self.keys, self._rows[self._turn][1]))
-                values = [last[key] for key in self.reset_keys]
+                values = [torch.from_numpy(last[key]) for key in self.reset_keys]
             elif self.lanes.stepped_by == "command":
                 next_ = self.env.shared_tensordict_parent.get("next")
                 values = [next_.get(key) for key in self.reset_keys]
@@ -367,19 +367,20 @@ class ParallelBase(Base):
         _, rows, arrays = self._memory
         self._rows = []
         for n, row in enumerate(rows):
-            results = tuple(torch.from_numpy(arrays[("next", *as_key(key))][n]) for key in self.keys)
-            if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
+            results = tuple(arrays[("next", *as_key(key))][n] for key in self.keys)
+            kinds = [(t.shape, t.dtype) for t in map(torch.from_numpy, results)]
+            if kinds != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
             self._rows.append((row, results))
 
-    def step(self, *actions: Tensor) -> tuple[Tensor, ...]:
+    def step(self, *actions: Array) -> tuple[Array, ...]:
         if self.given:
-            return tuple(value.clone() for value in self.given)
+            return tuple(value.numpy().copy() for value in self.given)
         self._turn ^= 1
         row, results = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         for mine, given in zip(row.action, actions):
-            mine[...] = given.numpy()
+            mine[...] = given
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
@@ -387,7 +388,7 @@ class ParallelBase(Base):
         finally:
             for lock in self.locks:
                 lock.acquire()
-        return tuple([t.clone() for t in results]) if self.fresh else results
+        return tuple([array.copy() for array in results]) if self.fresh else results
 
 
 def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
