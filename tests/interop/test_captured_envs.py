@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import ale_py
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,13 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     DTypeCastTransform,
+    EndOfLifeTransform,
     FlattenObservation,
+    FrameSkipTransform,
+    GrayScale,
     GymEnv,
     InitTracker,
+    NoopResetEnv,
     ObservationNorm,
     RenameTransform,
     RewardClipping,
@@ -31,6 +37,7 @@ from torchrl.envs import (
     SignTransform,
     SqueezeTransform,
     StepCounter,
+    ToTensorImage,
     TrajCounter,
     TransformedEnv,
     UnsqueezeTransform,
@@ -322,3 +329,58 @@ def test_a_learner_in_another_thread_loses_no_update():
     learner.join()
     collector.shutdown()
     assert torch.equal(policy.bias.detach(), torch.full((2,), float(steps[0]))) or steps[0] > 2**24
+
+
+def atari(lanes):
+    gym.register_envs(ale_py)
+
+    def one():
+        return TransformedEnv(
+            GymEnv("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0, categorical_action_encoding=True),
+            Compose(
+                NoopResetEnv(noops=5),
+                FrameSkipTransform(4),
+                EndOfLifeTransform(),
+                ToTensorImage(in_keys=["pixels"]),
+                GrayScale(in_keys=["pixels"]),
+                CatFrames(N=2, dim=-3, in_keys=["pixels"]),
+                RewardSum(),
+                StepCounter(max_steps=60),
+            ),
+        )
+
+    return one() if lanes == 1 else SerialEnv(lanes, one)
+
+
+class Cycles(nn.Module):
+    """Actions that follow from the number of the step."""
+
+    def forward(self, step_count):
+        return (step_count.squeeze(-1) * 7 + step_count.squeeze(-1) // 5) % 4
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_an_atari_script(lanes):
+    """Lives are asked of the env at each step; steps are repeated; resets make steps of their own."""
+
+    def batches(cls):
+        torch.manual_seed(0)
+        env = atari(lanes)
+        env.set_seed(3)
+        policy = TensorDictModule(Cycles(), in_keys=["step_count"], out_keys=["action"])
+        collector = cls(env, policy, frames_per_batch=100, total_frames=300)
+        found = [batch.clone() for batch in collector]
+        lanes_env = getattr(collector, "_backend", None) and collector._backend.worker.env
+        collector.shutdown()
+        return found, lanes_env
+
+    theirs, _ = batches(TheirCollector)
+    ours, captured = batches(Collector)
+    assert isinstance(captured, CapturedRows)
+    assert captured.why is None
+    for a, b in zip(theirs, ours):
+        assert set(a.keys(True, True)) == set(b.keys(True, True))
+        for key in a.keys(True, True):
+            assert a[key].dtype is b[key].dtype, key
+            assert torch.equal(a[key], b[key]), key
+    assert any(batch["next", "end-of-life"].any() for batch in theirs)

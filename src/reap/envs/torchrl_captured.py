@@ -15,6 +15,7 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,14 +50,17 @@ _TRIES = 3  # recordings in a row that did not last a rollout, before it is give
 TRANSFORMS = frozenset(
     {
         "ActionMask", "ActionScaling", "BinarizeReward", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform",
-        "Compose", "Crop", "DTypeCastTransform", "DoubleToFloat", "ExcludeTransform", "FlattenObservation",
-        "GrayScale", "InitTracker", "ObservationNorm", "PermuteTransform", "RenameTransform", "Resize",
-        "RewardClipping", "RewardScaling", "RewardSum", "SelectTransform", "SignTransform", "SqueezeTransform",
-        "Stack", "StepCounter", "TargetReturn", "TensorDictPrimer", "TimeMaxPool", "ToTensorImage",
-        "UnsqueezeTransform", "VecNorm", "VecNormV2"
+        "Compose", "Crop", "DTypeCastTransform", "DoubleToFloat", "EndOfLifeTransform", "ExcludeTransform",
+        "FlattenObservation", "FrameSkipTransform", "GrayScale", "InitTracker", "NoopResetEnv", "ObservationNorm",
+        "PermuteTransform", "RenameTransform", "Resize", "RewardClipping", "RewardScaling", "RewardSum",
+        "SelectTransform", "SignTransform", "SqueezeTransform", "Stack", "StepCounter", "TargetReturn",
+        "TensorDictPrimer", "TimeMaxPool", "ToTensorImage", "UnsqueezeTransform", "VecNorm", "VecNormV2"
     }
 )
 # fmt: on
+_STEPS_IN_RESETS = "NoopResetEnv"  # its resets move the env by chance: they are TorchRL's always
+_REPEATS = "FrameSkipTransform"
+_ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
 
 
 def captured_whole(part: Any) -> bool:
@@ -209,6 +213,7 @@ class CapturedRows(TorchRLRows):
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded
         self._locks: list[Any] = []
+        self._asked_by: dict[int, Callable[[], tuple[Array, ...]]] = {}  # by transform: how the lives are asked for
         self._shown_at: list[int] = []  # where among the root's values each observation is
 
     def explain(self) -> str:
@@ -269,6 +274,27 @@ class CapturedRows(TorchRLRows):
 
     def _transforms(self) -> list[Any]:
         return [env.transform for env in self._transformed]
+
+    def _parts(self, name: str) -> list[Any]:
+        """The transforms of this kind."""
+        return [part for t in self._transforms() for part in t.modules() if type(part).__name__ == name]
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Let what transforms ask the env be noted as calls, not as the answers of the moment."""
+        asking = self._parts(_ASKS)
+        for part in asking:
+            vars(part)["_get_lives"] = functools.partial(self._lives, part)
+        try:
+            yield
+        finally:
+            for part in asking:
+                del vars(part)["_get_lives"]
+
+    def _lives(self, part: Any) -> Tensor:
+        ask = self._asked_by.setdefault(id(part), lambda: (_lives_of(part),))
+        (lives,) = foreign(ask, (), lambda: [torch.from_numpy(array) for array in ask()])
+        return lives
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         if self._run is None:
@@ -350,7 +376,7 @@ class CapturedRows(TorchRLRows):
             self.root = self.env.maybe_reset(self.root)
         known = self._resets.get(pattern, 0)
         count = 1 if isinstance(known, _Reset) else known + 1
-        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS:
+        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(_STEPS_IN_RESETS):
             self._resets[pattern] = count
             return
         self._resets[pattern] = -1  # not tried again, if it fails
@@ -400,7 +426,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._asking():
                 root = env.maybe_reset(td)
             return [root.get(key) for key in self._root_keys]
 
@@ -460,7 +486,7 @@ class CapturedRows(TorchRLRows):
             at = len(self._root_keys) + len(outputs)
             for base, size in zip(self._bases, sizes):
                 base.given, at = values[at : at + size], at + size
-            with _in_place_of("_step", {base: base.stand_in for base in self._bases}):
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
                 stepped = env.step(td)
             next_ = stepped.get("next")
             root = env._step_mdp(stepped)
@@ -487,10 +513,11 @@ class CapturedRows(TorchRLRows):
         self._after_to = self._after_at + len(self._root_keys)
         # What a step leaves for the next in the memory of what it was given must be memory of its own.
         self._copies = any(captured.aliases[self._after_at : self._after_to])
+        self._fresh = self._copies or bool(self._parts(_REPEATS))  # several steps in one: each keeps its own results
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
         for base in self._bases:
-            base.locks, base.fresh = self._locks, self._copies
+            base.locks, base.fresh = self._locks, self._fresh
         self._mine, self._flat = len(observation), len(env.batch_size) <= 1
         self._shown_at = [[as_key(key) for key in self._root_keys].index(key) for key in observation]
         self._choose()
@@ -502,6 +529,10 @@ class CapturedRows(TorchRLRows):
         root = len(self._root_keys)
         places = [i if i < root else root + outputs.index(self._acted[i - root]) for i in self._captured.used]
         self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
+
+
+def _lives_of(part: Any) -> Array:
+    return np.asarray(type(part)._get_lives(part), np.int64)
 
 
 def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
