@@ -157,9 +157,12 @@ class Captured:
         source = Source(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
         return prologue, source.function(self._body, self.used, wanted)
 
-    def bind(self) -> bool:
-        """Compute what depends on parameters alone. False: something the recording relied on has changed."""
-        if not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds):
+    def bind(self, *, look: bool = True) -> bool:
+        """Compute what depends on parameters alone. False: something the recording relied on has changed.
+
+        Without `look` attributes, hooks and the like are taken for what they were: it was bound in this rollout.
+        """
+        if look and (not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds)):
             return False
         with torch.no_grad():
             values = self._prepare()()

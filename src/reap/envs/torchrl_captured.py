@@ -397,8 +397,9 @@ class CapturedRows(TorchRLRows):
         self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
         other = not np.array_equal(reset.mask.numpy(), done)
         reset.mask.copy_(torch.from_numpy(done))
-        if not reset.captured.bind():
+        if not reset.captured.bind(look=reset.bound != self._rollouts):
             return False
+        reset.bound = self._rollouts
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             try:
