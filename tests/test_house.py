@@ -101,7 +101,7 @@ assert not {"torchrl", "matplotlib", "jax"} & set(sys.modules)
 
 def test_the_core_is_short():
     reading = ["env", "slot", "rollout", "worker", "assemble"]
-    assert sum(len((SOURCE / "core" / f"{name}.py").read_text().splitlines()) for name in reading) < 1050
+    assert sum(len((SOURCE / "core" / f"{name}.py").read_text().splitlines()) for name in reading) < 1100
 
 
 def test_no_file_is_two():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import gymnasium as gym
@@ -65,19 +66,16 @@ def test_sync_is_every_workers_own_world(cat):
 
 
 def test_init_fn_comes_first_in_each_worker():
-    begun = []
+    def begin():
+        os.environ["BEGUN_BY_INIT_FN"] = "yes"
 
     def make():
-        begun.append("env")
+        assert os.environ["BEGUN_BY_INIT_FN"] == "yes"
         return CountingEnv()
 
-    class Noting(EchoPolicy):
-        def seen(self):
-            return begun
-
-    with MultiSyncCollector([make] * 2, Noting(), frames_per_batch=8, init_fn=lambda: begun.append("init")) as c:
-        assert [seen[:2] for seen in c.map_fn("policy.seen")] == [["init", "env"]] * 2
-    assert begun == []
+    with MultiSyncCollector([make] * 2, EchoPolicy(), frames_per_batch=8, init_fn=begin) as c:
+        c.next()
+    assert "BEGUN_BY_INIT_FN" not in os.environ
 
 
 @pytest.mark.parametrize(("cat", "shape"), [("stack", (2, 5)), (0, (10,)), (-1, (10,))])

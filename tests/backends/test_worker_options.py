@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
+from reap.testing.backend import counting_lanes
+
+SAID = "exploration_type is DETERMINISTIC, but the policy's action changes with the random seed"
+
+
+class Sampling(nn.Module):
+    def forward(self, observation):
+        return torch.randn(*observation.shape[:-1], 1)
 
 
 def test_what_is_asked_of_no_worker_changes_none():
@@ -44,3 +53,13 @@ def test_help_names_the_number_of_workers():
 
     for kind in (MultiSyncCollector, MultiAsyncCollector):
         assert inspect.signature(kind).parameters["num_workers"].default is None
+
+
+def test_workers_warn_of_a_policy_once_and_here(capfd):
+    """Not each of them, in its own process, where nobody can filter it."""
+    with pytest.warns(UserWarning, match=SAID) as said:
+        MultiSyncCollector(
+            [counting_lanes()] * 2, Sampling(), frames_per_batch=12, exploration_type="deterministic"
+        ).shutdown()
+    assert len([one for one in said if SAID in str(one.message)]) == 1
+    assert SAID not in capfd.readouterr().err

@@ -261,3 +261,31 @@ def test_used_by_hand_between_rollouts(graph):
         assert c.next()["observation"][0, :, 2].tolist() == [4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3]
     c.shutdown()
     assert env.is_closed
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_batches_are_lent_and_never_written_over(graph):
+    """Two slots take turns; whoever holds on to a batch, or to a view of one column, keeps it as it was."""
+    env = TorchEnv(CountingDevice(WORLD, "cuda"))
+    c = Collector(env, EchoPolicy().cuda(), frames_per_batch=12, cudagraph_policy=graph)
+    for _ in range(6):
+        batch = c.next()
+    place = batch["observation"].data_ptr()
+    del batch
+    places = set()
+    for _ in range(4):
+        batch = c.next()
+        places.add(batch["observation"].data_ptr())
+        del batch
+    assert place in places, "a slot nobody holds is used again"
+    kept = [c.next() for _ in range(5)]
+    copies = [batch.clone() for batch in kept]
+    views = [batch["observation"][0, 1:3] for batch in kept]
+    seen = [view.clone() for view in views]
+    c.next()
+    for batch, copy in zip(kept, copies):
+        assert all(torch.equal(batch[key], copy[key]) for key in copy.keys(True, True))
+    del batch, kept
+    for _ in range(4):
+        c.next()
+    assert all(torch.equal(view, was) for view, was in zip(views, seen))

@@ -17,7 +17,7 @@ from tensordict.nn import (
 from tensordict.nn.probabilistic import interaction_type
 from torch import distributions, nn
 
-from reap.collectors import Collector, Evaluator, MultiSyncCollector, RandomPolicy
+from reap.collectors import Collector, Evaluator, RandomPolicy
 from reap.testing.backend import counting_lanes
 
 SAID = "exploration_type is DETERMINISTIC, but the policy's action changes with the random seed"
@@ -126,13 +126,3 @@ def test_looking_leaves_no_trace():
 def test_an_evaluation_says_it_too():
     with pytest.warns(UserWarning, match="the policy's action changes with the random seed"):
         Evaluator(counting_lanes()(), Sampling(), num_trajectories=3, max_steps=5).shutdown()
-
-
-def test_workers_say_it_once_and_here(capfd):
-    """Not each of them, in its own process, where nobody can filter it."""
-    with pytest.warns(UserWarning, match=SAID) as said:
-        MultiSyncCollector(
-            [counting_lanes()] * 2, Sampling(), frames_per_batch=12, exploration_type="deterministic"
-        ).shutdown()
-    assert len([one for one in said if SAID in str(one.message)]) == 1
-    assert SAID not in capfd.readouterr().err

@@ -21,13 +21,13 @@ METHODS = sorted(
     if inspect.isfunction(value) and not name.startswith("_") and name not in NOT_PASSED_ON
 )
 ATTRIBUTES = ("pending_seeds", "driver", "captures")  # written to by whoever has the env in hand
-TRAITS = ("tidies", "draws")  # what the env is like, said once
+TRAITS = ("tidies", "draws", "elsewhere")  # what the env is like, said once
 
 
 class Heard(Env):
     """Remembers which of its hooks were called, and answers with something to be recognised by."""
 
-    tidies = draws = True
+    tidies = draws = elsewhere = True
 
     def __init__(self):
         self.spec = GymEnv(CountingEnv((3,))).lanes_env.spec

@@ -8,6 +8,7 @@ close ─────┴─ break off ────┴─► closed        from a
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,9 @@ class InlineBackend:
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
         self._inside: list[int] = []  # threads that are in the env
         self._closing = False  # whether the last of them closes it
-        self._closed = threading.Event()
+        # Not an Event: that is Python code, in which Ctrl-C could leave its lock taken.
+        self._closed, self._open = False, threading.Lock()
+        self._open.acquire()  # until it is closed
 
     @property
     def elsewhere(self) -> bool:
@@ -61,7 +64,7 @@ class InlineBackend:
         with self._gate:
             self._inside.append(threading.get_ident())
         try:
-            if self._closing or self._closed.is_set():
+            if self._closing or self._closed:
                 raise Halted
             yield
         finally:
@@ -76,7 +79,7 @@ class InlineBackend:
         env = self._plan.make_env()
         try:
             model = self._plan.make_policy()
-            there = device_worker(self._plan, env, model)
+            there = device_worker(self._plan, env, model, same_slot=self._same_slot)
         except BaseException:
             env.close()
             raise
@@ -98,15 +101,16 @@ class InlineBackend:
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
     def breaker(self) -> Callable[[], None]:
-        asked, usual = threading.Event(), self.worker.halting
+        asked: list[bool] = []
+        usual = self.worker.halting
 
         def stop() -> bool:
-            if asked.is_set():
+            if asked:
                 raise Halted
             return usual is not None and usual()
 
         self.worker.halting = self.worker.loop.stop = stop  # asked after every step, as an interruptor is
-        return asked.set
+        return functools.partial(asked.append, True)
 
     def publish(self, weights: Any = None) -> int:
         if self._road == "none":
@@ -169,7 +173,9 @@ class InlineBackend:
         self._close()
 
     def _close(self) -> None:
-        self._closed.set()
+        self._closed = True
+        if self._open.locked():
+            self._open.release()
         self.profile({})
         if hasattr(self, "worker"):
             self.worker.close()
@@ -177,7 +183,7 @@ class InlineBackend:
     def wait_closed(self, timeout: float) -> None:
         """Wait for the thread that is in the env, unless it is this one; `WorkerSilent` after so many seconds."""
         inside = [thread for thread in self._inside if self._closing and thread != threading.get_ident()]
-        if inside and not self._closed.wait(timeout):
+        if inside and not (self._closed or self._open.acquire(timeout=timeout)):
             raise WorkerSilent(
                 f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "
                 f"Its stack:\n{stack_of(inside[0])}"

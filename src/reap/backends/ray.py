@@ -43,6 +43,7 @@ _GROUPS = {"orders": 1, "news": 1, "weights": 1, "stack": 1}
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 _LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
 _STACK = 1.0  # seconds for a stack to come
+_SLOW = 60.0  # seconds more for actors that there is room for, on a busy machine
 
 
 def engine() -> Any:
@@ -280,21 +281,34 @@ class RayBackend(FarBackend):
         """Where they are, when all of them are there. If one cannot be, none is."""
         asked = [actor.where.remote() for actor in actors]
         try:
-            for _ in range(int(BOOT / _LOOK)):
+            until, coming = time.monotonic() + BOOT, asked
+            while coming:
                 _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
                 self._interrupts.let_in()
-                if not coming:
-                    break
-            else:
-                raise UsageError(
-                    f"the cluster has no room for {len(actors)} actors with "
-                    f"{dict(self._resources[jobs[0].index])}; it has {self._ray.available_resources()} left"
-                )
+                if coming and time.monotonic() > until:
+                    self._refuse_for_room([jobs[asked.index(ref)] for ref in coming])
+                    if time.monotonic() > until + _SLOW:
+                        raise WorkerSilent(f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s")
             return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
         except BaseException:
             for actor in actors:
                 self._ray.kill(actor)
             raise
+
+    def _refuse_for_room(self, jobs: Sequence[FarJob]) -> None:
+        """Raise if the cluster has less left than these would take; else they are being started, and that is slow."""
+        left = self._ray.available_resources()
+        wanted: dict[str, float] = {}
+        for job in jobs:
+            asked = self._resources[job.index]
+            named = {"CPU": asked.get("num_cpus"), "GPU": asked.get("num_gpus"), **(asked.get("resources") or {})}
+            for name, amount in named.items():
+                wanted[name] = wanted.get(name, 0.0) + (amount or 0.0)
+        if any(amount > left.get(name, 0.0) for name, amount in wanted.items()):
+            raise UsageError(
+                f"the cluster has no room for {len(jobs)} actors with {dict(self._resources[jobs[0].index])}; "
+                f"it has {left} left"
+            )
 
     def _answer(self, job: FarJob, ref: Any) -> tuple[int, str]:
         try:

@@ -180,8 +180,9 @@ class GlooBackend(FarBackend):
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> Remote:
-        """Gloo does not say who takes none; it is who has nothing to say, and for the longest time."""
-        quiet = [remote for remote in self.workers if not remote.speaks] or self.workers  # type: ignore[attr-defined]
+        """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
+        deaf = [remote for remote in self.workers if not remote.child.ask_stack()]
+        quiet = deaf or [remote for remote in self.workers if not remote.speaks] or self.workers  # type: ignore[attr-defined]
         return min(quiet, key=lambda one: one.busy_since)
 
     def part(self, workers: Sequence[FarRemote]) -> None:

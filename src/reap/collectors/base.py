@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -27,6 +27,7 @@ from reap.buffers.replay import ReplayBuffer
 from reap.children import wait_for_ends
 from reap.collectors.background import Runner, ThreadRunner
 from reap.collectors.options import Options
+from reap.collectors.parts import Ended, Part
 from reap.collectors.pushing import Pushing
 from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
 from reap.collectors.timeline import Profiled
@@ -695,17 +696,3 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
         with contextlib.suppress(Exception):
             if not self._ended:
                 self.shutdown()
-
-
-class Ended:
-    """Something to await that is over already."""
-
-    def __await__(self) -> Iterator[None]:
-        return iter(())
-
-
-class Part(NamedTuple):
-    """A batch, or what one worker made of it."""
-
-    batch: TensorDictBase
-    worker: int = 0

@@ -25,8 +25,9 @@ from reap.backends.free import FreeRunner
 from reap.backends.process import ProcessBackend
 from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Runner
-from reap.collectors.base import BaseCollector, Part
+from reap.collectors.base import BaseCollector
 from reap.collectors.options import Options, listed, read_options, signature
+from reap.collectors.parts import Part
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.collectors.sinks import Sink, Way, WriterMaker
 from reap.core.as_policy import PolicyWarning

@@ -1,6 +1,6 @@
 """Lanes that live on a device: the same loop on rows of tensors. Nothing is asked of the device before a batch is made.
 
-    DeviceSlot     columns `[T, N, …]` as tensors there; a batch is a copy of them, made there
+    DeviceSlot     columns `[T, N, …]` as tensors there; on a GPU a batch is lent as on the host, elsewhere it is copied
     DeviceLedger   trajectory ids, worked out there
     DeviceStats    returns and lengths, summed there; looked at only when somebody asks
 
@@ -10,6 +10,7 @@ The numbers are those of the host's `Ledger`, id by id.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,6 +60,30 @@ class DeviceSlot(Slot):
     def copied(self) -> dict[Key, Any]:
         return {key: column.clone() for key, column in self.arrays.items()}  # type: ignore[attr-defined]
 
+    def lend(self) -> dict[Key, Any]:
+        columns: dict[Key, Any] = self.arrays
+        owners = {key: Lent(column) for key, column in columns.items()}
+        self._ended = deque()
+        self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]  # type: ignore[arg-type]
+        return {key: owner.tensor() for key, owner in owners.items()}
+
+
+class Lent:
+    """A column on a GPU as foreign memory: torch keeps this object while any tensor looks at it, and no longer."""
+
+    def __init__(self, column: Tensor) -> None:
+        self._dtype = column.dtype
+        self._column = column.view(torch.int16) if column.dtype is torch.bfloat16 else column  # the protocol lacks it
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return dict(self._column.__cuda_array_interface__)
+
+    def tensor(self) -> Tensor:
+        """The column, lent."""
+        lent = torch.as_tensor(self, device=self._column.device)
+        return lent.view(self._dtype) if self._dtype is torch.bfloat16 else lent
+
 
 class DeviceStats:
     """Counts of one worker; what only the device knows is fetched when `summary` asks."""
@@ -91,9 +116,7 @@ class DeviceStats:
     def rollout(self, reward: Tensor, done: Tensor) -> None:
         """Sum one rollout, `[T, N]`: a frame belongs to an episode that ended if its lane ends at it or later."""
         steps = len(done)
-        closed = done.clone()
-        for t in range(steps - 2, -1, -1):
-            closed[t] |= closed[t + 1]
+        closed = done.flip(0).to(torch.uint8).cummax(0).values.flip(0).bool()
         finite = torch.isfinite(reward)
         number = torch.where(finite, reward, 0.0)
         ended = closed[0]
@@ -213,10 +236,11 @@ class DeviceLedger:
         new = done.reshape(-1).cumsum(0).reshape(done.shape)
         ended = new[-1, -1].clone()
         new += self.counter.tensor - 1  # what the episode after an end here is called
+        # Later ids are larger ids: a lane has the largest of those given to it so far.
+        given = torch.where(done, new, -1).cummax(0).values
         ids[0] = self.ids
-        for t in range(1, len(ids)):
-            torch.where(done[t - 1], new[t - 1], ids[t - 1], out=ids[t])
-        torch.where(done[-1], new[-1], ids[-1], out=self.ids)
+        torch.maximum(given[:-1], self.ids, out=ids[1:])
+        torch.maximum(given[-1], self.ids, out=self.ids)
         self.counter.tensor += ended
 
     def stamp(self, slot: Slot, version: int | None) -> None:

@@ -25,7 +25,7 @@ from reap.errors import UsageError
 from reap.spec import READY, Key, Look
 
 
-def device_worker(plan: Plan, env: Env, model: Any) -> DeviceWorker | None:
+def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) -> DeviceWorker | None:
     """A worker on the device `env` lives on, if everything this plan asks for can be done there."""
     there = env.on_device()
     if there is None or plan.compact or plan.stop is not None or not plan.reset_when_done:
@@ -36,7 +36,7 @@ def device_worker(plan: Plan, env: Env, model: Any) -> DeviceWorker | None:
     if carry_of(model):
         return None
     try:
-        return DeviceWorker(plan, there, model)
+        return DeviceWorker(plan, there, model, same_slot=same_slot)
     except _CannotStay:
         return None
 
@@ -48,7 +48,7 @@ class _CannotStay(Exception):
 class DeviceWorker(AnyWorker):
     """An env, a policy, the loop that joins them and the slot it fills, all on one device."""
 
-    def __init__(self, plan: Plan, env: DeviceEnv, model: Any) -> None:
+    def __init__(self, plan: Plan, env: DeviceEnv, model: Any, *, same_slot: bool = False) -> None:
         self.plan, self.env, self.model, self._holders = plan, env, model, env.holders
         self.halting: Callable[[], bool] | None = None
         spec = env.spec
@@ -69,8 +69,9 @@ class DeviceWorker(AnyWorker):
         self.layout = DeviceLayout(
             columns, plan.steps(self.lanes), self.lanes, batched=spec.batched, device=self.device, look=look
         )
-        self.pool = Pool(self.layout, limit=0, make=DeviceSlot)  # type: ignore[arg-type]
-        self._recording: Recording | None = None
+        lent = 2 if self.device.type == "cuda" and not same_slot else 0  # elsewhere a batch is a copy
+        self.pool = Pool(self.layout, limit=lent, make=DeviceSlot)  # type: ignore[arg-type]
+        self._recordings: dict[int, Recording] = {}  # by slot: each writes to its own
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
@@ -116,14 +117,14 @@ class DeviceWorker(AnyWorker):
         self.ledger.close(slot)
 
     def _play(self, slot: Slot) -> None:
-        if self._recording is None:
+        if slot.index not in self._recordings:
             if self.device.type != "cuda":
                 raise UsageError(f"cudagraph_policy is for lanes on a CUDA device; these are on {self.device}")
             columns: list[Any] = list(slot.arrays.values())
             state: list[Any] = [*self.loop.current, *self.ledger.tensors]
             owners = [*self._holders, *([self.model] if isinstance(self.model, torch.nn.Module) else [])]
-            self._recording = Recording(lambda: self._fill(slot), columns, state, owners)
-        self._recording.play()
+            self._recordings[slot.index] = Recording(lambda: self._fill(slot), columns, state, owners)
+        self._recordings[slot.index].play()
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         self.loop.reset(lanes, seeds)

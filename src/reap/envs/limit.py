@@ -32,7 +32,7 @@ class StepLimit(Wrapped):
         observation = {**spec.observation, key: Leaf((1,), torch.int64)}
         if not spec.single_resets:
             where = "" if spec.ready_of is None else ": give max_frames_per_traj to the AsyncEnvPool itself"
-            raise UsageError(f"a limit of steps resets single lanes, which this env cannot do{where}")
+            raise UsageError(f"max_frames_per_traj resets single lanes, which this env cannot do{where}")
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)

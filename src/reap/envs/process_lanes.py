@@ -142,8 +142,8 @@ class ProcessLanes(Env):
             functools.partial(serve, make=make, threads=threads, cores=cores),
             "create_env_fn",
             {
-                "create_env_fn": _alone([source for source, _ in makers]),
-                "create_env_kwargs": _alone([one for _, one in makers]),
+                "create_env_fn": _alone([maker[0] for maker in makers]),
+                "create_env_kwargs": _alone([maker[1] for maker in makers]),
             },
         )
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
