@@ -22,6 +22,7 @@ def describe() -> dict[str, Any]:
         model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {"cpu": model, "cores": cores, "system": platform.platform(), "load": round(os.getloadavg()[0], 2)}
+    found["of"] = os.cpu_count()  # cores in all: the load is theirs
     import torch
 
     if torch.cuda.is_available():

@@ -50,6 +50,9 @@ machine and the minute, ratios to the loop by about 5% between runs, those to To
 # ---- words ----------------------------------------------------------------------------------------------------------
 
 
+QUIET = 0.35  # load for each core before a run, above which others computed
+
+
 def number(value: float) -> str:
     if value >= 1e6:
         return f"{value / 1e6:,.3g} million"
@@ -161,7 +164,8 @@ def latest(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, tuple[Ro
 def caveat(record: Mapping[str, Any]) -> str:
     """Why the figures of a run are not to be relied on, or nothing."""
     reasons = ["shortest batches, two rounds"] * (record["kind"] == "quick")
-    reasons += ["others computed meanwhile"] * (record["machine"]["load"] > 0.7)
+    machine = record["machine"]
+    reasons += ["others computed meanwhile"] * (machine["load"] > QUIET * machine.get("of", machine["cores"]))
     return f"**not to be relied on: {', '.join(reasons)}**" if reasons else ""
 
 
@@ -172,7 +176,8 @@ def about(record: Mapping[str, Any]) -> str:
     doubt = f"; {caveat(record)}" if caveat(record) else ""
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     made = f"{record['when']}, `{record['kind']}`, {record['seconds']:.0f} s"
-    return f"{made}: {machine['cpu']}, {machine['cores']} cores{gpu}, {load}{doubt}; {record['commit']}; {libraries}"
+    cores = f"{machine['cores']} of {machine.get('of', machine['cores'])} cores"
+    return f"{made}: {machine['cpu']}, {cores}{gpu}, {load}{doubt}; {record['commit']}; {libraries}"
 
 
 def file_name(group: str) -> str:

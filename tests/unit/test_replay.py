@@ -204,3 +204,12 @@ def test_what_torch_computes_otherwise_for_columns_is_made_at_each_step():
     x = torch.randn(3, 4)
     _, kept = halves.run(x)[0], halves.run(x)[1:]
     assert any(torch.equal(k, nn.functional.softplus(x)) for k in kept)
+
+
+@pytest.mark.parametrize("model", [Samples(), Softplus()], ids=lambda m: type(m).__name__)
+def test_looking_whether_a_step_can_be_cut_in_two_uses_no_random_numbers(model):
+    replay = Captured([model], model, [[torch.randn(3, 4)] for _ in range(3)])
+    assert replay.bind()
+    before = torch.get_rng_state()
+    replay.halves([0])
+    assert torch.equal(before, torch.get_rng_state())

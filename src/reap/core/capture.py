@@ -163,7 +163,7 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Call, on shadows of what is from outside; returns the result and which of the given tensors were changed."""
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         if self.shadows is None:
             before = [t._version for t in given]
             result = func(*args, **kwargs)
@@ -180,13 +180,13 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             return func(*args, **kwargs)
         name = name_of(func)
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         chance = _chance(given)
         result, altered = self._run(func, args, kwargs)
         drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
         if name in _METADATA and not isinstance(result, Tensor):
             return result
-        made = list(_tensors(result))
+        made = list(tensors_in(result))
         if not given and not made:
             if name not in _HARMLESS:
                 raise NotCaptured(f"it calls torch.{name}")
@@ -267,17 +267,18 @@ def _chance(given: Sequence[Tensor]) -> list[Tensor]:
     return states
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, dicts and slices."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, slice):
-        yield from _tensors((value.start, value.stop, value.step))
+        yield from tensors_in((value.start, value.stop, value.step))
 
 
 def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:

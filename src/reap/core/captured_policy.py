@@ -17,7 +17,8 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from reap.core.as_policy import untouched
-from reap.core.capture import NotCaptured
+from reap.core.capture import NotCaptured, record, refuse_hooks
+from reap.core.capture import tensors_in as _tensors
 from reap.core.exploration import exploring
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.provable import why_not
@@ -210,6 +211,19 @@ class CapturedPolicy(TensorPolicy):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)
+
+
+def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether a module neither changes nor keeps what it is given: by reading its code, and by watching it once."""
+    if not isinstance(model, nn.Module) or why_not(model) is not None:
+        return False
+    try:
+        refuse_hooks([model])
+        with untouched(model):
+            record(lambda *given: list(_tensors(model(*given))), inputs)
+    except Exception:  # whatever it makes of being watched
+        return False
+    return True
 
 
 def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:

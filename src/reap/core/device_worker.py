@@ -13,10 +13,11 @@ import torch
 
 from reap.core.any_worker import AnyWorker
 from reap.core.as_policy import as_policy
+from reap.core.captured_policy import leaves_inputs_alone
 from reap.core.device import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import DeviceEnv, Env
 from reap.core.memory import carry_of
-from reap.core.policy import Policy, RandomActions, TensorPolicy
+from reap.core.policy import CallPolicy, Policy, RandomActions, TensorPolicy
 from reap.core.recording import Recording
 from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
@@ -92,6 +93,8 @@ class DeviceWorker(AnyWorker):
             raise _CannotStay
         if isinstance(policy, TensorPolicy):
             policy.stay()
+        if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
+            policy.trusted = leaves_inputs_alone(self.model, [columns[key].clone() for key in policy.inputs])
         return policy
 
     def fill(self, slot: Slot, *, random: bool = False) -> int:

@@ -201,11 +201,14 @@ class CallPolicy(TensorPolicy):
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
         self._many = False
         self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
+        self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
         self._getters: list[Getter] = []
         self._names: int | None = None  # how many there are in a mapping
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        if self._alone:
+        if self.trusted:
+            out = self._call(*inputs)
+        elif self._alone:
             out = self._call(inputs[0].clone())
         else:
             out = self._call(*self.private(inputs))

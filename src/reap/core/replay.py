@@ -320,32 +320,37 @@ class Halves:
 
     def agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
         """Whether both halves make what the `whole` step makes, over as many rows as leave every remainder."""
-        rows, wanted = [], []
-        with torch.no_grad():
-            kept = torch.get_rng_state()
-            for turn in range(67):
-                probe = [_noisy(probes[turn % len(probes)][i]) for i in used]
-                state = torch.get_rng_state()
-                wanted.append(whole(*probe))
-                after = torch.get_rng_state()
-                torch.set_rng_state(state)
-                rows.append(self.run(*probe))
-                if not torch.equal(after, torch.get_rng_state()):
-                    return False
+        kept = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                return self._agrees(whole, probes, used)
+        finally:
             torch.set_rng_state(kept)
-            for i, at in enumerate(self.now):
-                if not all(_same_bits(w[at], torch.from_numpy(r[i])) for w, r in zip(wanted, rows)):
-                    return False
-            try:
-                columns, same = self.finish(rows, check=True)
-            except Exception:  # a function that does not go over rows: all is made at each step
+
+    def _agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
+        rows, wanted = [], []
+        for turn in range(67):
+            probe = [_noisy(probes[turn % len(probes)][i]) for i in used]
+            state = torch.get_rng_state()
+            wanted.append(whole(*probe))
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            rows.append(self.run(*probe))
+            if not torch.equal(after, torch.get_rng_state()):
                 return False
-            for column, at, moves in zip(columns, self.rest, self.moves):
-                for t, row in enumerate(wanted):
-                    if not _same_bits(row[at], column[t] if moves else column):
-                        return False
-            said = zip(self.checks, columns[len(self.rest) :])
-            return same and all(bool((column == check.value).all()) for check, column in said)
+        for i, at in enumerate(self.now):
+            if not all(_same_bits(w[at], torch.from_numpy(r[i])) for w, r in zip(wanted, rows)):
+                return False
+        try:
+            columns, same = self.finish(rows, check=True)
+        except Exception:  # a function that does not go over rows: all is made at each step
+            return False
+        for column, at, moves in zip(columns, self.rest, self.moves):
+            for t, row in enumerate(wanted):
+                if not _same_bits(row[at], column[t] if moves else column):
+                    return False
+        said = zip(self.checks, columns[len(self.rest) :])
+        return same and all(bool((column == check.value).all()) for check, column in said)
 
 
 def _noisy(value: Tensor) -> Tensor:

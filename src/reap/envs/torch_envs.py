@@ -28,6 +28,7 @@ from reap.errors import UsageError, WrongArgument
 class TorchClassic(abc.ABC):
     """What the classic-control envs have in common: a state, a clock, a beginning drawn at random."""
 
+    keeps_nothing = True  # actions and masks are looked at, not kept
     single_observation_space: gym.Space[Any]
     single_action_space: gym.Space[Any]
     limit: int  # steps after which Gymnasium truncates an episode

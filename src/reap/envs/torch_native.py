@@ -9,7 +9,8 @@ The protocol is three members and two calls:
         def step(self, action): …        # → observation, reward, terminated, truncated, each [N, …]
 
 The env never resets by itself: `step` returns the true successor, and the loop resets the lanes that ended.
-Observations are tensors, or dicts of them as the space says. `seed(int)` is used if it is there.
+Observations are tensors, or dicts of them as the space says. `seed(int)` is used if it is there. An env with the
+attribute `keeps_nothing = True` is given actions and masks as they are, not copies of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
+from reap.core.device import copy_all
 from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
@@ -71,6 +73,7 @@ class TorchLanes(Env):
             single_steps=False,
         )
         self._scores, self._start = False, 0
+        self.keeps_nothing = bool(getattr(env, "keeps_nothing", False))  # what it is given need be no copy
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         (given,) = action.values()
@@ -122,7 +125,9 @@ class TorchLanes(Env):
         """An action as the env takes it, the env's own to keep."""
         if self._scores:
             action = action.argmax(-1)
-        return action + self._start if self._start else action.clone()
+        if self._start:
+            return action + self._start
+        return action if self.keeps_nothing else action.clone()
 
     def on_device(self) -> DeviceEnv | None:
         return None if self._device.type == "cpu" else DeviceTorchLanes(self)
@@ -184,20 +189,18 @@ class DeviceTorchLanes(DeviceEnv):
         count = self.spec.lanes
         try:
             observation, reward, terminated, truncated = self._lanes.env.step(self._lanes.decoded(row.action[0]))
-            for column, (key, value) in zip(row.next, self._lanes._tensors(observation)):
-                column.copy_(self._lanes._fit(key, value))
-            row.reward.copy_(reward.reshape(count))
+            made = [self._lanes._fit(key, value) for key, value in self._lanes._tensors(observation)]
+            into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
+            copy_all(into, [*made, reward.reshape(count), terminated.reshape(count), truncated.reshape(count)])
         except ReapError:
             raise
         except Exception as cause:
             raise WorkerRaised(f"env.step raised {cause!r}") from cause
-        row.terminated.copy_(terminated.reshape(count))
-        row.truncated.copy_(truncated.reshape(count))
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
 
     def tidy(self, row: Any) -> None:
-        self._begin(row.done.clone(), row.after)
+        self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.after)
 
     def close(self) -> None:
         self._lanes.close()
