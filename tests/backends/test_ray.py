@@ -36,7 +36,7 @@ from reap.testing.backend import backend_checks, closed_says_so
 from reap.weight_update import RayWeightSyncScheme
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)  # every actor is an interpreter that Ray starts and that imports torch
 SMALL = {"num_cpus": 0.25}
 MIX = torch.tensor([3.0, 5.0, 7.0])
 MAKERS = {
