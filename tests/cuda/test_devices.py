@@ -8,6 +8,8 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import distributions, nn
 
 from reap.collectors import Collector
+from reap.envs import GymEnv
+from reap.errors import UsageError
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
 
@@ -96,3 +98,9 @@ def test_the_probe_leaves_the_gpu_generator_alone():
         frames_per_batch=12,
     )
     assert torch.equal(torch.rand(2, device="cuda"), want)
+
+
+def test_a_gpu_that_is_not_there_is_named():
+    wrong = f"cuda:{torch.cuda.device_count()}"
+    with pytest.raises(UsageError, match=f"policy_device is '{wrong}', but torch sees"):
+        Collector(GymEnv("CartPole-v1"), None, frames_per_batch=4, policy_device=wrong)

@@ -19,4 +19,8 @@ def named_device(name: str, value: Any) -> torch.device | None:
         raise WrongArgument(f"{name} must name a device, got {value!r}") from cause
     if device.type == "cuda" and not torch.cuda.is_available():
         raise WrongArgument(f"{name} is {value!r}, but torch sees no GPU here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise WrongArgument(
+            f"{name} is {value!r}, but torch sees {torch.cuda.device_count()} GPUs here, from cuda:0 on"
+        )
     return device
