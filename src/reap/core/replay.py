@@ -116,7 +116,7 @@ class Captured:
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
         calls, names = _without_copies(calls, memory, changed)
-        calls = [_of_shapes_alone(call, recorder.tensors) for call in calls]
+        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
         outputs = tuple(names.get(at, at) for at in outputs)
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
         moving = set(inputs)
@@ -398,8 +398,11 @@ def _renamed(call: Call, names: Mapping[int, int]) -> Call:
     return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
 
 
-def _of_shapes_alone(call: Call, tensors: Sequence[Tensor]) -> Call:
-    """The same call without the tensor of which only the shape is asked, which never changes."""
+def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The same call in the form others know: without a tensor of which only the shape is asked, which never changes."""
+    named = ("condition", "input", "other")
+    if name_of(call.func) == "where" and not call.args and tuple(call.kwargs) == named:
+        return call._replace(args=tuple(call.kwargs[name] for name in named), kwargs={})
     if name_of(call.func) == "expand_as" and len(call.args) == 2 and not call.kwargs:
         one, other = call.args
         if isinstance(one, Register) and isinstance(other, Register):
