@@ -176,7 +176,8 @@ def test_a_dead_actor_is_named():
             c.update_policy_weights_()
             c.next()
     assert c.closed
-    assert all_gone(workers, within=1)
+    c.shutdown()  # waits for those that are being ended
+    assert all_gone(workers, within=10)
     with no_leaks(sockets=False), pytest.raises(WorkerDied, match=r"worker 0 \(.*\): its actor died"):
         collect([faulty("kill", 0, "reset")], restart=True)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector as TheirCollector
+from torchrl.data import Unbounded
 from torchrl.envs import (
     CatFrames,
     CatTensors,
@@ -37,6 +38,7 @@ from torchrl.envs import (
     SignTransform,
     SqueezeTransform,
     StepCounter,
+    TensorDictPrimer,
     ToTensorImage,
     TrajCounter,
     TransformedEnv,
@@ -384,3 +386,36 @@ def test_an_atari_script(lanes):
             assert a[key].dtype is b[key].dtype, key
             assert torch.equal(a[key], b[key]), key
     assert any(batch["next", "end-of-life"].any() for batch in theirs)
+
+
+class Guesses(nn.Module):
+    """Draws from torch's generator, as resets do."""
+
+    def forward(self, observation):
+        return nn.functional.one_hot((torch.rand(observation.shape[:-1]) < 0.5).long(), 2)
+
+
+@pytest.mark.parametrize("default", ["random", "function"])
+def test_random_first_values_and_those_of_a_function(default):
+    """A reset that draws uses up as many random numbers as ever; one that calls somebody's function calls it as often."""
+
+    def batches(**capture):
+        torch.manual_seed(0)
+        made = iter(range(10_000))
+        options = (
+            {"random": True}
+            if default == "random"
+            else {"default_value": lambda: torch.full((3, 3), float(next(made)))}
+        )
+        primer = TensorDictPrimer({"h": Unbounded((3,))}, expand_specs=True, **options)
+        env = TransformedEnv(SerialEnv(3, lambda: GymEnv("CartPole-v1")), primer)
+        env.set_seed(3)
+        policy = TensorDictModule(Guesses(), in_keys=["observation"], out_keys=["action"])
+        collector = Collector(env, policy, frames_per_batch=150, total_frames=750, **capture)
+        found = [batch.clone() for batch in collector]
+        collector.shutdown()
+        return found
+
+    for a, b in zip(batches(capture=False), batches()):
+        for key in ("h", "action", "observation", ("next", "h")):
+            assert torch.equal(a[key], b[key]), key

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from reap.core.capture import NotCaptured
+from reap.core.provable import why_not
 from reap.core.replay import Captured
 
 
@@ -394,3 +395,70 @@ def test_what_follows_from_parameters_alone_is_computed_once_per_rollout():
         replay.run(torch.randn(8, 4))
     assert "exp" not in names
     assert "linear" in names
+
+
+# ---- found by somebody who tried to break it -------------------------------------------------------------------------
+
+
+class SizedByValues(nn.Module):
+    def forward(self, x):
+        big = x[x.abs() > 25]
+        return x if big.numel() == 0 else x * 0
+
+
+class Catches(nn.Module):
+    def forward(self, x):
+        try:
+            dist = Categorical(probs=torch.softmax(x, -1))
+        except ValueError:
+            dist = Categorical(probs=torch.ones(4))
+        return dist.sample()
+
+
+class UpdatesStatistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+@pytest.mark.parametrize("make", [SizedByValues, UpdatesStatistics])
+def test_what_values_decide_without_a_word_is_not_captured(make):
+    model = make()
+    with pytest.raises(NotCaptured):
+        captured(model)
+    captured(UpdatesStatistics().eval())
+
+
+def test_one_that_catches_errors_is_called():
+    assert why_not(Catches()) is not None
+    assert why_not(ActorCritic()) is None
+
+
+class Gains(nn.Module):
+    gain = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.inside = ([1.0],)
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.gain * self.inside[0][0] * self.weight * (2 if self.weight.requires_grad else 1)
+
+
+@pytest.mark.parametrize("change", ["class", "list in a tuple", "requires_grad"])
+def test_more_that_a_module_relies_on_is_seen(change, monkeypatch):
+    model = Gains()
+    replay = captured(model)
+    assert replay.bind()
+    if change == "class":
+        monkeypatch.setattr(Gains, "gain", 3.0)
+    elif change == "requires_grad":
+        model.weight.requires_grad_(False)
+    else:
+        model.inside[0][0] = 2.0
+    assert not replay.bind()

@@ -286,8 +286,10 @@ class RayBackend(FarBackend):
                 _, coming = self._ray.wait(asked, num_returns=len(asked), timeout=_LOOK)
                 self._interrupts.let_in()
                 if coming and time.monotonic() > until:
-                    self._refuse_for_room([jobs[asked.index(ref)] for ref in coming])
-                    if time.monotonic() > until + _SLOW:
+                    waiting = [jobs[asked.index(ref)] for ref in coming]
+                    self._refuse_for_room(waiting, self._ray.cluster_resources())
+                    if time.monotonic() > until + _SLOW:  # of what is left, actors that are being started have theirs
+                        self._refuse_for_room(waiting, self._ray.available_resources())
                         raise WorkerSilent(f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s")
             return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
         except BaseException:
@@ -295,9 +297,8 @@ class RayBackend(FarBackend):
                 self._ray.kill(actor)
             raise
 
-    def _refuse_for_room(self, jobs: Sequence[FarJob]) -> None:
-        """Raise if the cluster has less left than these would take; else they are being started, and that is slow."""
-        left = self._ray.available_resources()
+    def _refuse_for_room(self, jobs: Sequence[FarJob], left: Mapping[str, float]) -> None:
+        """Raise if these would take more than there is."""
         wanted: dict[str, float] = {}
         for job in jobs:
             asked = self._resources[job.index]
@@ -307,7 +308,7 @@ class RayBackend(FarBackend):
         if any(amount > left.get(name, 0.0) for name, amount in wanted.items()):
             raise UsageError(
                 f"the cluster has no room for {len(jobs)} actors with {dict(self._resources[jobs[0].index])}; "
-                f"it has {left} left"
+                f"it has {dict(left)}"
             )
 
     def _answer(self, job: FarJob, ref: Any) -> tuple[int, str]:

@@ -25,6 +25,7 @@ parameters, `train()`. A value decided by parameters alone (`if self.scale.max()
 from __future__ import annotations
 
 import enum
+import inspect
 import os
 import random
 import sys
@@ -55,6 +56,13 @@ _METADATA = frozenset(
         "is_tensor", "is_same_size", "result_type", "can_cast", "promote_types", "_version", "__len__", "dense_dim",
         "sparse_dim", "broadcast_shapes", "is_storage", "is_vulkan", "is_ipu", "is_hpu", "is_maia", "is_xla",
         "is_mtia", "output_nr", "retains_grad", "_is_zerotensor"
+    }
+)
+# Calls whose results have as many numbers as values say: with others what follows would be another program.
+_SIZED_BY_VALUES = frozenset(
+    {
+        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount",
+        "repeat_interleave", "masked_scatter", "nonzero_static", "histc"
     }
 )
 # Calls that concern no tensor and change nothing a replay without gradients would notice.
@@ -182,6 +190,7 @@ class Recorder(TorchFunctionMode):
         name = name_of(func)
         given = list(tensors_in((args, kwargs)))
         chance = _chance(given)
+        _refuse_by_values(name, func, args, kwargs)
         result, altered = self._run(func, args, kwargs)
         drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
         if name in _METADATA and not isinstance(result, Tensor):
@@ -218,6 +227,18 @@ class Recorder(TorchFunctionMode):
             return question is Question.IS_OUTSIDE
         self.decisions.append(Decision(func, reads[0], value, question is Question.IS_VALID))
         return value
+
+
+def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
+    """Raise for calls that do something else for every value, or change what they are given without a trace."""
+    by_mask = name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
+    if name in _SIZED_BY_VALUES or by_mask or (name == "where" and len(args) + len(kwargs) == 1):
+        raise NotCaptured(f"how much {name} returns depends on values")
+    if name in ("batch_norm", "instance_norm"):
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        updates = given.get("training", False) if name == "batch_norm" else given.get("use_input_stats", True)
+        if updates and given.get("running_mean") is not None:
+            raise NotCaptured(f"{name} updates its running statistics")
 
 
 class Question(enum.Enum):

@@ -234,8 +234,8 @@ def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
             found.append(value + by * torch.randn(value.shape, dtype=value.dtype))
         elif value.dtype is torch.uint8:
             found.append(torch.randint_like(value, 256))
-        else:
-            found.append(value.clone())
+        else:  # the same numbers elsewhere: an index stays one, a one-hot choice too
+            found.append(value.reshape(-1)[torch.randperm(value.numel())].reshape(value.shape))
     return found
 
 

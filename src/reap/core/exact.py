@@ -40,10 +40,7 @@ class Expression(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor among the arguments of a recorded call: its register, and a tensor of its shape and type.
-
-    That is itself where it is known before, else one without values.
-    """
+    """A tensor among the arguments of a recorded call: its register, and a tensor of its shape and type."""
 
     at: int
     like: Tensor
@@ -57,7 +54,7 @@ _ARITHMETIC: dict[str, Any] = {
     "__imul__": np.multiply, "multiply": np.multiply,
     "div": np.divide, "__truediv__": np.divide, "div_": np.divide, "__itruediv__": np.divide, "true_divide": np.divide,
 }
-_TURNED = {"__rsub__": np.subtract, "rsub": np.subtract, "__rtruediv__": np.divide, "__rdiv__": np.divide}
+_TURNED = {"__rsub__": np.subtract, "rsub": np.subtract}  # what torch divides by a tensor it multiplies by its inverse
 _COMPARED: dict[str, Any] = {
     "gt": np.greater, "__gt__": np.greater, "ge": np.greater_equal, "__ge__": np.greater_equal,
     "lt": np.less, "__lt__": np.less, "le": np.less_equal, "__le__": np.less_equal,
@@ -93,7 +90,10 @@ def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Ten
 def _number(value: Any, dtype: torch.dtype) -> Any:
     """A number as an array of this type, or None if torch would not take it for one of this type."""
     fits = isinstance(value, (int, float)) if dtype in _FLOATS else isinstance(value, int) and dtype is not torch.uint8
-    return np.array(value, DTYPES[dtype]) if fits and not isinstance(value, bool) and dtype in DTYPES else None
+    if not fits or isinstance(value, bool) or dtype not in DTYPES:
+        return None
+    with np.errstate(all="ignore"):
+        return np.array(value, DTYPES[dtype])
 
 
 def _same(args: list[Any], dtype: torch.dtype) -> list[Any] | None:
@@ -145,12 +145,11 @@ def _bounded(
     for func, bound in ((np.maximum, low), (np.minimum, high)):
         if bound is None:
             continue
-        same = _same([bound], result.dtype)
-        known = same is not None and not (isinstance(bound, Operand) and bound.like.is_meta)
+        number = None if isinstance(bound, Operand) else _number(bound, result.dtype)  # a tensor's values may change
         # -0.0 and 0.0 are equal, and which of them is taken is the library's choice
-        if not known or bool(((bound.like if isinstance(bound, Operand) else same[0]) == 0).any()):  # type: ignore[index]
+        if number is None or number == 0:
             return None
-        found = Expression(func, (found, *same))  # type: ignore[misc]
+        found = Expression(func, (found, number))
     return found if isinstance(found, Expression) else None
 
 

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import operator
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -39,6 +39,9 @@ class Fingerprint:
             self._keep(hooks, 0)
         for module in self._modules:
             self._keep(vars(module), 3)
+        for kind in dict.fromkeys(self._types):
+            for cls in _own_classes(kind):
+                self._keep(vars(cls), 1)
         theirs = [value for m in self._modules for value in vars(m).values() if isinstance(value, types.FunctionType)]
         for function in {*theirs, *(f for kind in dict.fromkeys(self._types) for f in _methods(kind))}:
             for cell in function.__closure__ or ():
@@ -52,11 +55,11 @@ class Fingerprint:
 
     def _keep(self, container: Any, depth: int) -> None:
         """Note the objects in a container: identity tells whether one was replaced."""
-        keys = tuple(container) if isinstance(container, dict) else ()
-        values = tuple(container.values() if isinstance(container, dict) else container)
+        keys = tuple(container) if isinstance(container, Mapping) else ()
+        values = tuple(container.values() if isinstance(container, Mapping) else container)
         self._held.append((container, keys, values))
         for value in values if depth else ():
-            if isinstance(value, (list, dict)):
+            if isinstance(value, (list, dict, tuple)):
                 self._keep(value, depth - 1)
 
     def _keep_if_container(self, value: Any) -> None:
@@ -78,7 +81,7 @@ class Fingerprint:
             if len(container) != len(values):
                 return False
             if values:
-                now = container.values() if isinstance(container, dict) else container
+                now = container.values() if isinstance(container, Mapping) else container
                 if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
                     return False
         return True
@@ -86,10 +89,15 @@ class Fingerprint:
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
     """Every function in the classes of a user's own."""
-    for cls in kind.__mro__:
-        if cls.__module__.partition(".")[0] not in ("torch", "tensordict", "torchrl", "builtins", "abc", "typing"):
-            for value in vars(cls).values():
-                value = getattr(value, "__func__", getattr(value, "fget", value))
-                value = inspect.unwrap(value) if callable(value) else value
-                if isinstance(value, types.FunctionType):
-                    yield value
+    for cls in _own_classes(kind):
+        for value in vars(cls).values():
+            value = getattr(value, "__func__", getattr(value, "fget", value))
+            value = inspect.unwrap(value) if callable(value) else value
+            if isinstance(value, types.FunctionType):
+                yield value
+
+
+def _own_classes(kind: type) -> list[type]:
+    """Those of a class and its parents that are a user's own."""
+    libraries = ("torch", "tensordict", "torchrl", "builtins", "abc", "typing")
+    return [cls for cls in kind.__mro__ if cls.__module__.partition(".")[0] not in libraries]

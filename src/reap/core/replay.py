@@ -38,8 +38,8 @@ from reap.core.source import Source, Wanted
 # fmt: off
 _ROW_BY_ROW = frozenset(
     {
-        "add", "sub", "mul", "div", "pow", "square", "neg", "abs", "sqrt", "exp", "log", "log1p", "tanh", "relu",
-        "sign", "floor", "round", "rsub", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "where",
+        "add", "sub", "mul", "div", "pow", "square", "neg", "abs", "sqrt", "exp", "log", "log1p", "tanh",
+        "sign", "floor", "round", "rsub", "clamp", "clamp_min", "clamp_max", "where",
         "masked_fill",
         "gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "isfinite", "logical_or", "logical_and", "logical_not",
         "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
@@ -218,8 +218,13 @@ class Captured:
         if call.random or call.changes or any(at in self._changing for at in (*call.reads, *call.writes)):
             return False
         name = name_of(call.func)
+        numbers = [a for a in (*call.args[1:], *call.kwargs.values()) if a is not None]
         if name == "argmax":
-            return "dim" in call.kwargs or len(call.args) > 1  # else it is that of a whole column
+            return bool(numbers)  # else it is that of a whole column
+        if name in ("pow", "__pow__"):
+            return numbers == [2]  # of others the last bit is that of a vector, or of a number
+        if name in ("clamp", "clamp_min", "clamp_max"):  # of a zero bound, which zero is taken
+            return all(isinstance(a, (int, float)) and a != 0 for a in numbers)
         return name in _ROW_BY_ROW
 
     def agrees(self, inputs: Sequence[Tensor]) -> bool:
@@ -324,6 +329,8 @@ class Halves:
         try:
             with torch.no_grad():
                 return self._agrees(whole, probes, used)
+        except Exception:  # a value that is no array, a function that does not go over rows: all is made at each step
+            return False
         finally:
             torch.set_rng_state(kept)
 
@@ -341,10 +348,7 @@ class Halves:
         for i, at in enumerate(self.now):
             if not all(_same_bits(w[at], torch.from_numpy(r[i])) for w, r in zip(wanted, rows)):
                 return False
-        try:
-            columns, same = self.finish(rows, check=True)
-        except Exception:  # a function that does not go over rows: all is made at each step
-            return False
+        columns, same = self.finish(rows, check=True)
         for column, at, moves in zip(columns, self.rest, self.moves):
             for t, row in enumerate(wanted):
                 if not _same_bits(row[at], column[t] if moves else column):
@@ -358,7 +362,7 @@ def _noisy(value: Tensor) -> Tensor:
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -107,6 +107,10 @@ class Shortened:
     def _normal(self, call: Call) -> None:
         mean, std = call.kwargs["mean"], call.kwargs["std"]
         like = self.tensors[mean.at]
+        flags = torch.empty(like.shape, dtype=torch.bool, device="meta")
+        least = self._add(torch.ge, (std, 0), self._new(flags), check=True)
+        said = self._add(torch.all, (least,), self._new(flags.new_empty(())), check=True)
+        self.checks.append(Decision(bool, said.at, True, True))
         drawn = self._add(torch.empty_like, (mean,), self._new(like))
         self._add(Tensor.normal_, (drawn,), drawn, changes=True)
         scaled = self._add(torch.mul, (drawn, std), self._new(like))

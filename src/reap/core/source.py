@@ -116,6 +116,8 @@ class Source:
             return None
         if call.changes and (call.changes != (call.results.at,) or not isinstance(call.args[0], Register)):
             return None
+        if name_of(call.func) == "where" and call.func is not torch.where:
+            return None  # a tensor's own has its arguments in another order
         args = [
             Operand(a.at, self._outside.get(a.at, self._tensors[a.at])) if isinstance(a, Register) else a
             for a in call.args

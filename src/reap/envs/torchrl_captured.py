@@ -67,7 +67,21 @@ def captured_whole(part: Any) -> bool:
     """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
     kind = type(part)
     where = kind.__module__
+    if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
+        return False
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
+
+
+def _calls_a_function(primer: Any) -> bool:
+    """Whether a primer asks a function of the user's for its values."""
+    values = [getattr(primer, "default_value", None)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif callable(value):
+            return True
+    return False
 
 
 class Base:
@@ -402,10 +416,12 @@ class CapturedRows(TorchRLRows):
         reset.bound = self._rollouts
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
+            state = torch.get_rng_state()
             try:
                 reset.proved = reset.captured.agrees(probe)
             finally:
                 self._bases[0].given = ()
+                torch.set_rng_state(state)
             if not reset.proved:
                 self._resets[b""] = -1
                 return False
