@@ -397,7 +397,7 @@ class Guesses(nn.Module):
 
 @pytest.mark.parametrize("default", ["random", "function"])
 def test_random_first_values_and_those_of_a_function(default):
-    """A reset that draws uses up as many random numbers as ever; one that calls somebody's function calls it as often."""
+    """A reset that draws uses up as many random numbers as ever; a function of somebody's is called as often."""
 
     def batches(**capture):
         torch.manual_seed(0)
