@@ -191,6 +191,10 @@ class Recorder(TorchFunctionMode):
         given = list(tensors_in((args, kwargs)))
         chance = _chance(given)
         _refuse_by_values(name, func, args, kwargs)
+        if name == "__getitem__":  # as many as the mask says: it decides, like a value that is asked for
+            masks = [t for t in tensors_in(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
+            told = unrecorded(lambda: [mask.tolist() for mask in masks])
+            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, told)]
         result, altered = self._run(func, args, kwargs)
         drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
         if name in _METADATA and not isinstance(result, Tensor):
@@ -231,8 +235,7 @@ class Recorder(TorchFunctionMode):
 
 def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
     """Raise for calls that do something else for every value, or change what they are given without a trace."""
-    by_mask = name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:]))
-    if name in _SIZED_BY_VALUES or by_mask or (name == "where" and len(args) + len(kwargs) == 1):
+    if name in _SIZED_BY_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
         raise NotCaptured(f"how much {name} returns depends on values")
     if name in ("batch_norm", "instance_norm"):
         given = inspect.signature(func).bind(*args, **kwargs).arguments

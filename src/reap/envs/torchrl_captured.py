@@ -223,6 +223,7 @@ class CapturedRows(TorchRLRows):
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
+        self._alike = True  # whether resets of some lanes of one base differ in the mask alone
         self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded
@@ -377,8 +378,8 @@ class CapturedRows(TorchRLRows):
 
     def _begin_lanes(self, done: Array) -> None:
         assert self._leaves is not None
-        # Resets of some lanes of one base differ in the mask alone; all others are told apart by their lanes.
-        partly = len(self._bases) == 1 and not done.all()
+        # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
+        partly = self._alike and len(self._bases) == 1 and not done.all()
         pattern = b"" if partly else done.tobytes()
         known = self._resets.get(pattern, 0)
         if isinstance(known, _Reset) and self._prepared(known, done):
@@ -404,7 +405,7 @@ class CapturedRows(TorchRLRows):
         """Get a recorded reset ready for these lanes. False: TorchRL must make this one."""
         for base, due in zip(self._bases, reset.due):
             base.due = due
-        if done.all() or len(self._bases) > 1:
+        if done.all() or len(self._bases) > 1 or not self._alike:
             if reset.bound != self._rollouts:
                 reset.bound = self._rollouts if reset.captured.bind() else -1
             return reset.bound == self._rollouts
@@ -412,6 +413,7 @@ class CapturedRows(TorchRLRows):
         other = not np.array_equal(reset.mask.numpy(), done)
         reset.mask.copy_(torch.from_numpy(done))
         if not reset.captured.bind(look=reset.bound != self._rollouts):
+            self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
@@ -423,7 +425,7 @@ class CapturedRows(TorchRLRows):
                 self._bases[0].given = ()
                 torch.set_rng_state(state)
             if not reset.proved:
-                self._resets[b""] = -1
+                self._alike = False
                 return False
         return True
 
