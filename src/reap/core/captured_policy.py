@@ -17,8 +17,7 @@ from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
 from reap.core.as_policy import untouched
-from reap.core.capture import NotCaptured, record, refuse_hooks
-from reap.core.capture import tensors_in as _tensors
+from reap.core.capture import NotCaptured, record, refuse_hooks, tensors_in
 from reap.core.exploration import exploring
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.provable import why_not
@@ -220,7 +219,7 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
     try:
         refuse_hooks([model])
         with untouched(model):
-            record(lambda *given: list(_tensors(model(*given))), inputs)
+            record(lambda *given: list(tensors_in(model(*given))), inputs)
     except Exception:  # whatever it makes of being watched
         return False
     return True

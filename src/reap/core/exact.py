@@ -188,8 +188,6 @@ def _moved(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     source = tensors[0]
-    if name in ("cat", "concat", "concatenate"):
-        return None
     if name in _CASTS and isinstance(args[0], Operand):
         widens = source.dtype is not result.dtype and not (source.dtype in _FLOATS and result.dtype not in _FLOATS)
         good = widens and source.shape == result.shape and result.is_contiguous() and source.is_contiguous()

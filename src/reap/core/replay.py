@@ -288,7 +288,6 @@ class Halves:
     ) -> None:
         self._step, self._columns, self.now, self.rest, self.checks = step, columns, now, rest, checks
         self.moves = moves  # whether each of the rest is another at every step
-        self._rows: list[tuple[Any, ...]] = []
 
     def bind(self, *steady: Any) -> None:
         """Begin a rollout, with what follows from parameters alone."""
