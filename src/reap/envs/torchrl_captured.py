@@ -187,16 +187,20 @@ class Base:
         self._turn ^= 1
         row, results = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
-        lanes, dims = self.lanes.spec.lanes, len(self.size)
-        row.action = tuple([a.reshape(lanes, *a.shape[dims:]) for a in actions])
+        self._act(row, actions)
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
-            self.lanes.step(range(lanes), row)
+            self.lanes.step(range(self.lanes.spec.lanes), row)
         finally:
             for lock in self.locks:
                 lock.acquire()
         return tuple([array.copy() for array in results]) if self.fresh else results
+
+    def _act(self, row: Row, actions: Sequence[Array]) -> None:
+        """Show the lanes their actions."""
+        lanes, dims = self.lanes.spec.lanes, len(self.size)
+        row.action = tuple([a.reshape(lanes, *a.shape[dims:]) for a in actions])
 
 
 @dataclass

@@ -373,22 +373,9 @@ class ParallelBase(Base):
                 raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
             self._rows.append((row, results))
 
-    def step(self, *actions: Array) -> tuple[Array, ...]:
-        if self.given:
-            return tuple(value.numpy().copy() for value in self.given)
-        self._turn ^= 1
-        row, results = self._rows[self._turn]
-        row.done[:] = row.terminated[:] = row.truncated[:] = False
-        for mine, given in zip(row.action, actions):
+    def _act(self, row: Row, actions: Sequence[Array]) -> None:
+        for mine, given in zip(row.action, actions):  # in memory that the processes share
             mine[...] = given
-        for lock in self.locks:  # others may use shared statistics while this env computes
-            lock.release()
-        try:
-            self.lanes.step(range(self.lanes.spec.lanes), row)
-        finally:
-            for lock in self.locks:
-                lock.acquire()
-        return tuple([array.copy() for array in results]) if self.fresh else results
 
 
 def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
