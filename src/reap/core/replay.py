@@ -31,7 +31,7 @@ from reap.core.capture import (
 )
 from reap.core.fingerprint import Fingerprint
 from reap.core.shortcuts import Shortened
-from reap.core.source import Source, Wanted
+from reap.core.source import StepSource, Wanted
 
 # Functions that give the same bits for a row alone and among others. Some of torch's do not (softplus, sigmoid, atanh):
 # they have one code for whole vectors and another for the rest of a row.
@@ -146,15 +146,15 @@ class Captured:
         self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
-    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> Source:
-        return Source(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
+    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> StepSource:
+        return StepSource(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Prologue and body as functions, on these tensors from outside."""
         first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
-        prologue = Source(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
+        prologue = StepSource(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
-        source = Source(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
+        source = StepSource(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
         return prologue, source.function(self._body, self.used, wanted)
 
     def bind(self, *, look: bool = True) -> bool:

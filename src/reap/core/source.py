@@ -1,4 +1,4 @@
-"""Source: recorded calls as the text of a Python function.
+"""StepSource: recorded calls as the text of a Python function.
 
     def make(r9):                             what is the same for a whole rollout
         n9 = r9.numpy()
@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
     as_array: bool = False
 
 
-class Source:
+class StepSource:
     """Writes functions of recorded calls.
 
     Args:

@@ -49,7 +49,7 @@ class Traits(NamedTuple):
     draws: bool
 
 
-class Cells(NamedTuple):
+class LooseValues(NamedTuple):
     """What has no place in shared memory, of lanes that were stepped or begun: leaf by leaf, successors and firsts."""
 
     lanes: list[int]
@@ -240,7 +240,9 @@ class LaneHost(Host):
             self._done()
             return
         stepped = self._rows[place][step].next if what in (STEP, SOME) else None
-        told = Cells(list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose])
+        told = LooseValues(
+            list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose]
+        )
         packed = dumps(told, "an observation")  # before it says that it is done: it may fail
         self._done()  # before what it says: who does not listen yet would leave us waiting
         self._connection.send_bytes(packed)

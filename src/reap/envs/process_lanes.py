@@ -42,9 +42,9 @@ from reap.envs.lane_host import (
     SOME,
     STEP,
     UNSEEDED,
-    Cells,
     Host,
     LaneHost,
+    LooseValues,
     Traits,
     choices,
     firsts_in,
@@ -289,7 +289,7 @@ class ProcessLanes(Env):
             raise self.gone(remote)
         return 0 if data == DONE else data[0] - PONG
 
-    def _put_cells(self, remote: Remote, told: Cells) -> None:
+    def _put_cells(self, remote: Remote, told: LooseValues) -> None:
         """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
         lanes = [remote.first + lane for lane in told.lanes]
         for n, (stepped, first) in zip(self._loose, told.leaves):

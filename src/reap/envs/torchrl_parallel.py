@@ -148,8 +148,8 @@ class ParallelLanes(ProcessLanes):
         env, count = self.outer, self.outer.num_workers
         env._create_td()
         env.parent_channels = [Channel(self, n) for n in range(count)]
-        env._workers = [Worker(self, n) for n in range(count)]
-        env._events = [Answer(self, n) for n in range(count)]
+        env._workers = [WorkerProcess(self, n) for n in range(count)]
+        env._events = [LoadedEvent(self, n) for n in range(count)]
         env.event, env._timeout = None, env.shutdown_timeout
         for name in _OWN:
             vars(env)[name] = _Instead(self, name)
@@ -287,7 +287,7 @@ class Channel:
         return lanes
 
 
-class Answer(Channel):
+class LoadedEvent(Channel):
     """What TorchRL takes for the event a worker sets when it has loaded a state."""
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -298,7 +298,7 @@ class Answer(Channel):
         pass
 
 
-class Worker(Channel):
+class WorkerProcess(Channel):
     """What TorchRL takes for a worker's process. Of its death we tell ourselves when something is asked of it."""
 
     _closed = False
