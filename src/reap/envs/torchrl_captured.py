@@ -101,6 +101,7 @@ class Base:
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
         self._reset_at: dict[Key, int] = {}
         self._rows: list[tuple[Row, tuple[Array, ...]]] = []
+        self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = 0
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
@@ -164,6 +165,7 @@ class Base:
         spec, dims = self.lanes.spec, len(self.size)
         keys = [as_key(key) for key in self.env.action_keys]
         self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
+        self._shapes = [(spec.lanes, *a.shape[dims:]) for a in self.asked]
         self._rows = []
         for _ in range(2):
             row = Row()
@@ -199,8 +201,7 @@ class Base:
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
         """Show the lanes their actions."""
-        lanes, dims = self.lanes.spec.lanes, len(self.size)
-        row.action = tuple([a.reshape(lanes, *a.shape[dims:]) for a in actions])
+        row.action = tuple(map(np.ndarray.reshape, actions, self._shapes))
 
 
 @dataclass
