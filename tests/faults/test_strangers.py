@@ -141,7 +141,7 @@ door = Door(LOOPBACK, 0, b"the secret of this test", {"hello": hello})
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 print(door.port, flush=True)
 sys.stdin.readline()
-assert said.is_set()
+assert said.wait(20)
 print(threading.active_count(), flush=True)
 door.close()
 os.close(os.open(os.devnull, os.O_RDONLY))
@@ -161,6 +161,7 @@ def test_a_process_without_descriptors_goes_on_listening():
     with crowd(200, lambda: socket.create_connection((LOOPBACK, port))):
         assert greeted(port) == b"hello"
         said, errors = child.communicate("now\n", timeout=30)
+    assert child.returncode == 0, errors
     threads, end = said.split()
     assert int(threads) <= 4
     assert end == "closed"

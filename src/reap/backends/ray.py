@@ -75,8 +75,10 @@ class _Cluster:
 
     def _connect(self, ray: Any, config: Mapping[str, Any]) -> None:
         try:
-            with _on_loopback(ray) if _starts_one(ray, config) else contextlib.nullcontext():
-                ray.init(**{"include_dashboard": False, **config})
+            begins = _begins_one(ray, config)
+            named = config.get("_node_ip_address") is not None
+            with _on_loopback(ray) if begins and not named else contextlib.nullcontext():
+                ray.init(**{"include_dashboard": False, **(_not_yielding(config) if begins else config)})
         except ConnectionError as cause:
             raise UsageError(
                 f"ray_init_config: no cluster found at {config.get('address')!r}: {cause}; begin one with "
@@ -94,13 +96,24 @@ class _Cluster:
                 engine().shutdown()
 
 
-def _starts_one(ray: Any, config: Mapping[str, Any]) -> bool:
-    """Whether `ray.init` will start a cluster here, rather than find one; and no address was named for it."""
+def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
+    """Whether `ray.init` will start a cluster here, rather than find one."""
     address = config.get("address") or os.environ.get("RAY_ADDRESS")
     if address is None:
         with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may go
             address = ray._private.services.get_ray_address_from_environment(None, config.get("_temp_dir")) or "local"
-    return address == "local" and config.get("_node_ip_address") is None
+    return bool(address == "local")
+
+
+def _not_yielding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config`, with actors that have the same right to a processor as this process.
+
+    Ray starts its workers with niceness 15. Beside a learner that computes, such an actor gets 3% of a core: to import
+    torch took one of them 194 s, where it takes 8 s otherwise.
+    """
+    if "RAY_worker_niceness" in os.environ:
+        return dict(config)
+    return {**config, "_system_config": {"worker_niceness": 0, **(config.get("_system_config") or {})}}
 
 
 @contextlib.contextmanager
@@ -290,7 +303,10 @@ class RayBackend(FarBackend):
                     self._refuse_for_room(waiting, self._ray.cluster_resources())
                     if time.monotonic() > until + _SLOW:  # of what is left, actors that are being started have theirs
                         self._refuse_for_room(waiting, self._ray.available_resources())
-                        raise WorkerSilent(f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s")
+                        raise WorkerSilent(
+                            f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is busy: "
+                            f"Ray gives them what others leave, unless RAY_worker_niceness=0 was set where it was started"
+                        )
             return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
         except BaseException:
             for actor in actors:
