@@ -304,8 +304,8 @@ class RayBackend(FarBackend):
                     if time.monotonic() > until + _SLOW:  # of what is left, actors that are being started have theirs
                         self._refuse_for_room(waiting, self._ray.available_resources())
                         raise WorkerSilent(
-                            f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is busy: "
-                            f"Ray gives them what others leave, unless RAY_worker_niceness=0 was set where it was started"
+                            f"{len(coming)} actors did not start within {BOOT + _SLOW:.0f} s; if the machine is "
+                            f"busy: Ray gives them what others leave, unless it was started with RAY_worker_niceness=0"
                         )
             return [self._answer(job, ref) for job, ref in zip(jobs, asked)]
         except BaseException:
