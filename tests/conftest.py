@@ -83,6 +83,9 @@ def _nothing_stays_behind(request: pytest.FixtureRequest):
     guard = no_leaks(libraries=False)
     guard.__enter__()
     yield
+    graded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    torch.set_grad_enabled(True)  # the tests after this one are not to blame
+    assert graded, "left behind: gradients are off in this thread"
     request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on
     if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_a_thread") is None:
         guard.__exit__(None, None, None)

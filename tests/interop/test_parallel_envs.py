@@ -24,6 +24,7 @@ from torchrl.envs import (
     InitTracker,
     ParallelEnv,
     RewardSum,
+    SerialEnv,
     StepCounter,
     TrajCounter,
     TransformedEnv,
@@ -34,6 +35,7 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs.torchrl_captured import CapturedRows
 from reap.envs.torchrl_parallel import ParallelLanes
 from reap.errors import WorkerDied, WorkerRaised
+from reap.seeding import chain as seeds_from
 from reap.testing import no_leaks
 
 
@@ -71,6 +73,19 @@ def normalised():
     return TransformedEnv(GymEnv("CartPole-v1"), Compose(VecNorm(in_keys=["observation"]), RewardSum()))
 
 
+def limited():
+    return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(max_steps=4))
+
+
+def lanes_of(make, lanes=3):
+    """A worker's env that has several lanes."""
+    return SerialEnv(lanes, make)
+
+
+def lanes_transformed(name, steps, lanes=3):
+    return TransformedEnv(lanes_of(functools.partial(gym_env, name), lanes), Compose(*chain(steps)))
+
+
 def parallel(make, lanes=3, **options):
     return ParallelEnv(lanes, make, mp_start_method="fork", **options)
 
@@ -89,6 +104,26 @@ FORMS = {
     "nested": lambda name, steps: TransformedEnv(
         TransformedEnv(parallel(functools.partial(gym_env, name)), InitTracker()),
         Compose(DoubleToFloat(), *chain(steps)),
+    ),
+    "lanes": lambda name, steps: parallel(functools.partial(lanes_of, functools.partial(gym_env, name)), 2),
+    "lanes, inside": lambda name, steps: parallel(
+        functools.partial(lanes_of, functools.partial(transformed, name, steps)), 2
+    ),
+    "lanes, between": lambda name, steps: parallel(functools.partial(lanes_transformed, name, steps), 3),
+    "lanes, around": lambda name, steps: TransformedEnv(
+        parallel(functools.partial(lanes_of, functools.partial(gym_env, name)), 2), Compose(*chain(steps))
+    ),
+    "one lane each, both": lambda name, steps: TransformedEnv(
+        parallel(functools.partial(lanes_transformed, name, steps, 1), 3),
+        Compose(InitTracker(), VecNorm(in_keys=["observation"])),
+    ),
+    "lanes, inside and around": lambda name, steps: TransformedEnv(
+        parallel(functools.partial(lanes_of, functools.partial(transformed, name, steps)), 2),
+        Compose(InitTracker(), VecNorm(in_keys=["observation"])),
+    ),
+    "lanes, between and around": lambda name, steps: TransformedEnv(
+        parallel(functools.partial(lanes_transformed, name, steps), 2),
+        Compose(InitTracker(), VecNorm(in_keys=["observation"])),
     ),
 }
 POLICIES = {"CartPole-v1": Pushes(), "Pendulum-v1": Turns(1), "HalfCheetah-v5": Turns(6)}
@@ -153,7 +188,16 @@ slow = pytest.mark.slow
         ("CartPole-v1", "around", {}),
         ("CartPole-v1", "both", {}),
         pytest.param("CartPole-v1", "nested", {}, marks=slow),
+        ("CartPole-v1", "lanes", {"max_frames_per_traj": 5}),
+        ("CartPole-v1", "lanes, inside", {}),
+        pytest.param("CartPole-v1", "lanes, between", {}, marks=slow),
+        ("CartPole-v1", "lanes, around", {}),
+        pytest.param("CartPole-v1", "one lane each, both", {}, marks=slow),
+        pytest.param("CartPole-v1", "lanes, inside and around", {}, marks=slow),
+        pytest.param("CartPole-v1", "lanes, between and around", {}, marks=slow),
         pytest.param("CartPole-v1", "inside", {"reset_at_each_iter": True}, marks=slow),
+        pytest.param("CartPole-v1", "lanes, inside", {"reset_at_each_iter": True, "steps": 4}, marks=slow),
+        pytest.param("HalfCheetah-v5", "lanes, around", {"steps": 7}, marks=slow),
         pytest.param("CartPole-v1", "around", {"reset_at_each_iter": True}, marks=slow),
         pytest.param("Pendulum-v1", "bare", {"max_frames_per_traj": 5}, marks=slow),
         pytest.param("Pendulum-v1", "both", {"steps": 7}, marks=slow),
@@ -166,12 +210,29 @@ def test_the_same_as_torchrls(name, form, options):
     options = dict(options)
     steps = options.pop("steps", None)
     told, batches = assert_the_same(lambda: FORMS[form](name, steps), policy_for(name), **options)
-    if form in ("bare", "inside", "inside, uncounted"):
+    if form in ("bare", "inside", "inside, uncounted", "lanes", "lanes, inside", "lanes, between"):
         assert "ParallelEnv in" in told
         assert "env processes of reap's" in told
-    if form != "bare":
+    if form not in ("bare", "lanes"):
         assert "replays the torch calls of its transforms" in told
-    assert any(batch["next", "done"][:, :-1].any() for batch in batches)  # resets in the middle
+    assert any(batch["next", "done"][..., :-1, :].any() for batch in batches)  # resets in the middle
+
+
+@pytest.mark.parametrize("form", ["around", "inside", "both", "parallel inside"])
+def test_lanes_of_lanes_are_the_same_as_torchrls(form):
+    one = functools.partial(gym_env, "CartPole-v1")
+    forms = {
+        "around": lambda: TransformedEnv(SerialEnv(2, functools.partial(lanes_of, one)), Compose(*chain(9))),
+        "inside": lambda: SerialEnv(2, functools.partial(lanes_of, functools.partial(transformed, "CartPole-v1", 9))),
+        "both": lambda: TransformedEnv(
+            SerialEnv(2, functools.partial(lanes_transformed, "CartPole-v1", 9)), VecNorm(in_keys=["observation"])
+        ),
+        "parallel inside": lambda: TransformedEnv(
+            SerialEnv(2, functools.partial(parallel, one, 2)), Compose(*chain(9))
+        ),
+    }
+    told, _ = assert_the_same(forms[form], policy_for("CartPole-v1"), frames=66)
+    assert "replays the torch calls of its transforms" in told
 
 
 def in_processes(env, policy=None, frames=20, **options):
@@ -191,6 +252,33 @@ def children():
     import multiprocessing
 
     return multiprocessing.active_children()
+
+
+def test_lanes_of_a_worker_are_moved_by_hand():
+    """Resets of some, and steps, of workers that have several lanes; then the collector begins anew."""
+    make = functools.partial(lanes_of, limited, 2)
+    theirs = parallel(make, 2)
+    theirs.reset()  # its processes are there
+    with no_leaks():
+        collector, lanes = in_processes(parallel(make, 2), policy_for("CartPole-v1"), frames=40)
+        assert isinstance(lanes, ParallelLanes)
+        collector.next()
+        envs = collector.env, theirs
+        for env in envs:
+            env.set_seed(7)
+        roots = [env.reset() for env in envs]
+        for n in range(6):
+            stepped = [env.step(policy_for("CartPole-v1")(root))["next"] for env, root in zip(envs, roots)]
+            marked = [one.exclude("reward").clone() for one in stepped]
+            for one in marked:
+                one["_reset"] = torch.tensor([[[False], [n == 3]], [[n == 1], [True]]])
+            roots = [env.reset(one) for env, one in zip(envs, marked)]
+            for a, b in (stepped, roots):
+                assert all(torch.equal(a[key], b[key]) for key in b.keys(True, True))
+        assert collector.next()["step_count"][..., 0, :].sum() == 0
+        collector.shutdown()
+        theirs.close()
+        del collector, lanes, envs, env, stepped, roots, marked, one, a, b
 
 
 def test_the_env_stays_its_owners():
@@ -225,28 +313,32 @@ def test_the_env_stays_its_owners():
     assert "_shutdown_workers" not in vars(inner)
 
 
-def test_seeds_are_torchrls():
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_seeds_are_torchrls(lanes):
     """What `set_seed` says, before the env is given away and after, in the lanes it says it for."""
+    one = functools.partial(gym_env, "Pendulum-v1")
+    make = functools.partial(parallel, one if lanes == 1 else functools.partial(lanes_of, one, lanes), lanes=2)
     found = []
-    for make in (lambda: parallel(functools.partial(gym_env, "Pendulum-v1"), lanes=2), lambda: gym_env("Pendulum-v1")):
-        env = make()
+    for kind in (make, one):
+        env = kind()
         env.set_seed(5)
         found.append(env.reset()["observation"])
         env.close()
-    assert torch.equal(found[0][0], found[1])
-    env = parallel(functools.partial(gym_env, "Pendulum-v1"), lanes=2)
+    assert torch.equal(found[0].flatten(0, -2)[0], found[1])
+    env = make()
     env.set_seed(5)
     assert children()
-    collector, lanes = in_processes(env)
-    assert isinstance(lanes, ParallelLanes)
+    collector, inside = in_processes(env, frames=24)
+    assert isinstance(inside, ParallelLanes)
     assert not children()
-    assert torch.equal(collector.next()["observation"][:, 0], found[0])
+    assert torch.equal(collector.next()["observation"][..., 0, :], found[0])
     env.set_seed(5)
     assert torch.equal(env.reset()["observation"], found[0])
     collector.set_seed(5)
-    seeded = collector.next()["observation"][:, 0]
-    first, _ = gym.make("Pendulum-v1").reset(seed=5)
-    assert torch.equal(seeded[0], torch.as_tensor(first))
+    seeded = collector.next()["observation"][..., 0, :].flatten(0, -2)
+    for mine, seed in zip(seeded, seeds_from(5, 2 * lanes)[0]):
+        first, _ = gym.make("Pendulum-v1").reset(seed=seed)
+        assert torch.equal(mine, torch.as_tensor(first))
     collector.shutdown()
 
 

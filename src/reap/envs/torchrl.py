@@ -90,7 +90,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
     _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
     bases: list[Base] = []
     transformed: list[Any] = []
-    if root is None and len(env.batch_size) < 2 and left is None:
+    if root is None and left is None:
         left = _not_inside(env, bases, transformed)
         if left is None and transformed:
             found = _captured(env, bases, transformed)

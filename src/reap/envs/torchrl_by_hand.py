@@ -79,8 +79,12 @@ def _seeds_again(env: Any, seed: int, *, static: bool) -> tuple[dict[str, Any], 
     while "base_env" in vars(env).get("_modules", ()):
         env = env.base_env
     if vars(env).get("_seeded_by_reset"):  # in our own processes: all of Gymnasium's kind
-        seeds, seed = chain(seed, env.num_workers, static=static)
-        return {"list_of_kwargs": [{"seed": one} for one in seeds]}, seed
+        lanes = env.batch_size[1:].numel()  # of a worker
+        seeds, seed = chain(seed, env.num_workers * lanes, static=static)
+        each: list[dict[str, Any]] = [{"seed": one} for one in seeds]
+        if len(env.batch_size) > 1:
+            each = [{"list_of_kwargs": each[n : n + lanes]} for n in range(0, len(each), lanes)]
+        return {"list_of_kwargs": each}, seed
     if "_envs" not in vars(env):
         keywords = {"seed": seed} if vars(env).get("_seed_calls_reset") else {}
         return keywords, chain(seed, 1, static=static)[1]

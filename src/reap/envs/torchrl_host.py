@@ -149,17 +149,32 @@ def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
 
 
 def _transforms(env: Any) -> list[Any]:
+    """All parts of all transforms, around and inside."""
     found: list[Any] = []
     while "base_env" in vars(env).get("_modules", ()):
         found += env.transform.modules()
         env = env.base_env
+    for child in _children(env):
+        found += _transforms(child)
     return found
+
+
+def _children(env: Any) -> list[Any]:
+    """The envs of a SerialEnv."""
+    if "_envs" not in vars(env):
+        return []
+    if env.is_closed:
+        env.start()
+    return list(env._envs)
 
 
 def _known(env: Any) -> bool:
     """Whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
     while "base_env" in vars(env).get("_modules", ()):
         env = env.base_env
+    children = _children(env)
+    if children:
+        return all(map(_known, children))
     inner: Any = vars(env).get("_env")
     while isinstance(inner, gym.Wrapper):
         if not type(inner).__module__.startswith(_KNOWN):

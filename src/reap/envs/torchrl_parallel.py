@@ -89,8 +89,8 @@ def _refused(env: Any) -> bool:
         raise NotTakenOver("it is a view of another one's workers")
     if not own.get("_use_buffers") or own.get("share_individual_td"):
         raise NotTakenOver("its workers' results have no fixed place in memory")
-    if len(env.batch_size) > 1:
-        raise NotTakenOver("each of its workers has several lanes")
+    if len(env.batch_size) > 2:
+        raise NotTakenOver("the lanes of each of its workers are in several dimensions")
     if env.device is not None and env.device.type != "cpu":
         raise NotTakenOver(f"its results are on {env.device}")
     if not all(map(callable, env.create_env_fn)):
@@ -135,7 +135,10 @@ class ParallelLanes(ProcessLanes):
             self.close()
             raise NotTakenOver("its workers' results have other shapes or types than it says")
         self.outer = outer
-        self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
+        size = tuple(outer.batch_size)
+        look = replace(self.spec.look, contiguous=True, dims=size if len(size) > 1 else None)
+        self.spec = replace(self.spec, look=look)  # as from TorchRL's collectors
+        self._each = self.spec.lanes // outer.num_workers  # lanes of a worker
         self.draws = False
         self._of = [(remote, n) for remote, share in zip(self.remotes, shares) for n in range(len(share))]
         self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and its number
@@ -188,7 +191,7 @@ class ParallelLanes(ProcessLanes):
         if remote.owes:
             self._settle(remote)
         if command in _MOVES:
-            self._fresh[worker] = False
+            self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
         self._asked[worker] = command, self._ask(remote, "torchrl", (number, command, data))
 
@@ -339,19 +342,27 @@ class ParallelBase(Base):
         self._memory: tuple[Any, list[Row], dict[Key, np.ndarray[Any, Any]]] | None = None
 
     def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
-        """TorchRL's shows lanes that are not reset as their last step has left them."""
-        if not self.given:
-            if self.lanes.stepped_by == "row":
-                last = dict(zip(self.keys, self._rows[self._turn][1]))
-                values = [torch.from_numpy(last[key]) for key in self.reset_keys]
-            elif self.lanes.stepped_by == "command":
-                next_ = self.env.shared_tensordict_parent.get("next")
-                values = [next_.get(key) for key in self.reset_keys]
-            else:
-                values = []
-            for mine, value in zip(self.first, values):
-                mine.copy_(value)
-            self.lanes.stepped_by = None
+        """TorchRL's shows lanes that are not reset as their last step has left them.
+
+        But those of a worker that resets others of its lanes are zeros.
+        """
+        if self.given:
+            return super().begin(lanes)
+        if self.lanes.stepped_by == "row":
+            last = dict(zip(self.keys, self._rows[self._turn][1]))
+            values = [torch.from_numpy(last[key]) for key in self.reset_keys]
+        elif self.lanes.stepped_by == "command":
+            next_ = self.env.shared_tensordict_parent.get("next")
+            values = [next_.get(key) for key in self.reset_keys]
+        else:
+            values = []
+        for mine, value in zip(self.first, values):
+            mine.copy_(value)
+        self.lanes.stepped_by = None
+        if len(self.size) > 1:
+            workers = sorted({lane // self.size[1] for lane in lanes})
+            for mine in self.first:
+                mine[workers] = 0
         return super().begin(lanes)
 
     def prepare(self) -> None:
@@ -367,7 +378,8 @@ class ParallelBase(Base):
         _, rows, arrays = self._memory
         self._rows = []
         for n, row in enumerate(rows):
-            results = tuple(arrays[("next", *as_key(key))][n] for key in self.keys)
+            found = [arrays[("next", *as_key(key))][n] for key in self.keys]
+            results = tuple(array.reshape(*self.size, *array.shape[1:]) for array in found)
             kinds = [(t.shape, t.dtype) for t in map(torch.from_numpy, results)]
             if kinds != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
@@ -375,7 +387,7 @@ class ParallelBase(Base):
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
         for mine, given in zip(row.action, actions):  # in memory that the processes share
-            mine[...] = given
+            mine[...] = given.reshape(mine.shape)
 
 
 def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
@@ -385,7 +397,8 @@ def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[
 def _looks_of(env: Any) -> dict[Key, Any]:
     """Shapes and dtypes of what TorchRL says its env is like, flags left out."""
     fake: TensorDictBase = env.fake_tensordict().exclude("next", "done", "terminated", "truncated")
+    dims = len(env.batch_size)
     return {
-        as_key(key): (tuple(value.shape[1:]), value.dtype if isinstance(value, Tensor) else None)
+        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
         for key, value in fake.items(True, True)
     }
