@@ -26,7 +26,7 @@ from torchrl.envs import (
     RewardSum,
     SerialEnv,
     StepCounter,
-    TrajCounter,
+    Timer,
     TransformedEnv,
     VecNorm,
 )
@@ -378,7 +378,7 @@ class OwnParallel(ParallelEnv):
 
 
 def counted():
-    return TransformedEnv(GymEnv("CartPole-v1"), TrajCounter())
+    return TransformedEnv(GymEnv("CartPole-v1"), Timer())
 
 
 def hooked():
@@ -403,12 +403,12 @@ def counts_twice():
     [
         (used, "its workers were running already"),
         (hooked, "somebody has replaced one of its methods"),
-        (lambda: parallel(counted, lanes=2), "TrajCounter is none of the transforms reap can replay"),
-        (lambda: TransformedEnv(parallel(counted, lanes=2), InitTracker()), "TrajCounter is none of the transforms"),
+        (lambda: parallel(counted, lanes=2), "Timer is none of the transforms reap can replay"),
+        (lambda: TransformedEnv(parallel(counted, lanes=2), InitTracker()), "Timer is none of the transforms"),
         (lambda: OwnParallel(2, functools.partial(gym_env, "CartPole-v1"), mp_start_method="fork"), "TorchRL steps it"),
         (
-            lambda: TransformedEnv(parallel(functools.partial(gym_env, "CartPole-v1"), lanes=2), TrajCounter()),
-            "TrajCounter is none of the transforms reap can replay",
+            lambda: TransformedEnv(parallel(functools.partial(gym_env, "CartPole-v1"), lanes=2), Timer()),
+            "Timer is none of the transforms reap can replay",
         ),
         (counts_twice, "writes ['step_count'], which its workers carry"),
     ],

@@ -45,20 +45,22 @@ _PATTERNS = 64  # so many sets of lanes are told apart
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
-# Transforms whose steps and resets are functions of tensors, by reading them: nothing they do stays in Python.
+# Transforms whose steps are functions of tensors, and resets too but for `_RESET_IN_PYTHON`, by reading them.
 # fmt: off
 TRANSFORMS = frozenset(
     {
         "ActionMask", "ActionScaling", "BinarizeReward", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform",
         "Compose", "Crop", "DTypeCastTransform", "DoubleToFloat", "EndOfLifeTransform", "ExcludeTransform",
         "FlattenObservation", "FrameSkipTransform", "GrayScale", "InitTracker", "NoopResetEnv", "ObservationNorm",
-        "PermuteTransform", "RenameTransform", "Resize", "RewardClipping", "RewardScaling", "RewardSum",
-        "SelectTransform", "SignTransform", "SqueezeTransform", "Stack", "StepCounter", "TargetReturn",
-        "TensorDictPrimer", "TimeMaxPool", "ToTensorImage", "UnsqueezeTransform", "VecNorm", "VecNormV2"
+        "PermuteTransform", "RandomTruncationTransform", "RenameTransform", "Resize", "RewardClipping",
+        "RewardScaling", "RewardSum", "SelectTransform", "SignTransform", "SqueezeTransform", "Stack", "StepCounter",
+        "TargetReturn", "TensorDictPrimer", "TimeMaxPool", "ToTensorImage", "TrajCounter", "UnsqueezeTransform",
+        "VecNorm", "VecNormV2"
     }
 )
 # fmt: on
-_STEPS_IN_RESETS = "NoopResetEnv"  # its resets move the env by chance: they are TorchRL's always
+# Resets that step the env, count in Python or draw as many numbers as lanes begin: they are TorchRL's always.
+_RESET_IN_PYTHON = ("NoopResetEnv", "RandomTruncationTransform", "TrajCounter")
 _REPEATS = "FrameSkipTransform"
 _ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
 
@@ -295,9 +297,9 @@ class CapturedRows(TorchRLRows):
     def _transforms(self) -> list[Any]:
         return [env.transform for env in self._transformed]
 
-    def _parts(self, name: str) -> list[Any]:
-        """The transforms of this kind."""
-        return [part for t in self._transforms() for part in t.modules() if type(part).__name__ == name]
+    def _parts(self, *names: str) -> list[Any]:
+        """The transforms of these kinds."""
+        return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -396,7 +398,7 @@ class CapturedRows(TorchRLRows):
             self.root = self.env.maybe_reset(self.root)
         known = self._resets.get(pattern, 0)
         count = 1 if isinstance(known, _Reset) else known + 1
-        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(_STEPS_IN_RESETS):
+        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(*_RESET_IN_PYTHON):
             self._resets[pattern] = count
             return
         self._resets[pattern] = -1  # not tried again, if it fails
