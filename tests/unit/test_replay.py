@@ -290,3 +290,36 @@ def test_a_scale_that_normal_refuses_is_found_at_the_end():
     inputs[2][1, 1] = -300.0
     columns, _ = halves.finish([halves.run(x) for x in inputs])
     assert (columns[len(halves.rest)] == halves.checks[0].value).tolist() == [True, True, False, True]
+
+
+def repeats(x, kept):
+    """Calls that are made twice, and calls that only look so."""
+    a, b = x.unsqueeze(-1), x.unsqueeze(-1)
+    whole, number = x * 1, x * 1.0
+    zero, other = 1 / (x * 0.0).abs(), 1 / -(x * 0.0).abs()
+    before = kept * 2
+    kept.add_(1)
+    after = kept * 2
+    drawn = torch.rand(3), torch.rand(3)
+    return [(a + b).squeeze(-1), whole, number, zero, other, before + 0, after + 0, x + 5, x + 5, *drawn]
+
+
+def test_what_is_computed_twice_is_computed_once():
+    kept = torch.zeros(3)
+    probes = [[torch.arange(3) + n] for n in range(4)]
+    captured = Captured([], lambda x: repeats(x, kept), probes, writes=True)
+    made = [call.func.__name__ for call in captured._body]
+    assert made.count("unsqueeze") == 1
+    assert made.count("rand") == 2
+    assert made.count("add") == 5  # a + b, two of what is kept, and both that are returned, each in its own memory
+    assert captured.bind()
+    for n in range(3):
+        x, mine = torch.tensor([n, 5, -n]), torch.full((3,), float(n))
+        torch.manual_seed(n)
+        want = repeats(x, mine)
+        kept.fill_(n)
+        torch.manual_seed(n)
+        found = captured.run(x)
+        assert all(same_bits(a, b) for a, b in zip(found, want))
+        assert torch.equal(kept, mine)
+        assert found[7].data_ptr() != found[8].data_ptr()

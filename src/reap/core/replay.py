@@ -116,8 +116,10 @@ class Captured:
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
         calls, names = _without_copies(calls, memory, changed)
-        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
         outputs = tuple(names.get(at, at) for at in outputs)
+        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
+        calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
+        names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
         moving = set(inputs)
         steady, each = [], []
@@ -385,6 +387,41 @@ def _without_copies(
         else:
             kept.append(call)
     return kept, names
+
+
+def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int]) -> tuple[list[Call], dict[int, int]]:
+    """The calls without those made before on the same tensors; and which register stands for the result.
+
+    Nothing in memory that changes is the same twice, and what is returned has memory of its own.
+    """
+    names: dict[int, int] = {}
+    seen: dict[Any, int] = {}
+    kept = []
+    for call in calls:
+        if names:
+            call = _renamed(call, names)
+        pure = not (call.random or call.foreign or call.changes) and isinstance(call.results, Register)
+        if pure and changing.isdisjoint((*call.reads, *call.writes)) and outputs.isdisjoint(call.writes):
+            try:
+                first = seen.setdefault((call.func, _exactly((call.args, call.kwargs))), call.writes[0])
+            except TypeError:  # an argument that cannot be told from others
+                first = call.writes[0]
+            if first != call.writes[0]:
+                names[call.writes[0]] = first
+                continue
+        kept.append(call)
+    return kept, names
+
+
+def _exactly(value: Any) -> Any:
+    """Something to compare arguments by: to torch 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_exactly, value))
+    if type(value) is dict:
+        return dict, tuple((key, _exactly(one)) for key, one in value.items())
+    if isinstance(value, slice):
+        return slice, _exactly((value.start, value.stop, value.step))
+    return type(value), repr(value) if type(value) is float else value
 
 
 def _renamed(call: Call, names: Mapping[int, int]) -> Call:

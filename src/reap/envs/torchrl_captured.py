@@ -18,7 +18,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -214,6 +214,7 @@ class _Reset:
     mask: Tensor  # which lanes; the recording looks at it
     due: list[tuple[int, ...]]  # of each base
     bound: int = -1  # to which rollout
+    runs: dict[bytes, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)  # bound in it, by lanes
     proved: bool = False  # whether it was seen to hold for another mask
 
 
@@ -417,12 +418,19 @@ class CapturedRows(TorchRLRows):
                 reset.bound = self._rollouts if reset.captured.bind() else -1
             return reset.bound == self._rollouts
         self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
-        other = not np.array_equal(reset.mask.numpy(), done)
-        reset.mask.copy_(torch.from_numpy(done))
-        if not reset.captured.bind(look=reset.bound != self._rollouts):
+        mask, lanes = reset.mask.numpy(), done.tobytes()
+        other = mask.tobytes() != lanes
+        mask[...] = done
+        anew = reset.bound != self._rollouts
+        if anew:
+            reset.runs.clear()
+        elif reset.proved and lanes in reset.runs:
+            reset.captured.run = reset.runs[lanes]
+            return True
+        if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
-        reset.bound = self._rollouts
+        reset.bound, reset.runs[lanes] = self._rollouts, reset.captured.run
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             state = torch.get_rng_state()
