@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -236,7 +237,7 @@ class CapturedRows(TorchRLRows):
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded
         self._locks: list[Any] = []
-        self._asked_by: dict[int, Callable[[], tuple[Array, ...]]] = {}  # by transform: how the lives are asked for
+        self._asked_by: dict[int, _Lives] = {}  # by transform: how the lives are asked for
         self._shown_at: list[int] = []  # where among the root's values each observation is
 
     def explain(self) -> str:
@@ -271,6 +272,8 @@ class CapturedRows(TorchRLRows):
     def follow(self, outputs: Sequence[Key]) -> None:
         super().follow(outputs)
         self._rollouts += 1
+        for ask in self._asked_by.values():
+            ask.look()
         if self._captured is None:
             return
         if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._acted} and self._rebound():
@@ -315,7 +318,7 @@ class CapturedRows(TorchRLRows):
                 del vars(part)["_get_lives"]
 
     def _lives(self, part: Any) -> Tensor:
-        ask = self._asked_by.setdefault(id(part), lambda: (_lives_of(part),))
+        ask = self._asked_by.setdefault(id(part), _Lives(part))
         (lives,) = foreign(ask, (), lambda: [torch.from_numpy(array) for array in ask()])
         return lives
 
@@ -565,8 +568,30 @@ class CapturedRows(TorchRLRows):
         self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
 
 
-def _lives_of(part: Any) -> Array:
-    return np.asarray(type(part)._get_lives(part), np.int64)
+class _Lives:
+    """Asks how many lives are left, as an EndOfLifeTransform does.
+
+    The way to the game is looked for before each rollout: TorchRL looks for it at each step, which takes 0.5 ms.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self.look()
+
+    def look(self) -> None:
+        """Find the game, if it is a single one of Gymnasium's."""
+        (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
+        self._game = None
+        if first == "unwrapped" and self._names and isinstance(vars(base).get("_env"), gym.Env):
+            self._game = base._env.unwrapped
+
+    def __call__(self) -> tuple[Array]:
+        if self._game is None:
+            return (np.asarray(type(self._part)._get_lives(self._part), np.int64),)
+        found: Any = self._game
+        for name in self._names:
+            found = getattr(found, name)
+        return (np.asarray(found() if callable(found) else found, np.int64),)
 
 
 def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
