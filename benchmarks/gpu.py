@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.board import HAND, REAP, Budget, Contender, Missing, Probe, Race, Ratio, Row, Workload
 from reap.collectors import Collector
 from reap.envs import SerialEnv, TorchEnv
-from reap.envs.torch_envs import TorchCartPole
+from reap.envs.adapters.torch_envs import TorchCartPole
 
 STEPS = 32
 

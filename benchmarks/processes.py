@@ -44,7 +44,7 @@ from benchmarks.board import (
 from benchmarks.envs_and_policies import Case, LargePolicy
 from benchmarks.interpreters import opened
 from benchmarks.peers import VECTOR_ENVS
-from reap.children import kept_seedbed
+from reap._system.processes import kept_fork_server
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 
@@ -266,16 +266,16 @@ def first_batch(budget: Budget, workload: Workload) -> list[Row]:
 
 
 def start_up(budget: Budget, workload: Workload) -> list[Row]:
-    """From the call of the constructor to the first batch: without the seedbed that forks workers, and with it."""
+    """From the call of the constructor to the first batch: without the fork server that forks workers, and with it."""
     told: dict[tuple[int, str], list[float]] = {}
     policy = CARTPOLE.policy(probabilistic=False)
     rounds = 1 if budget.scale < 1 else 3
     for _ in range(rounds):
         for count in (1, 8):
-            kept = kept_seedbed()
+            kept = kept_fork_server()
             if kept is not None:
                 os.kill(kept[0], signal.SIGKILL)
-                while kept_seedbed() is not None:
+                while kept_fork_server() is not None:
                     time.sleep(REST)
             for kind in ("cold", "warm"):
                 began = time.perf_counter()

@@ -62,12 +62,12 @@ def test_links_lead_somewhere():
 def test_docstring_examples_of_public_names_run():
     import doctest
 
+    import reap.envs.adapters.gymnasium
     import reap.envs.base
-    import reap.envs.gymnasium
     import reap.envs.serial
     import reap.testing.counting
 
-    for module in (reap.envs.gymnasium, reap.envs.serial, reap.testing.counting):
-        result = doctest.testmod(module, extraglobs={"GymEnv": reap.envs.gymnasium.GymEnv})
+    for module in (reap.envs.adapters.gymnasium, reap.envs.serial, reap.testing.counting):
+        result = doctest.testmod(module, extraglobs={"GymEnv": reap.envs.adapters.gymnasium.GymEnv})
         assert result.attempted
         assert not result.failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,54 +14,113 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
-    {"arguments", "errors", "spec", "seeding", "trajectories"}
-    | {
-        "children",
-        "fork_server",
-        "forks",
-        "pickling",
-        "refusals",
-        "process_state",
-        "cores",
-        "interrupts",
-        "listener",
-        "temporary",
-    }
-    | {"silence", "threads"},
-    {"core"},
+    {"errors"},
+    {"arguments", "spec", "seeding", "_system"},
+    {"core", "trajectories"},
     {"weights"},
     {"weight_update"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "modules"},
-    {"testing", "cli", "compat", "join"},
+    {"testing", "compat", "join"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+# Inside packages: what a sub-package may import of its own package's others; modules beside it are everybody's.
+BELOW = {
+    "core.capture": set(),
+    "core.columns": set(),
+    "core.lanes": set(),
+    "core.policies": {"core.capture", "core.columns"},
+    "core.device": {"core.policies"},
+    "backends.network": set(),
+    "backends.local": {"backends.network"},
+    "backends.remote": {"backends.local", "backends.network"},
+    "collectors.distributed": set(),
+    "envs.adapters": set(),
+    "envs.torchrl": {"envs.adapters", "envs.parallel"},
+    "envs.parallel": {"envs.torchrl"},  # lanes in processes may be TorchRL's, and TorchRL's may be in processes
+    "compat.startup": set(),
+}
 
 
-def room(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def dotted(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reap"):
-            yield (node.module or "").split(".")[1:2]
+MODULES = {dotted(path): path for path in SOURCE.rglob("*.py")}
+
+
+def package(module: str) -> str:
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def imported(path: Path, *, at_import: bool = False):
+    """The modules of ours a file imports; `at_import`: only those it needs to be imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_import else ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "reap":
+            place = ".".join(node.module.split(".")[1:])
+            for name in node.names:
+                inner = f"{place}.{name.name}".lstrip(".")
+                yield inner if inner in MODULES else place
         elif isinstance(node, ast.Import):
             for name in node.names:
                 if name.name.startswith("reap."):
-                    yield name.name.split(".")[1:2]
+                    yield name.name.removeprefix("reap.")
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_down(path):
-    here = room(path)
-    if here == "__init__":
-        return
-    for found in imported(path):
-        for there in found:
-            assert there in FLOOR, f"{there} has no floor"
-            if there != here:
-                assert FLOOR[there] < FLOOR[here] or FLOOR[here] == 0, f"{here} (floor {FLOOR[here]}) imports {there}"
+@pytest.mark.parametrize("module", sorted(filter(None, MODULES)))
+def test_imports_go_down(module):
+    here = module.split(".")[0]
+    assert here in FLOOR, f"{here} has no floor"
+    for found in filter(None, imported(MODULES[module])):
+        there = found.split(".")[0]
+        if there != here:
+            assert FLOOR[there] < FLOOR[here], f"{here} (floor {FLOOR[here]}) imports {there} (floor {FLOOR[there]})"
+        inside, other = package(module), package(found)
+        if inside in BELOW and other in BELOW and inside != other and there == here:
+            assert other in BELOW[inside], f"{inside} imports {other}"
+
+
+def test_no_module_needs_itself():
+    """Imports of modules have an order, in which each can be read after those it stands on."""
+    needs = {
+        name: {*imported(path, at_import=True)} - {name} for name, path in MODULES.items() if package(name) != name
+    }
+    order = []
+    while needs:
+        ready = sorted(name for name, others in needs.items() if not others & needs.keys())
+        assert ready, f"these need one another: {sorted(needs)}"
+        order += ready
+        for name in ready:
+            del needs[name]
+    assert order.index("core.env") < order.index("core.rollout") < order.index("core.worker")
+
+
+def test_packages_are_small_enough_to_look_at():
+    assert {package(name) for name in MODULES if "." in name} - {*BELOW, *FLOOR} == set(), "a package without a place"
+    for name in {package(name) for name in MODULES if "." in name}:
+        files = [one for one in MODULES if package(one) == name and one != name]
+        assert len(files) <= 17, f"{name}: {len(files)} files side by side"
+
+
+def test_the_map_names_every_module():
+    """docs/design.md has a line for each."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    missing = [name for name in MODULES if package(name) != name and f"`{name}`" not in text]
+    assert not missing, f"not in docs/design.md: {missing}"
+    told = re.findall(r"^\| `([\w.]+)` \|", text, re.M)
+    assert not {*told} - {*MODULES}, f"in docs/design.md, but gone: {sorted({*told} - {*MODULES})}"
+
+
+def test_no_two_classes_have_one_name():
+    names = [
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not {name for name in names if names.count(name) > 1}
 
 
 @pytest.mark.parametrize(
@@ -119,3 +179,12 @@ def test_the_signature_shows_every_option():
     assert "reset_when_done" in names
     with pytest.raises(TypeError):
         inspect.signature(Collector).bind("CartPole-v1", None, 5)
+
+
+def test_tests_that_are_seldom_run_are_there():
+    """A name in tests/seldom.py that no test has any more would keep nothing from anybody."""
+    from tests.seldom import SELDOM
+
+    for name in SELDOM:
+        file, _, test = name.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), name

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from reap.backends.nodes import PATIENCE, join, new_secret
+from reap.backends.network.launchers import PATIENCE, join, new_secret
 from reap.errors import ReapError
 
 

@@ -142,7 +142,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Look:
+class BatchShape:
     """How a batch looks where it does not look the usual way."""
 
     dims: tuple[int, ...] | None = None  # of the lanes, where they are not one dimension
@@ -151,7 +151,7 @@ class Look:
     contiguous: bool = False  # lanes first in memory too, by a copy; else a view of memory in which time is first
 
 
-USUAL = Look()
+USUAL = BatchShape()
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class EnvSpec:
     `batched` says whether a lane dimension is delivered. `rows` says whether every step of every lane is a frame
     ("whole"), or the env marks those that are not, which stay where they are ("masked") or are taken out, the lane's
     later rows moving up ("skipping"). `ready_of` is for envs that answer as they are ready: of so many lanes, `lanes`
-    at a time, and the leaf `READY` says which they are (see core/ready.py).
+    at a time, and the leaf `READY` says which they are (see core/lanes/ready.py).
     """
 
     observation: Mapping[Key, Leaf]
@@ -174,7 +174,7 @@ class EnvSpec:
     single_resets: bool = True  # a lane can be reset in the middle of its episode, without the others
     side: frozenset[Key] = frozenset()  # leaves beside the observation proper: counters, infos, memory
     ready_of: int | None = None
-    look: Look = USUAL
+    look: BatchShape = USUAL
     primed: frozenset[Key] = frozenset()  # leaves a policy may write the next value of: the env says how they begin
 
     @property

@@ -1,4 +1,4 @@
-"""Weight schemes: which road new weights take to the workers. Without one, the collector chooses.
+"""Weight schemes: how new weights reach the workers. Without one, the collector chooses.
 
     SharedMemWeightSyncScheme      one flat block all workers read; the choice wherever every weight is a tensor
     MultiProcessWeightSyncScheme   a parcel for each worker, answered when it has arrived
@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from reap.core.paths import follow
+from reap.core.attribute_path import set_policy_keys
 from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.weights.links import Receiver, Sender, weights_of
 from reap.weights.local import by_worker
@@ -48,7 +48,7 @@ __all__ = [
     "WeightSyncScheme",
 ]
 
-Road = Literal["shared", "parcel", "none", "distributed", "rpc", "ray"]
+WeightTransport = Literal["shared", "parcel", "none", "distributed", "rpc", "ray"]
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
@@ -76,7 +76,7 @@ class WeightSyncScheme:
         sync: accepted as in TorchRL; of links made by hand, whether `send` waits until weights are applied.
     """
 
-    road: Road
+    transport: WeightTransport
     per_worker_weights = False
 
     def __init__(self, strategy: str | WeightStrategy = "tensordict", sync: bool = True) -> None:
@@ -140,14 +140,14 @@ class WeightSyncScheme:
         self.first = given[0] if given else _model_in(context, model_id)
         count = num_workers or len(devices or ()) or int(getattr(context, "num_workers", 1))
         workers = list(range(count)) if each is None else list(each)
-        self._sender = Sender(workers, ctx) if self.road in _LINKED else None
+        self._sender = Sender(workers, ctx) if self.transport in _LINKED else None
 
     def send(self, weights: Any = None, worker_ids: int | Sequence[int] | None = None) -> None:
         """New weights for workers that have connected: a module, a TensorDict, a state dict, or one of these by worker.
 
         None: those of the beginning, as they are now. With `sync`, it returns when workers act with them.
         """
-        if self.road == "none":
+        if self.transport == "none":
             return
         sender = self._linked()
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
@@ -205,12 +205,12 @@ class WeightSyncScheme:
             self.worker_idx = worker
             self._sender.keep(worker)
             self._receiver = Receiver(self._sender.theirs(worker), self.apply_weights)
-        elif self.road == "none":
+        elif self.transport == "none":
             pass
         elif self._sender is None:
             raise WrongState(
                 "connect() comes after init_on_sender() or init_on_receiver()"
-                if self.road in _LINKED
+                if self.transport in _LINKED
                 else f"{type(self).__name__} is for a collector, which connects its workers itself"
             )
         else:
@@ -291,7 +291,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     With `per_worker_weights` each worker has weights of its own: they are sent one by one.
     """
 
-    road: Road = "shared"
+    transport: WeightTransport = "shared"
 
     def __init__(
         self, strategy: str | WeightStrategy = "tensordict", sync: bool = True, per_worker_weights: bool = False
@@ -299,37 +299,37 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync)
         self.per_worker_weights = per_worker_weights
         if per_worker_weights:
-            self.road = "parcel"
+            self.transport = "parcel"
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weights sent to each worker by itself: for policies that hold more than tensors, or differ between workers."""
 
-    road = "parcel"
+    transport = "parcel"
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """Workers keep the weights they were built with; an update changes nothing and counts no version."""
 
-    road = "none"
+    transport = "none"
 
 
 class DistributedWeightSyncScheme(WeightSyncScheme):
     """A broadcast to all workers over torch.distributed; the choice of `DistributedCollector`."""
 
-    road = "distributed"
+    transport = "distributed"
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
     """One parcel for all workers over TensorPipe; the choice of `RPCCollector`."""
 
-    road = "rpc"
+    transport = "rpc"
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
     """One object in Ray's store, pulled by every actor; the choice of `RayCollector`."""
 
-    road = "ray"
+    transport = "ray"
 
 
 @runtime_checkable
@@ -422,7 +422,7 @@ class DistributedTransport(_OfCollectors):
 
 
 def _model_in(context: Any, model_id: str) -> Any:
-    found = context.get_model(model_id) if hasattr(context, "get_model") else follow(context, model_id)
+    found = context.get_model(model_id) if hasattr(context, "get_model") else set_policy_keys(context, model_id)
     if found is None:
         raise WrongArgument(f"{type(context).__name__} has no model {model_id!r}")
     return found

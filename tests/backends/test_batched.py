@@ -11,7 +11,7 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from reap.collectors import AsyncBatchedCollector, Collector, RandomPolicy
-from reap.core.exploration import ExplorationType
+from reap.core.policies.exploration import ExplorationType
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, backend_checks, no_leaks

@@ -19,7 +19,7 @@ from tensordict.nn import (
 from torch import distributions, nn
 
 from reap.collectors import AsyncBatchedCollector
-from reap.core.exploration import ExplorationType
+from reap.core.policies.exploration import ExplorationType
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv
 from reap.errors import UsageError, WrongArgument

@@ -14,7 +14,7 @@ import pytest
 from reap.collectors import AsyncBatchedCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, GymEnv
-from reap.envs.process_crew import HandsCrew, ProcessCrew
+from reap.envs.parallel.process_workers import ProcessWorkers, ThreadedProcessWorkers
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy
 
@@ -165,7 +165,7 @@ def test_a_background_driver_stays_on_its_cores():
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize("crew", [ProcessCrew, HandsCrew])
+@pytest.mark.parametrize("crew", [ProcessWorkers, ThreadedProcessWorkers])
 def test_a_worker_that_is_not_let_on_its_cores_says_so(crew):
     make = [[(lambda: GymEnv(CountingEnv()), {})]]
     with pytest.raises(UsageError, match=r"worker .*cannot run on the cores \[9999\]: .*Invalid argument"):

@@ -12,9 +12,9 @@ from tests.envs.device_worlds import CountingDevice
 from torch import Tensor, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
-from reap.core.device_worker import DeviceWorker
+from reap.core.device.worker import DeviceWorker
 from reap.envs import GymEnv, TorchEnv
-from reap.envs.torch_native import DeviceTorchLanes, TorchLanes
+from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import SpecMismatch, UsageError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv

@@ -134,7 +134,7 @@ tempfile.tempdir = disk
 del os.memfd_create
 buffer = ReplayBuffer(storage=LazyTensorStorage(2_000), batch_size=4)
 refused(lambda: buffer.extend(rows(10)), "max_size=2000", "1.6 MB")
-from reap.core.shared import SharedFile
+from reap.core.shared_slots import SharedFile
 refused(lambda: SharedFile().map(3_000_000), "3.0 MB")
 print("ends")
 """

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 
-from reap.children import Child, end
+from reap._system.processes import Child, end
 from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from reap.testing import no_leaks
 from tests.buffers.lines import hear, tell

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reap.buffers.memory import Memory
+from reap.buffers.buffer_files import BufferFiles
 from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
 from tests import examples
 from tests.buffers.lines import hear, tell
@@ -45,7 +45,7 @@ steps = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(steps, st.integers(3, 20))
 def test_against_the_model(steps, capacity):
-    memory, model = Memory(capacity), Model(capacity)
+    memory, model = BufferFiles(capacity), Model(capacity)
     ring, open_ = memory.ring, []
     for verb, n in steps:
         if verb == "reserve":
@@ -83,7 +83,7 @@ def test_against_the_model(steps, capacity):
 
 
 def test_a_dead_writer_makes_room_for_the_next():
-    ring = Memory(10).ring
+    ring = BufferFiles(10).ring
     _first, entry = ring.reserve(6)
     with ring.gate.locked():
         ring.gate.release(entry)
@@ -92,7 +92,7 @@ def test_a_dead_writer_makes_room_for_the_next():
 
 
 def test_a_slow_writer_leaves_half_the_ring_to_readers():
-    ring = Memory(100).ring
+    ring = BufferFiles(100).ring
     for _ in range(10):
         ring.commit(ring.reserve(10)[1])
     _, slow = ring.reserve(10)
@@ -107,7 +107,7 @@ def test_a_slow_writer_leaves_half_the_ring_to_readers():
 
 
 def test_died_between_its_two_words():
-    ring = Memory(10).ring
+    ring = BufferFiles(10).ring
     ring._entries[5] = 0, 4  # the entry is there, the head has not moved
     first, entry = ring.reserve(2)
     assert first == 4
@@ -120,9 +120,9 @@ def test_died_between_its_two_words():
 def test_the_gate_stays_shut_until_the_outermost_leaves():
     import cloudpickle
 
-    from reap.children import Child, end
+    from reap._system.processes import Child, end
 
-    ring = Memory(10).ring
+    ring = BufferFiles(10).ring
 
     def target(connection, fds):
         import fcntl
@@ -149,7 +149,7 @@ def test_the_gate_stays_shut_until_the_outermost_leaves():
 
 def test_a_lap_between_two_looks_leaves_no_empty_window():
     """A reader looks at the frontier, sleeps, and finds the head a lap further: rows are there nevertheless."""
-    ring = Memory(10).ring
+    ring = BufferFiles(10).ring
 
     def write(count):
         for _ in range(count):
@@ -172,7 +172,7 @@ def test_a_lap_between_two_looks_leaves_no_empty_window():
 
 
 def test_rows_that_fill_the_whole_ring_leave_nothing_to_read_while_they_are_written():
-    ring = Memory(10).ring
+    ring = BufferFiles(10).ring
     ring.commit(ring.reserve(3)[1])
     _, entry = ring.reserve(12)
     assert ring.window() == (5, 5)

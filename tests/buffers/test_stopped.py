@@ -12,8 +12,8 @@ import cloudpickle
 import pytest
 import torch
 
-from reap.buffers import gate as gates
-from reap.children import Child, end
+from reap._system.processes import Child, end
+from reap.buffers import file_lock as gates
 from reap.collectors import MultiAsyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent

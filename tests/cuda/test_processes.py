@@ -84,4 +84,4 @@ def test_the_log_of_ready_lanes_is_pinned_and_env_workers_have_no_gpu():
         c.next()
         worker = c._inline.worker
         assert torch.from_numpy(worker._log.block).is_pinned()
-        assert not any(uses_gpu(remote.child.pid) for remote in worker.env.crew._remotes)
+        assert not any(uses_gpu(remote.child.pid) for remote in worker.env.lane_workers._remotes)

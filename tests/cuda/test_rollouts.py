@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributions import Categorical
 
 from reap.collectors import AsyncBatchedCollector, Collector
-from reap.core.device_worker import DeviceWorker
+from reap.core.device.worker import DeviceWorker
 from reap.envs import GymEnv, SerialEnv, TorchEnv
-from reap.envs.torch_envs import TorchCartPole
+from reap.envs.adapters.torch_envs import TorchCartPole
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes

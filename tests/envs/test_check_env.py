@@ -315,16 +315,16 @@ class Drifts(Wrapped):
     def __init__(self):
         inner = GymEnv(CountingEnv((9,))).lanes_env
         super().__init__(inner, inner.spec)
-        self.tidies = True
+        self.has_after_step = True
 
-    def tidy(self, row):
+    def after_step(self, row):
         row.after[0][...] += 1
 
 
 class NeverOver(Drifts):
     """Lanes that say terminated, and not done."""
 
-    def tidy(self, row):
+    def after_step(self, row):
         row.done[...] = False
 
 

@@ -10,9 +10,9 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import distributions, nn
 
 from reap.collectors import Collector
-from reap.core.device_worker import DeviceWorker
+from reap.core.device.worker import DeviceWorker
 from reap.envs import TorchEnv
-from reap.envs.torch_native import DeviceTorchLanes, TorchLanes
+from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import examples

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reap.collectors import Collector
 from reap.envs import EnvPoolEnv
-from reap.envs.envpool import EnvPoolLanes
+from reap.envs.adapters.envpool import EnvPoolLanes
 from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import examples

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from reap.collectors import Collector
 from reap.envs import JaxEnv
-from reap.envs.jax import JaxLanes
-from reap.envs.torch_native import DeviceTorchLanes
+from reap.envs.adapters.jax import JaxLanes
+from reap.envs.adapters.torch_native import DeviceTorchLanes
 from reap.errors import MissingDependency, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same

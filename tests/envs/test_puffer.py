@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reap.collectors import Collector
 from reap.envs import PufferLibEnv
-from reap.envs.puffer import PufferLanes
+from reap.envs.adapters.puffer import PufferLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import examples

@@ -14,7 +14,7 @@ from torch.distributions import Categorical
 
 from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv
-from reap.envs.turns import TurnLanes
+from reap.envs.adapters.pettingzoo_aec import TurnLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from tests import examples
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from reap.backends.door import Refused, dial
-from reap.backends.nodes import new_secret
-from reap.backends.wire import LOST
+from reap.backends.network.authenticated_listener import Refused, dial
+from reap.backends.network.launchers import new_secret
+from reap.backends.network.node_connection import LOST
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector, RPCCollector, RPCSyncCollector
 from reap.errors import WorkerDied
 from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from reap.children import Child, dumps, end, until_ready
+from reap._system.processes import Child, dumps, end, until_ready
 from tests.faults.worlds import freeze
 
 

@@ -238,11 +238,11 @@ def test_a_frozen_reader_does_not_freeze_us():
 
 
 def test_the_helper_is_killed():
-    from reap.children import kept_seedbed
+    from reap._system.processes import kept_fork_server
 
     c = collect(KINDS[0], [healthy(), healthy(1)])
     workers = pids(c)
-    os.kill(kept_seedbed()[0], signal.SIGKILL)
+    os.kill(kept_fork_server()[0], signal.SIGKILL)
     with within(SOON), pytest.raises(WorkerDied):
         while True:
             c.next()

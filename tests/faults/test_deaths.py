@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from reap.backends.process import OWN_SLOTS
+from reap.backends.local.process import OWN_SLOTS
 from reap.collectors import Collector
 from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState

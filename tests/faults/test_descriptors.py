@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from reap.children import wait_for_ends
+from reap._system.processes import wait_for_ends
 from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import ReapError

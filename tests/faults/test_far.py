@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from reap.backends.rpc_worker import below
-from reap.backends.seal import Forged, Seal
+from reap.backends.network.signed_messages import Forged, MessageSigner
+from reap.backends.remote.rpc_worker import below
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import (
     DistributedCollector,
@@ -155,7 +155,7 @@ def test_by_the_front_door(backend):
         assert c.next().numel() == 8
         assert c.policy_version == 1
         c.shutdown()
-    with pytest.raises(UsageError, match="no road to these workers"):
+    with pytest.raises(UsageError, match="no transport to these workers"):
         MultiSyncCollector([healthy()], EchoPolicy(), frames_per_batch=8, weight_sync_schemes={"policy": scheme})
 
 
@@ -230,9 +230,9 @@ def test_into_a_replay_buffer():
 
 def test_strangers_are_refused(caplog):
     """What is put into the store by somebody without the secret is refused, and never read."""
-    seal = Seal(b"ours")
+    seal = MessageSigner(b"ours")
     with caplog.at_level(logging.WARNING, "reap"), pytest.raises(Forged):
-        seal.open(Seal(b"theirs").close(pickle.dumps("hello"), "to/0/0"), "to/0/0")
+        seal.open(MessageSigner(b"theirs").close(pickle.dumps("hello"), "to/0/0"), "to/0/0")
     assert "not written by a peer" in caplog.text
     with pytest.raises(Forged):
         seal.open(seal.close(b"go", "to/0/0"), "to/0/1")

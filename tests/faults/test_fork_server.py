@@ -13,7 +13,7 @@ from tests.faults.test_parent import environment
 
 FULL = """
 import resource
-from reap.children import kept_seedbed
+from reap._system.processes import kept_fork_server
 from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied
@@ -24,11 +24,11 @@ def collect():
     return MultiSyncCollector([CountingEnv] * 2, EchoPolicy(), frames_per_batch=8, total_frames=-1)
 
 def limit(soft):
-    resource.prlimit(kept_seedbed()[0], resource.RLIMIT_NPROC, (soft, hard))
+    resource.prlimit(kept_fork_server()[0], resource.RLIMIT_NPROC, (soft, hard))
 
 first = collect()
 first.next()
-_, hard = resource.prlimit(kept_seedbed()[0], resource.RLIMIT_NPROC)
+_, hard = resource.prlimit(kept_fork_server()[0], resource.RLIMIT_NPROC)
 soft = hard
 ways = collect, lambda: ParallelEnv(2, CountingEnv), lambda: ProcessInferenceServer(EchoPolicy)
 for make in ways:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from reap.interrupts import Interrupts
+from reap._system.interrupts import Interrupts
 from reap.testing import CountingWorld, assert_same, no_leaks
 from tests.faults.worlds import BOUND, KINDS, all_gone, collect, healthy, pids, within
 

@@ -12,8 +12,8 @@ import threading
 import pytest
 import torch
 
-from reap import silence
-from reap.backends.nodes import new_secret, read_secret
+from reap._system import silence
+from reap.backends.network.launchers import new_secret, read_secret
 from reap.collectors import Collector
 from reap.collectors.distributed import (
     DistributedCollector,

@@ -10,7 +10,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
-from reap.children import kept_seedbed
+from reap._system.processes import kept_fork_server
 from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied
@@ -161,7 +161,7 @@ def test_they_end_with_the_fork_server(tmp_path):
     c = collect(MultiSyncCollector, [lambda: Simulated(tmp_path), lambda: ParallelEnv(1, lambda: Simulated(tmp_path))])
     programs = started(tmp_path)
     assert len(programs) == 2 * len(COMMANDS)
-    os.kill(kept_seedbed()[0], signal.SIGKILL)
+    os.kill(kept_fork_server()[0], signal.SIGKILL)
     with pytest.raises(WorkerDied, match="fork server"):
         while True:
             c.next()

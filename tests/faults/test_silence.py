@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from reap import silence
+from reap._system import silence
 from reap.collectors import AsyncBatchedCollector
 from reap.collectors.distributed import (
     DistributedAsyncCollector,

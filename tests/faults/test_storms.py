@@ -144,7 +144,7 @@ def test_a_step_of_which_it_is_not_known_whether_it_was_answered(when, monkeypat
             return data
 
         def sent(fd, data):
-            if fd == remote.bell:
+            if fd == remote.order_fd:
                 raise KeyboardInterrupt
             return write(fd, data)
 

@@ -19,11 +19,11 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap import listener
-from reap.backends.door import LOOPBACK, Door, Refused, dial
+from reap._system import listener
+from reap._system.listener import PATIENCE
+from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Refused, dial
 from reap.collectors.distributed import RPCCollector
 from reap.join import main as join
-from reap.listener import PATIENCE
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.faults.test_parent import environment
@@ -40,7 +40,7 @@ def door():
             visitor.socket.sendall(b"hello")
 
     with no_leaks():
-        open_door = Door(LOOPBACK, 0, SECRET, {"hello": hello})
+        open_door = AuthenticatedListener(LOOPBACK, 0, SECRET, {"hello": hello})
         yield open_door
         open_door.close()
 
@@ -130,14 +130,14 @@ def test_another_secret_and_another_service_are_refused_at_once(door):
 
 FEW = """
 import logging, os, resource, sys, threading
-from reap.backends.door import LOOPBACK, Door
+from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener
 logging.basicConfig(stream=sys.stderr)
 said = threading.Event()
 def hello(visitor):
     visitor.socket.sendall(b"hello")
     visitor.socket.close()
     said.set()
-door = Door(LOOPBACK, 0, b"the secret of this test", {"hello": hello})
+door = AuthenticatedListener(LOOPBACK, 0, b"the secret of this test", {"hello": hello})
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 print(door.port, flush=True)
 sys.stdin.readline()

@@ -9,13 +9,13 @@ import tempfile
 
 import pytest
 
-from reap.temporary import TemporaryFolder
+from reap._system.temporary import TemporaryFolder
 from reap.testing import no_leaks
 from tests.faults.test_parent import environment
 
 CODE = """
 import time
-from reap.temporary import TemporaryFolder
+from reap._system.temporary import TemporaryFolder
 folder = TemporaryFolder("test")
 (folder.path / "something").write_text("!")
 print(folder.path, flush=True)

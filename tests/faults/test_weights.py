@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from reap.children import Child, end
-from reap.core.shared import SharedFile
+from reap._system.processes import Child, end
+from reap.core.shared_slots import SharedFile
 from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
 from tests.faults.worlds import KINDS, collect

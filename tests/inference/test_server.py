@@ -16,11 +16,11 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap.children import Child, dumps, end, send
+from reap._system.processes import Child, dumps, end, send
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
-from reap.inference.requests import Line, Request
+from reap.inference.requests import Request, RequestQueue
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 
@@ -77,7 +77,7 @@ def waiting(line, *clients, rows=None):
 
 
 def test_a_batch_leaves_when_it_is_full():
-    line = Line(most=3, enough=3, timeout=1e9)
+    line = RequestQueue(most=3, enough=3, timeout=1e9)
     clients = [line.enter() for _ in range(9)]
     waiting(line, *clients[:5])
     assert [r.client for r in line.take()] == clients[:3]
@@ -86,7 +86,7 @@ def test_a_batch_leaves_when_it_is_full():
 
 
 def test_a_batch_leaves_when_its_oldest_has_waited():
-    line = Line(most=3, enough=3, timeout=0.05)
+    line = RequestQueue(most=3, enough=3, timeout=0.05)
     clients = [line.enter() for _ in range(2)]
     began = time.monotonic()
     waiting(line, clients[0])
@@ -95,7 +95,7 @@ def test_a_batch_leaves_when_its_oldest_has_waited():
 
 
 def test_a_batch_leaves_when_every_client_is_waiting():
-    line = Line(most=64, enough=64, timeout=1e9)
+    line = RequestQueue(most=64, enough=64, timeout=1e9)
     first, second, third = (line.enter() for _ in range(3))
     waiting(line, first, second)
     taken = []
@@ -109,7 +109,7 @@ def test_a_batch_leaves_when_every_client_is_waiting():
 
 
 def test_requests_of_one_that_left_are_dropped_and_large_ones_go_alone():
-    line = Line(most=4, enough=1, timeout=1e9)
+    line = RequestQueue(most=4, enough=1, timeout=1e9)
     first, second = line.enter(), line.enter()
     waiting(line, first)
     line.leave(first)

@@ -50,7 +50,7 @@ from torchrl.envs import (
 from torchrl.envs.transforms import Transform
 
 from reap.collectors import Collector
-from reap.envs.torchrl_captured import CapturedRows
+from reap.envs.torchrl.captured import CapturedRows
 
 CHAINS = {
     "StepCounter": lambda: [StepCounter()],

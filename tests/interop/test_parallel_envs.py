@@ -32,8 +32,8 @@ from torchrl.envs import (
 )
 
 from reap.collectors import Collector, MultiSyncCollector
-from reap.envs.torchrl_captured import CapturedRows
-from reap.envs.torchrl_parallel import ParallelLanes
+from reap.envs.torchrl.captured import CapturedRows
+from reap.envs.torchrl.parallel import ParallelLanes
 from reap.errors import WorkerDied, WorkerRaised
 from reap.seeding import chain as seeds_from
 from reap.testing import no_leaks

@@ -11,8 +11,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
 from reap.collectors import Collector
-from reap.envs.torchrl_root import RootPolicy
-from reap.envs.torchrl_rows import TorchRLRows
+from reap.envs.torchrl.root_policy import RootPolicy
+from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, WorkerRaised
 
 with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def batches(make, how, *, lent=True, count=4, **options):
     frames = 8 * max(1, env.batch_size.numel())
     with pytest.MonkeyPatch.context() as patch:
         if not lent:
-            patch.setattr(TorchRLRows, "lend", lambda self, policy: policy)
+            patch.setattr(TorchRLRows, "wrap_policy", lambda self, policy: policy)
         collector = Collector(env, Counts(action, how), frames_per_batch=frames, capture=False, **options)
     acting = collector._backend.worker.policy
     assert isinstance(acting, RootPolicy) == lent
@@ -163,7 +163,7 @@ def test_branches_a_policy_writes_keep_their_batch_dimensions(env, lent, monkeyp
             return super().forward(td).set("team", team.set(("of", "it"), torch.ones(*td.batch_size, 3)))
 
     if not lent:
-        monkeypatch.setattr(TorchRLRows, "lend", lambda self, policy: policy)
+        monkeypatch.setattr(TorchRLRows, "wrap_policy", lambda self, policy: policy)
     made = {}
     for name, library in LIBRARIES.items():
         made_env = ENVS[env]()

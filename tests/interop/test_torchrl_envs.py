@@ -11,10 +11,10 @@ from torch import nn
 
 import reap.envs
 from reap.collectors import Collector, MultiSyncCollector
-from reap.envs.torchrl import WrappedGym
-from reap.envs.torchrl_captured import CapturedRows
-from reap.envs.torchrl_frames import TorchRLFrames
-from reap.envs.torchrl_rows import TorchRLRows
+from reap.envs.torchrl.captured import CapturedRows
+from reap.envs.torchrl.frames import TorchRLFrames
+from reap.envs.torchrl.lanes import WrappedGym
+from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
 

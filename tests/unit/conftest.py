@@ -4,7 +4,7 @@ import multiprocessing.process
 
 import pytest
 
-from reap.children import Child
+from reap._system.processes import Child
 
 
 @pytest.fixture(autouse=True)

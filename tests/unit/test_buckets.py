@@ -10,7 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDict
 from torch import distributions, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector
-from reap.core.buckets import powers
+from reap.core.policies.buckets import powers
 from reap.envs import GymEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, EchoPolicy

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from reap.core.capture import NotCaptured
-from reap.core.provable import why_not
-from reap.core.replay import Captured
+from reap.core.capture.provable import why_not
+from reap.core.capture.recorder import NotCaptured
+from reap.core.capture.replay import Captured
 
 
 @pytest.fixture(autouse=True)

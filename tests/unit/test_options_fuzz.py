@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reap.backends.inline import InlineBackend
-from reap.backends.process import ProcessBackend
+from reap.backends.local.process import ProcessBackend
 from reap.collectors import (
     AsyncBatchedCollector,
     AsyncCollector,
@@ -26,11 +26,11 @@ from reap.collectors import (
     MultiSyncCollector,
 )
 from reap.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from reap.collectors.distributed.far import FarCollector
+from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.options import Options
 from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
-from reap.envs.process_lanes import ProcessLanes
-from reap.envs.thread_crew import ThreadCrew
+from reap.envs.parallel.process_lanes import ProcessLanes
+from reap.envs.parallel.thread_workers import ThreadWorkers
 from reap.errors import ReapError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv, EchoPolicy
@@ -78,8 +78,8 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(InlineBackend, "start", lambda self: self._plan.make_env() and started())
     monkeypatch.setattr(ProcessBackend, "start", started)
     monkeypatch.setattr(ProcessLanes, "__init__", started)
-    monkeypatch.setattr(ThreadCrew, "__init__", started)
-    for kind in (ProcessLanes, ThreadCrew):
+    monkeypatch.setattr(ThreadWorkers, "__init__", started)
+    for kind in (ProcessLanes, ThreadWorkers):
         monkeypatch.setattr(kind, "__del__", lambda self: None)
 
 

@@ -27,9 +27,9 @@ import pytest
 import torch
 from torch import nn
 
+from reap._system.pickling import dumps, pack
 from reap.envs import ParallelEnv
 from reap.errors import UsageError
-from reap.pickling import dumps, pack
 from reap.testing import CountingEnv
 
 

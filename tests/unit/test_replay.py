@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from reap.core.exact import Expression, Operand, as_numpy
-from reap.core.replay import Captured
+from reap.core.capture.exact import Expression, Operand, as_numpy
+from reap.core.capture.replay import Captured
 
 FLOATS = st.one_of(
     st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-38, 3e38])

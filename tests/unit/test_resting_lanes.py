@@ -104,7 +104,7 @@ def test_evaluation_counts_frames_only():
 
 
 def test_the_last_frame_is_marked_not_a_blank_one():
-    from reap.core.frames import mark_frames
+    from reap.core.columns.assemble_frames import mark_frames
     from reap.core.slot import FRAME
 
     frames = [TensorDict({"next": {"truncated": torch.zeros(1, dtype=torch.bool)}}, []) for _ in range(2)]

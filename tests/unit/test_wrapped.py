@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from reap.core.env import Env
-from reap.core.memory import Memory
+from reap.core.policies.recurrent_state import RecurrentState
 from reap.core.wrapped import Wrapped
 from reap.envs import GymEnv
-from reap.envs.limit import StepLimit
+from reap.envs.step_limit import StepLimit
 from reap.spec import Leaf
 from reap.testing import CountingEnv
 
@@ -21,13 +21,13 @@ METHODS = sorted(
     if inspect.isfunction(value) and not name.startswith("_") and name not in NOT_PASSED_ON
 )
 ATTRIBUTES = ("pending_seeds", "driver", "captures")  # written to by whoever has the env in hand
-TRAITS = ("tidies", "draws", "elsewhere")  # what the env is like, said once
+TRAITS = ("has_after_step", "draws", "elsewhere")  # what the env is like, said once
 
 
 class Heard(Env):
     """Remembers which of its hooks were called, and answers with something to be recognised by."""
 
-    tidies = draws = elsewhere = True
+    has_after_step = draws = elsewhere = True
 
     def __init__(self):
         self.spec = GymEnv(CountingEnv((3,))).lanes_env.spec
@@ -81,16 +81,16 @@ def test_every_attribute_of_an_env_is_thought_of():
 
 
 @pytest.mark.parametrize(
-    "around", [lambda env: StepLimit(env, 3), lambda env: Memory(env, {("hidden",): torch.zeros(2)})]
+    "around", [lambda env: StepLimit(env, 3), lambda env: RecurrentState(env, {("hidden",): torch.zeros(2)})]
 )
 def test_a_policy_that_may_read_more_is_not_lent_to_an_env_that_has_less(around):
     inner, policy = Heard(), object()
-    assert around(inner).lend(policy) is policy
+    assert around(inner).wrap_policy(policy) is policy
     assert not inner.heard
 
 
 def test_lending_looks_at_what_is_observed():
     inner = Heard()
     more = dataclasses.replace(inner.spec, observation={**inner.spec.observation, ("more",): Leaf((), torch.int64)})
-    assert Wrapped(inner, more).lend("policy") == "policy"
-    assert Wrapped(inner, inner.spec).lend("policy") == "lend"
+    assert Wrapped(inner, more).wrap_policy("policy") == "policy"
+    assert Wrapped(inner, inner.spec).wrap_policy("policy") == "wrap_policy"

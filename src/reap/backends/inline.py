@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from reap._system.threads import stack_of
 from reap.backends.base import Halted, Rollout
-from reap.core.device_worker import DeviceWorker, device_worker
+from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
 from reap.errors import WorkerSilent, WrongState
-from reap.threads import stack_of
-from reap.weight_update import Road
+from reap.weight_update import WeightTransport
 from reap.weights import local
 from reap.weights.strategy import extract
 
@@ -37,10 +37,10 @@ class InlineBackend:
         *,
         source: Any = None,
         same_slot: bool = False,
-        road: Road | None = None,
+        transport: WeightTransport | None = None,
         strategy: Any = None,
     ) -> None:
-        self._plan, self._source, self._same_slot, self._road = plan, source, same_slot, road
+        self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
@@ -97,7 +97,7 @@ class InlineBackend:
             raise
         if self.on_rollout is not None:
             self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
-        arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
+        arrays = slot.arrays if self._same_slot else worker.pool.wrap_policy(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
     def breaker(self) -> Callable[[], None]:
@@ -113,7 +113,7 @@ class InlineBackend:
         return functools.partial(asked.append, True)
 
     def publish(self, weights: Any = None) -> int:
-        if self._road == "none":
+        if self._transport == "none":
             return self.worker.loop.version
         model = self.worker.model
         if not isinstance(model, nn.Module) and self._strategy is None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from reap.core.paths import follow
+from reap.core.attribute_path import set_policy_keys
 from reap.errors import UsageError
 
 if TYPE_CHECKING:
-    from reap.backends.host import Host
+    from reap.backends.worker_server import WorkerServer
 
 _FROM_OUTSIDE = ("reset", "set_seed", "load_state_dict", "shutdown", "next", "iterator", "start", "pause", "resume")
 
@@ -22,7 +22,7 @@ class WorkerView:
 
     closed = False
 
-    def __init__(self, host: Host, interruptor: Any = None) -> None:
+    def __init__(self, host: WorkerServer, interruptor: Any = None) -> None:
         worker, plan = host.worker, host.worker.plan
         self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, host.index
         self.interruptor = interruptor
@@ -52,19 +52,19 @@ class WorkerView:
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path."""
-        return follow(self, model_id)
+        return set_policy_keys(self, model_id)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of its policy."""
-        return follow(self.policy, attr)
+        return set_policy_keys(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of its env."""
-        return follow(self.env, attr)
+        return set_policy_keys(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer it writes to."""
-        return follow(self.replay_buffer, attr)
+        return set_policy_keys(self.replay_buffer, attr)
 
     def get_policy_version(self) -> int:
         """The version of the weights it acts with."""

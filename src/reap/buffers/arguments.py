@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.core.where import named_device
+from reap.core.device.devices import named_device
 from reap.errors import UsageError, WrongArgument
 from reap.spec import Key, as_key
 

@@ -19,8 +19,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.buffers import arguments
-from reap.buffers.memory import Memory
-from reap.buffers.runs import Cuts, Marker
+from reap.buffers.buffer_files import BufferFiles
+from reap.buffers.episode_index import Cuts, Marker
 from reap.buffers.samplers import nothing, refuse_taken
 from reap.errors import UsageError, WrongArgument
 from reap.spec import Key, as_key, own_entry
@@ -49,7 +49,7 @@ class MultiStep:
         self.gamma = arguments.number(gamma, "gamma", 0, most=1)
         self.n_steps = arguments.whole(n_steps, "n_steps", 1, most=arguments.LARGEST)
 
-    def read(self, memory: Memory, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
+    def read(self, memory: BufferFiles, positions: Array, cuts: Cuts) -> dict[Key, Tensor]:
         """The rows at these positions, with what lies ahead of them; `cuts` are those they were written with."""
         rows = memory.rows
         if rows is None:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+from reap._system.forks import guard
+from reap._system.threads import join
 from reap.errors import Starved, WorkerSilent
-from reap.forks import guard
-from reap.threads import join
 
 T = TypeVar("T")
 _DEADLINE = 5.0  # seconds to end: a sample, and what is done to it

@@ -24,21 +24,21 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
+from reap._system.forks import renew
 from reap.buffers import arguments
 from reap.buffers.arguments import LARGEST
-from reap.buffers.feed import Feed
+from reap.buffers.buffer_files import BufferFiles
+from reap.buffers.episode_index import Marker
 from reap.buffers.limiter import SamplesPerInsert
-from reap.buffers.memory import Memory
 from reap.buffers.multistep import MultiStep
 from reap.buffers.prefetch import Prefetch
 from reap.buffers.ring import BASE, COUNT, HEAD, HOLE
+from reap.buffers.row_source import Feed
 from reap.buffers.rows import Rows, as_array, as_tensordict, storable
-from reap.buffers.runs import Marker
 from reap.buffers.samplers import RandomSampler, Sampler, nothing
 from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storages import LazyTensorStorage, Storage
 from reap.errors import NoSpace, ReapError, SpecMismatch, Starved, UsageError, WrongArgument, WrongIndex, WrongState
-from reap.forks import renew
 from reap.spec import Key, Leaf, as_key, show
 
 MASK: Key = ("collector", "mask")
@@ -111,7 +111,7 @@ class ReplayBuffer:
         if limiter is not None and limiter.min_size > self._storage.max_size:
             raise UsageError(f"min_size={limiter.min_size} rows never fit into max_size={self._storage.max_size}")
         self.limiter, self.feed = limiter, Feed()
-        self._memory: Memory = self._storage.open()
+        self._memory: BufferFiles = self._storage.open()
         self._cuts = self._sampler.cuts
         self._marker = Marker(self._cuts)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
@@ -400,7 +400,7 @@ class ReplayBuffer:
     def open(cls, fds: Sequence[int], description: Mapping[str, Any], **options: Any) -> ReplayBuffer:
         """A buffer that another process made. It owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
-        storage.memory = Memory(description["capacity"], fds, place=description["place"])
+        storage.memory = BufferFiles(description["capacity"], fds, place=description["place"])
         known = {"batch_size": description["batch"], "limiter": description["limiter"]}
         buffer = cls(storage=storage, **{**known, **options})
         buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.buffers.gate import Gate, Waiting, told
+from reap.buffers.file_lock import FileLock, Waiting, told
 
 Array = np.ndarray[Any, Any]
 GOES_ON, BEGINS, HOLE = 0, 1, 2
@@ -39,7 +39,7 @@ HEADER = 8 * (_FROM + 4 * _ENTRIES)
 class Ring:
     """The shared words and marks of a buffer; any number of writers and readers."""
 
-    def __init__(self, book: Array, gate: Gate, capacity: int) -> None:
+    def __init__(self, book: Array, gate: FileLock, capacity: int) -> None:
         self.gate, self.capacity = gate, capacity
         self.words = book[:HEADER].view(np.int64)
         self._look = self.words.data  # plain numbers, at a third of the price

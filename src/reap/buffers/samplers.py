@@ -17,9 +17,9 @@ import torch
 
 from reap.buffers.arguments import LARGEST, flag, number, whole
 from reap.buffers.arguments import key as key_of
-from reap.buffers.memory import Memory
+from reap.buffers.buffer_files import BufferFiles
+from reap.buffers.episode_index import Cuts
 from reap.buffers.ring import HOLE
-from reap.buffers.runs import Cuts
 from reap.buffers.tree import SumTree
 from reap.errors import CorruptState, NoSpace, SpecMismatch, Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, Leaf, show
@@ -38,7 +38,7 @@ class Sampler:
     cuts = Cuts()  # what it needs runs to be cut by
     says: tuple[Key, ...] = ()  # names of what it tells about each row of a sample
 
-    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+    def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         """Positions, which this thread's next draw may write over, and what is to be known about them."""
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class Sampler:
         """Raise if samples of rows with these columns have no room for what is told about them."""
         refuse_taken(columns, [("index",), *self.says], "a sample says about itself")
 
-    def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
+    def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
         """Only some samplers have priorities."""
 
     def empty(self) -> None:
@@ -90,7 +90,7 @@ class RandomSampler(Sampler):
     >>> ReplayBuffer(storage=LazyTensorStorage(10_000), sampler=RandomSampler(), batch_size=256)
     """
 
-    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+    def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         ring = memory.ring
         low, high = ring.window()
         if low == high:
@@ -123,7 +123,7 @@ class SamplerWithoutReplacement(Sampler):
         self.drop_last, self.shuffle = flag(drop_last, "drop_last"), flag(shuffle, "shuffle")
         self._left = np.zeros(0, np.int64)
 
-    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+    def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         low, high = memory.ring.window()
         left = self._left[self._left >= low]
         if len(left) < (count if self.drop_last else 1):
@@ -203,8 +203,8 @@ class PrioritizedSampler(Sampler):
         """What a new row gets."""
         return self._largest if self._known else 1.0
 
-    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        self.follow(memory)
+    def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+        self.set_policy_keys(memory)
         tree, total = self._tree, self._tree.total
         if not total:
             raise nothing() if self._low == self._high else WrongState("every priority is zero: there is none to draw")
@@ -215,7 +215,7 @@ class PrioritizedSampler(Sampler):
         positions = low + (rows - low) % memory.capacity
         return positions, {"priority_weight": torch.from_numpy(weights).to(self.dtype)}
 
-    def follow(self, memory: Memory) -> None:
+    def set_policy_keys(self, memory: BufferFiles) -> None:
         """Take in the rows that came since, and forget those that went."""
         if self.max_size != memory.capacity:
             raise UsageError(f"max_capacity is {self.max_size}, the storage holds {memory.capacity} rows")
@@ -232,8 +232,8 @@ class PrioritizedSampler(Sampler):
             self._tree.fill(first, end, np.where(ring.marks[first:end] == HOLE, 0.0, value) if holes else value)
         self._low, self._high = low, high
 
-    def update_priority(self, memory: Memory, index: Array, priority: Array) -> None:
-        self.follow(memory)
+    def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
+        self.set_policy_keys(memory)
         index, priority = index.reshape(-1), priority.reshape(-1)
         if len(index) and (index.dtype.kind not in "iu" or not ((index >= 0) & (index < memory.capacity)).all()):
             raise UsageError(f"index holds numbers of rows, 0 to {memory.capacity - 1}, got {index.tolist()[:10]}")
@@ -339,7 +339,7 @@ class SliceSampler(Sampler):
         if key is not None and key in columns and columns[key].dtype is not torch.bool:
             raise SpecMismatch(f"truncated_key marks the end of a slice in a flag; {show(key)} is {columns[key]}")
 
-    def draw(self, memory: Memory, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
+    def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
         slices, length = self._shape(count)
         starts, lengths = memory.runs.table()
         if not len(starts):
@@ -403,7 +403,7 @@ def _integers(below: int, count: int, generator: torch.Generator | None) -> Arra
     return drawn
 
 
-def _live(memory: Memory, low: int, high: int) -> Array:
+def _live(memory: BufferFiles, low: int, high: int) -> Array:
     """All positions in [low, high) but holes."""
     live = np.arange(low, high)
     if memory.ring.holes(low):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from reap.buffers.arguments import directory
-from reap.buffers.memory import Memory
+from reap.buffers.buffer_files import BufferFiles
 from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
 from reap.buffers.rows import as_array
 from reap.buffers.samplers import Sampler
@@ -47,7 +47,7 @@ _WORDS = ("head", "holes", "base")
 # ---- as a dictionary ------------------------------------------------------------------------------------------------
 
 
-def snapshot(memory: Memory, sampler: Sampler) -> dict[str, Any]:
+def snapshot(memory: BufferFiles, sampler: Sampler) -> dict[str, Any]:
     """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
     ring = memory.ring
     with ring.gate.locked():
@@ -64,7 +64,7 @@ def snapshot(memory: Memory, sampler: Sampler) -> dict[str, Any]:
         }
 
 
-def restore(memory: Memory, sampler: Sampler, state: Mapping[str, Any]) -> None:
+def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> None:
     """Put back what `snapshot` gave, in place of what is there. An error leaves everything as it was."""
     ring = memory.ring
     _check(state, ring.capacity)

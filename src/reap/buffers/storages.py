@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from reap._system.temporary import TemporaryFolder
 from reap.buffers import arguments
-from reap.buffers.memory import Memory
+from reap.buffers.buffer_files import BufferFiles
 from reap.errors import NoSpace, UsageError
-from reap.temporary import TemporaryFolder
 
 
 class Storage:
@@ -36,16 +36,16 @@ class Storage:
         self.device = arguments.device(device, "device")
         for name, value in (("shared_init", shared_init), ("compilable", compilable)):
             arguments.flag(value, name, optional=True)
-        self.memory: Memory | None = None
+        self.memory: BufferFiles | None = None
 
-    def open(self) -> Memory:
+    def open(self) -> BufferFiles:
         """Its memory; a storage belongs to one buffer."""
         if self.memory is None:
             self.memory = self._make()
         return self.memory
 
-    def _make(self) -> Memory:
-        return Memory(self.max_size)
+    def _make(self) -> BufferFiles:
+        return BufferFiles(self.max_size)
 
     def __len__(self) -> int:
         return 0 if self.memory is None else len(self.memory.ring)
@@ -85,18 +85,18 @@ class LazyMemmapStorage(Storage):
         self.scratch_dir = None if scratch_dir is None else arguments.directory(scratch_dir, "scratch_dir")
         self._existsok = arguments.flag(existsok, "existsok")
 
-    def _make(self) -> Memory:
+    def _make(self) -> BufferFiles:
         if self.scratch_dir is None:
             with TemporaryFolder("rows") as folder:
                 place = f"{tempfile.gettempdir()} (no scratch_dir is given)"
                 path = folder.path / "rows"  # the name goes, the file stays
-                return Memory(self.max_size, path=path, place=place)
+                return BufferFiles(self.max_size, path=path, place=place)
         place, path = f"scratch_dir={str(self.scratch_dir)!r}", self.scratch_dir / "rows"
         try:
             self.scratch_dir.mkdir(parents=True, exist_ok=True)
             if self._existsok:
                 path.unlink(missing_ok=True)
-            return Memory(self.max_size, path=path, place=place)
+            return BufferFiles(self.max_size, path=path, place=place)
         except OSError as error:
             if isinstance(error, NoSpace):
                 raise

@@ -7,8 +7,8 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
 from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.profiling import ProfileConfig
 from reap.collectors.single import Collector
-from reap.collectors.timeline import ProfileConfig
 from reap.collectors.updaters import (
     MultiProcessedWeightUpdater,
     PolicyVersion,

@@ -5,7 +5,7 @@
         asked ──► requests ──► ┌─ serve ─► wait while paused, or the buffer has enough ─► one batch ─┐
                                └─────────────────────────────────────────────────────────────────────┘
 
-    FreeRunner     workers go on by themselves; this process has nothing to do (backends/free.py)
+    FreeRunner     workers go on by themselves; this process has nothing to do (backends/background_runner.py)
 
 What goes wrong is kept until somebody asks. Stopping is bounded: a rollout is broken off after the step it is in.
 """
@@ -21,12 +21,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from reap._system.forks import guard
+from reap._system.interrupts import Interrupts
+from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
-from reap.backends.pauses import AGAIN, Paused, Pauses
+from reap.backends.local.pauses import AGAIN, Paused, Pauses
 from reap.errors import WorkerRaised, WorkerSilent
-from reap.forks import guard
-from reap.interrupts import Interrupts
-from reap.threads import CTRL_C, join
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples

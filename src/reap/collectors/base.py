@@ -21,23 +21,23 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
+from reap._system.forks import guard, refuse_all
+from reap._system.interrupts import Interrupts
+from reap._system.processes import wait_for_ends
 from reap.backends.base import Backend, Halted, Rollout
-from reap.backends.pauses import Paused
+from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
-from reap.children import wait_for_ends
 from reap.collectors.background import Runner, ThreadRunner
+from reap.collectors.buffer_writers import Sink, WriteOptions, mark_truncated, processed, sink_for
 from reap.collectors.options import Options
 from reap.collectors.parts import Ended, Part
-from reap.collectors.pushing import Pushing
-from reap.collectors.sinks import Sink, Way, mark_truncated, processed, sink_for
-from reap.collectors.timeline import Profiled
+from reap.collectors.profiling import Profiled
 from reap.collectors.updaters import as_updater
-from reap.core.exploration import exploration_type
-from reap.core.paths import follow
-from reap.core.ragged import assembler
+from reap.collectors.weight_updates import WeightUpdates
+from reap.core.attribute_path import set_policy_keys
+from reap.core.columns.assemble_ragged import assembler
+from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
-from reap.forks import guard, refuse_all
-from reap.interrupts import Interrupts
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -62,7 +62,7 @@ _LEAVE = 2.0  # seconds another thread has to leave `next` when the collector is
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
-class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[type-arg]
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -116,7 +116,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def _make_sink(self) -> Sink | None:
         buffer = self.replay_buffer
-        return None if buffer is None else sink_for(Way.of(self.options), buffer)
+        return None if buffer is None else sink_for(WriteOptions.of(self.options), buffer)
 
     def _check_sizes(self, lanes: int) -> None:
         """How many frames a batch really holds; warns about every rounding."""
@@ -411,7 +411,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path, as weights are named by: "policy"."""
-        return follow(self, model_id)
+        return set_policy_keys(self, model_id)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Hand these to the `init` of the weight updater; without one, nothing happens."""
@@ -421,7 +421,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
         self._check_owner()
-        return follow(self, attr_path)(*args, **kwargs)
+        return set_policy_keys(self, attr_path)(*args, **kwargs)
 
     def explain(self) -> str:
         """How env and policy are run: what is captured, and what is called at each step, and why.
@@ -462,7 +462,7 @@ class BaseCollector(Profiled, Pushing, IterableDataset):  # type: ignore[type-ar
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
-        return follow(self, f"replay_buffer.{attr}")
+        return set_policy_keys(self, f"replay_buffer.{attr}")
 
     # ---- in the background ----------------------------------------------------------------------------------------
 

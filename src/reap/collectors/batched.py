@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from reap._system.affinity import Cores, Masks, mask, staying_on
 from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
@@ -24,7 +25,6 @@ from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
 from reap.core.policy import without_steps
 from reap.core.slot import VERSION
-from reap.cores import Cores, Masks, mask, staying_on
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
@@ -218,7 +218,7 @@ class AsyncBatchedCollector(Collector):
             device,
         )
         plan = dataclasses.replace(plan, stream=True)
-        self._inline = _OnCores(cores, plan, source=policy, road=settings.road, strategy=settings.strategy())
+        self._inline = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
         self._backend = self._inline
         self._inline.start()
         try:

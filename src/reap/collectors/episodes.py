@@ -20,11 +20,11 @@ from torch import nn
 
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
+from reap.core.attribute_path import set_policy_keys
 from reap.core.env import Env
-from reap.core.paths import follow
+from reap.core.lanes.stream import ENV_INDEX
 from reap.core.quota import EpisodeQuota
 from reap.core.slot import MASK, TRAJ_IDS
-from reap.core.stream import ENV_INDEX
 from reap.core.worker import Plan
 from reap.envs.accept import as_env, is_env
 from reap.errors import UsageError
@@ -155,7 +155,7 @@ def _load_at(root: Any, path: str, weights: Any) -> None:
 
 def _model_at(root: Any, path: str) -> nn.Module:
     try:
-        found = follow(root, path)
+        found = set_policy_keys(root, path)
     except (AttributeError, LookupError, TypeError) as cause:
         raise UsageError(f"weights_dict names {path!r}, which is not there ({cause}); {_models_of(root)}") from cause
     if not isinstance(found, nn.Module):

@@ -25,6 +25,8 @@ from tensordict.nn import InteractionType
 from torch import nn
 from typing_extensions import Self
 
+from reap._system.forks import guard, refuse_all
+from reap._system.threads import join
 from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.background import ended_by
@@ -32,9 +34,7 @@ from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
 from reap.errors import UsageError, WrongArgument, WrongState
-from reap.forks import guard, refuse_all
 from reap.spec import AnyKey, Key, as_key, own_entry
-from reap.threads import join
 from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")

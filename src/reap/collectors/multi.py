@@ -18,25 +18,25 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
 
+from reap._system.pickling import Parcel, pack, pack_bytes
 from reap.arguments import MOST_LANES, whole
+from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Rollout
-from reap.backends.control import together
-from reap.backends.free import FreeRunner
-from reap.backends.process import ProcessBackend
+from reap.backends.local.process import ProcessBackend
+from reap.backends.local.shared_counters import together
 from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
+from reap.collectors.buffer_writers import Sink, WriteOptions, WriterMaker
 from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.parts import Part
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
-from reap.collectors.sinks import Sink, Way, WriterMaker
-from reap.core.as_policy import PolicyWarning
-from reap.core.paths import each_call
+from reap.core.attribute_path import each_call
+from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
-from reap.envs.ids import for_workers
+from reap.envs.gym_registry import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
-from reap.pickling import Parcel, pack, pack_bytes
 from reap.trajectories import FINAL
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
@@ -170,7 +170,7 @@ class MultiCollector(BaseCollector):
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
             "random_frames": settings.random_frames,
-            "road": settings.road,
+            "transport": settings.transport,
             "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
         }
 
@@ -185,7 +185,7 @@ class MultiCollector(BaseCollector):
     def _begin(self) -> None:
         """Give workers what they begin with, where that is more than what they were built from."""
         built = self._policy is None or self.options.first_weights is None  # with them
-        if self.options.road == "none" or self._source is None or (built and self._strategy is None):
+        if self.options.transport == "none" or self._source is None or (built and self._strategy is None):
             return
         given = self._source if self._strategy is None else extracted(self._strategy, self._source)
         apart = by_worker(given)
@@ -206,7 +206,7 @@ class MultiCollector(BaseCollector):
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
-        way = Way.of(options)
+        way = WriteOptions.of(options)
         maker = WriterMaker(way, about, buffer.transforms, options.timeout)
         pack(
             maker,
@@ -298,7 +298,7 @@ class MultiCollector(BaseCollector):
                 "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
             )
         left, random = self.options.total - self._frames, self.options.random_frames - self._frames
-        return FreeRunner(self._process, left=left, random=random, count=self._count)
+        return BackgroundRunner(self._process, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
         self._open()
@@ -422,10 +422,10 @@ class MultiCollector(BaseCollector):
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
-        if isinstance(self._runner, FreeRunner):
+        if isinstance(self._runner, BackgroundRunner):
             self._runner.stop_watching()
         super()._close(why, failed=failed)
-        if isinstance(self._runner, FreeRunner):
+        if isinstance(self._runner, BackgroundRunner):
             self._runner.catch_up()  # workers have ended: nothing is made any more
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:

@@ -13,10 +13,10 @@ import torch
 from tensordict.nn import InteractionType
 
 from reap.arguments import MOST, flag, function, mapping, one_of, seconds, whole
-from reap.core.exploration import exploration_type
-from reap.core.where import named_device
+from reap.core.device.devices import named_device
+from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
-from reap.weight_update import Road, WeightSyncScheme, as_scheme
+from reap.weight_update import WeightSyncScheme, WeightTransport, as_scheme
 from reap.weights.strategy import own_strategy
 
 _LEGACY = {
@@ -295,17 +295,17 @@ class Options:
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
 
     @property
-    def road(self) -> Road | None:
+    def transport(self) -> WeightTransport | None:
         """The road for weights that was chosen by hand."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
-        if scheme is not None and scheme.road != "none" and own_strategy(scheme.strategy) is not None:
+        if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:
             return "parcel"  # what a user's own strategy makes of weights goes to each worker by itself
-        return None if scheme is None else scheme.road
+        return None if scheme is None else scheme.transport
 
     def strategy(self, model: str = "policy") -> Any:
         """The user's own strategy for weights of this model; None if they travel as they are."""
         scheme = (self.weight_sync_schemes or {}).get(model)
-        return None if scheme is None or scheme.road == "none" else own_strategy(scheme.strategy)
+        return None if scheme is None or scheme.transport == "none" else own_strategy(scheme.strategy)
 
     @property
     def first_weights(self) -> Any:

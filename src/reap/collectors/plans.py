@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from reap._system.pickling import Parcel
 from reap.collectors.options import Options
 from reap.core.env import Env
-from reap.core.exploration import exploration_type
+from reap.core.policies.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
-from reap.pickling import Parcel
 from reap.weights.local import in_own_memory, load, placed
 
 

@@ -11,14 +11,14 @@ from tensordict import TensorDictBase
 from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
+from reap.collectors.buffer_writers import mark_truncated, processed
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
-from reap.collectors.sinks import mark_truncated, processed
-from reap.core.device import DeviceLayout, DeviceSlot
-from reap.core.paths import each_call, follow
+from reap.core.attribute_path import each_call, set_policy_keys
+from reap.core.columns.assemble_ragged import assembler
+from reap.core.device.slots import DeviceLayout, DeviceSlot
 from reap.core.policy import RandomPolicy, without_steps
-from reap.core.ragged import assembler
 from reap.core.slot import FRAME, Slot
 from reap.core.worker import Plan
 from reap.errors import UsageError, WrongArgument, nearest
@@ -103,7 +103,7 @@ class Collector(BaseCollector):
             plan,
             source=source,
             same_slot=settings.return_same_td,
-            road=settings.road,
+            transport=settings.transport,
             strategy=settings.strategy(),
         )
         self._backend = self._inline
@@ -142,7 +142,7 @@ class Collector(BaseCollector):
 
     def get_distant_attr(self, attr: str) -> Any:
         self._check_owner()
-        return follow(self, attr)
+        return set_policy_keys(self, attr)
 
     def map_fn(
         self,
@@ -152,7 +152,7 @@ class Collector(BaseCollector):
     ) -> list[Any]:
         self._check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
-        return [follow(self, method_name)(*args, **kwargs)]
+        return [set_policy_keys(self, method_name)(*args, **kwargs)]
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """`update_policy_weights_`, by the name it has where weights arrive."""

@@ -41,7 +41,7 @@ class Env(abc.ABC):
     spec: EnvSpec
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     driver: object = None  # whoever moved the lanes last: nobody else knows where they are
-    tidies = False  # whether `tidy` has anything to do
+    has_after_step = False  # whether `after_step` has anything to do
     draws = False  # whether random actions come from `draw`, step by step
     elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
     captures = True  # whether it may record what it asks of torch, and replay that
@@ -51,28 +51,28 @@ class Env(abc.ABC):
         """The env as its owner knows it: what `collector.env`, and paths that begin with "env", lead to."""
         return self
 
-    def say_lane_in(self, memory: Any) -> None:  # noqa: B027
+    def report_lane(self, memory: Any) -> None:  # noqa: B027
         """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
 
-    def tidy(self, row: Row) -> None:  # noqa: B027
+    def after_step(self, row: Row) -> None:  # noqa: B027
         """Called after successors were copied to `row.after`: a last word on what the next step will see."""
 
     def draw(self, row: Row) -> None:
         """A random action for every lane into `row`, where they cannot be drawn ahead."""
         raise NotImplementedError
 
-    def meet(self, model: Any) -> None:  # noqa: B027
+    def bind_policy(self, model: Any) -> None:  # noqa: B027
         """The policy that is going to act, as the user made it: it may be waiting for something of the env's."""
 
-    def play(self, model: Any, kind: Any, device: Any) -> Any:
+    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
         """The policy as this env wants it, if it cannot be as all are: what it sees are no columns."""
         return None
 
-    def lend(self, policy: Any) -> Any:
+    def wrap_policy(self, policy: Any) -> Any:
         """A policy of whole TensorDicts, on the env's own where it has one that is the same."""
         return policy
 
-    def follow(self, outputs: Sequence[Key]) -> None:  # noqa: B027
+    def set_policy_keys(self, outputs: Sequence[Key]) -> None:  # noqa: B027
         """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
 
     def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
@@ -132,10 +132,10 @@ class Env(abc.ABC):
 
 class DeviceEnv(Env):
     """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `tidy` begins new episodes where `row.done` says so.
+    and `after_step` begins new episodes where `row.done` says so.
     """
 
-    tidies = True
+    has_after_step = True
     behind: Env  # whose lanes they are
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state

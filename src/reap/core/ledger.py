@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.gaps import clear_rest, close_gaps, running
+from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
 from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec

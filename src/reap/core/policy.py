@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from reap.core.cells import Cells
-from reap.core.flat import Program
-from reap.core.outputs import Getter, as_tensordict, by_name, getters, is_named
-from reap.core.ragged import frame
+from reap.core.columns.assemble_ragged import frame
+from reap.core.columns.object_columns import ObjectColumn
+from reap.core.policies.flat import Program
+from reap.core.policies.outputs import Getter, as_tensordict, by_name, getters, is_named
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, UsageError, WrongState
 from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
@@ -479,7 +479,7 @@ def visible_columns(spec: EnvSpec, current: Sequence[np.ndarray[Any, Any]]) -> d
     columns: dict[Key, Any] = {}
     for (key, leaf), array in zip(spec.observation.items(), current):
         if leaf.loose:
-            columns[key] = Cells(leaf, array, spec.batched)
+            columns[key] = ObjectColumn(leaf, array, spec.batched)
         else:
             columns[key] = torch.from_numpy(array).reshape((*spec.size, *leaf.shape))
     shown = [(flag,) for flag in FLAGS if (flag,) not in spec.look.hidden]

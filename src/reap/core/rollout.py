@@ -19,8 +19,8 @@ import torch
 from tensordict.nn import InteractionType
 
 from reap.core.env import Env
-from reap.core.exploration import exploring
 from reap.core.ledger import Ledger
+from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
 from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
@@ -90,7 +90,7 @@ class RolloutLoop:
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
             self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
-        self.env.follow(self._keys.outputs)
+        self.env.set_policy_keys(self._keys.outputs)
         arrays = slot.arrays
         if MASK in arrays:
             arrays[MASK][...] = True
@@ -99,7 +99,7 @@ class RolloutLoop:
 
         act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
         forget = policy.forget if policy.remembers else None
-        tidy = self.env.tidy if self.env.tidies else None
+        after_step = self.env.after_step if self.env.has_after_step else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
         compact = [i for i, key in enumerate(self._keys.observation) if ("next", *key) not in arrays]
@@ -118,8 +118,8 @@ class RolloutLoop:
                     ended = step(lanes, row)
                     for after, successor in row.copies:
                         after[...] = successor
-                    if tidy is not None:
-                        tidy(row)
+                    if after_step is not None:
+                        after_step(row)
                     if due and not resets:
                         for after in row.after:
                             after[due] = 0  # nobody stepped these lanes: their successors are old memory

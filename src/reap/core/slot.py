@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reap.core.cells import Cells
+from reap.core.columns.object_columns import ObjectColumn
 from reap.errors import ReapError, UsageError
-from reap.spec import USUAL, EnvSpec, Key, Leaf, Look, numpy_dtype
+from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf, numpy_dtype
 
 _ALIGN = 64
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -39,14 +39,14 @@ FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
 VERSION: Key = ("policy_version",)
-FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/frames.py)
+FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/columns/assemble_frames.py)
 
 
 class Layout:
     """Where every column `[T, N, …]` lies in one block of bytes, and which are `loose`: references beside it."""
 
     def __init__(
-        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, look: Look = USUAL
+        self, columns: Mapping[Key, Leaf], steps: int, lanes: int, *, batched: bool, look: BatchShape = USUAL
     ) -> None:
         self.columns = dict(columns)
         self.steps, self.lanes, self.batched, self.look = steps, lanes, batched, look
@@ -165,7 +165,7 @@ class Row:
     after: tuple[np.ndarray[Any, Any], ...]  # the observation of the following step
     copies: tuple[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]], ...]  # (after, next) pairs
     place: tuple[int, int] | None  # slot and step, where the env made the slot and knows it by a number
-    narrow: dict[int, Row]  # its first positions, where fewer are decided about (see core/buckets.py)
+    narrow: dict[int, Row]  # its first positions, where fewer are decided about (see core/policies/buckets.py)
 
 
 class Finals(NamedTuple):
@@ -221,7 +221,7 @@ class Slot:
         """Copies of all columns, each its own: keeping one keeps one."""
         return {key: array.copy() for key, array in self.arrays.items() if key not in self._loose} | self.hand_over()
 
-    def lend(self) -> dict[Key, np.ndarray[Any, Any]]:
+    def wrap_policy(self) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns for a consumer to keep; the slot is `returned` when nothing looks at any of them any more."""
         owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
         # In a finalizer Python swallows Ctrl-C, and what the finalizer had to do is not done. This one has no Python
@@ -255,7 +255,7 @@ class Slot:
 
         def tensor_rows(key: Key) -> Sequence[Any]:
             if columns[key].loose:
-                return [Cells(columns[key], array, batched) for array in arrays[key][a:b]]
+                return [ObjectColumn(columns[key], array, batched) for array in arrays[key][a:b]]
             return self.layout.tensor(key, seen(key)).unbind(0)
 
         def policy_rows(key: Key) -> list[np.ndarray[Any, Any]]:
@@ -355,14 +355,14 @@ class Pool:
         slot.state = State.WRITING
         return slot
 
-    def lend(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
+    def wrap_policy(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
         if slot is self._reserve:
             slot.state = State.FREE
             return slot.copied()
         slot.state = State.READING
         self._lent.append(slot)
-        return slot.lend()
+        return slot.wrap_policy()
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.gaps import running
+from reap.core.columns.skipped_rows import running
 
 RECENT = 100
 Episodes = np.ndarray[

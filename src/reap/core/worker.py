@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
-from reap.core.any_worker import AnyWorker
-from reap.core.as_policy import as_policy
-from reap.core.buckets import Bucketed
-from reap.core.by_lane import ByLane
-from reap.core.captured_policy import captured
+from reap.core.device.cudagraph_policy import pin, pinned, recorded
 from reap.core.env import Env
-from reap.core.graphed import pin, pinned, recorded
+from reap.core.lanes.ready import COME, Sorter, delivered
+from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
-from reap.core.memory import carry_of, remembering
+from reap.core.policies.as_policy import as_policy
+from reap.core.policies.buckets import Bucketed
+from reap.core.policies.captured_policy import captured
+from reap.core.policies.per_lane_policy import PerLanePolicy
+from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
-from reap.core.ready import COME, Sorter, delivered
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
-from reap.core.stream import ENV_INDEX, Stream
+from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
 from reap.spec import READY, Key, Leaf, show_keys
 
@@ -84,7 +84,7 @@ class Worker(AnyWorker):
     def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
         self.model = model
         env.captures = plan.capture
-        env.meet(self.model)
+        env.bind_policy(self.model)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
@@ -157,7 +157,7 @@ class Worker(AnyWorker):
             )
 
     def _check_compact(self, columns: Mapping[Key, Leaf]) -> None:
-        if MASK in columns or self.env.tidies:
+        if MASK in columns or self.env.has_after_step:
             raise UsageError(
                 "compact_obs needs whole rows; this env, reset_when_done=False or an interruptor skips some"
             )
@@ -176,7 +176,7 @@ class Worker(AnyWorker):
 
     def _policy(self, current: Sequence[Any]) -> Policy:
         spec, plan = self.env.spec, self.plan
-        own: Policy | None = self.env.play(self.model, plan.exploration, plan.policy_device or plan.shown_device)
+        own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
         policy = own or as_policy(
             self.model,
@@ -200,7 +200,7 @@ class Worker(AnyWorker):
         elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:
             policy = captured(policy, self.model, columns, plan.exploration)
         if isinstance(policy, TensorDictPolicy):
-            return self.env.lend(policy) if spec.ready_of is None else ByLane(policy, spec.ready_of)
+            return self.env.wrap_policy(policy) if spec.ready_of is None else PerLanePolicy(policy, spec.ready_of)
         if spec.ready_of is not None and plan.compile_policy is None and isinstance(policy, TensorPolicy):
             policy = Bucketed(policy, spec.lanes, self.env.filled)
         return policy

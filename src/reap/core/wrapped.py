@@ -18,7 +18,7 @@ class Wrapped(Env):
     """
 
     def __init__(self, env: Env, spec: EnvSpec) -> None:
-        self._env, self.spec, self.tidies, self.draws = env, spec, env.tidies, env.draws
+        self._env, self.spec, self.has_after_step, self.draws = env, spec, env.has_after_step, env.draws
         self.elsewhere = env.elsewhere
 
     def __getattr__(self, name: str) -> Any:
@@ -56,28 +56,28 @@ class Wrapped(Env):
     def captures(self, allowed: bool) -> None:
         self._env.captures = allowed
 
-    def say_lane_in(self, memory: Any) -> None:
-        self._env.say_lane_in(memory)
+    def report_lane(self, memory: Any) -> None:
+        self._env.report_lane(memory)
 
     def draw(self, row: Row) -> None:
         self._env.draw(row)
 
-    def meet(self, model: Any) -> None:
-        self._env.meet(model)
+    def bind_policy(self, model: Any) -> None:
+        self._env.bind_policy(model)
 
-    def play(self, model: Any, kind: Any, device: Any) -> Any:
-        return self._env.play(model, kind, device)
+    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
+        return self._env.make_policy(model, kind, device)
 
-    def lend(self, policy: Any) -> Any:
+    def wrap_policy(self, policy: Any) -> Any:
         """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
-        return policy if added else self._env.lend(policy)
+        return policy if added else self._env.wrap_policy(policy)
 
     def explain(self) -> str:
         return self._env.explain()
 
-    def follow(self, outputs: Sequence[Key]) -> None:
-        self._env.follow(outputs)
+    def set_policy_keys(self, outputs: Sequence[Key]) -> None:
+        self._env.set_policy_keys(outputs)
 
     def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
         return self._env.looks_at(outputs)
@@ -94,8 +94,8 @@ class Wrapped(Env):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         return self._env.step(lanes, row)
 
-    def tidy(self, row: Row) -> None:
-        self._env.tidy(row)
+    def after_step(self, row: Row) -> None:
+        self._env.after_step(row)
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
         return self._env.make_slot(layout, index)

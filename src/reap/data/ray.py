@@ -21,12 +21,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from reap.backends.ray import CLUSTER, engine
-from reap.buffers.feed import Feed
+from reap._system.forks import guard, refuse_all
+from reap._system.pickling import dumps
+from reap.backends.remote.ray import CLUSTER, engine
 from reap.buffers.replay import ReplayBuffer
+from reap.buffers.row_source import Feed
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
-from reap.forks import guard, refuse_all
-from reap.pickling import dumps
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
 

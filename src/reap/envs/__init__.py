@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from tensordict.nn import set_interaction_type as set_exploration_type
 
-from reap.core.exploration import ExplorationType
+from reap.core.policies.exploration import ExplorationType
 from reap.envs.accept import as_env
-from reap.envs.async_pool import AsyncEnvPool
+from reap.envs.adapters.dm import DMEnv
+from reap.envs.adapters.envpool import EnvPoolEnv
+from reap.envs.adapters.gymnasium import GymEnv
+from reap.envs.adapters.jax import JaxEnv
+from reap.envs.adapters.pettingzoo import PettingZooEnv
+from reap.envs.adapters.puffer import PufferLibEnv
+from reap.envs.adapters.torch_envs import TorchCartPole, TorchPendulum
+from reap.envs.adapters.torch_native import TorchEnv
 from reap.envs.base import EnvBase
-from reap.envs.dm import DMEnv
-from reap.envs.envpool import EnvPoolEnv
-from reap.envs.gymnasium import GymEnv
-from reap.envs.jax import JaxEnv
-from reap.envs.parallel import ParallelEnv
-from reap.envs.pettingzoo import PettingZooEnv
-from reap.envs.puffer import PufferLibEnv
+from reap.envs.parallel.async_pool import AsyncEnvPool
+from reap.envs.parallel.parallel_env import ParallelEnv
 from reap.envs.serial import SerialEnv
-from reap.envs.torch_envs import TorchCartPole, TorchPendulum
-from reap.envs.torch_native import TorchEnv
 
 GymWrapper = GymEnv
 

@@ -1,4 +1,4 @@
-"""What a collector accepts as an env: one page with every door."""
+"""What a collector accepts as an env: every kind, on one page."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env
+from reap.envs.adapters.dm import DMEnv, is_dm
+from reap.envs.adapters.envpool import envpool_lanes, is_envpool
+from reap.envs.adapters.gymnasium import GymEnv, GymLanes
+from reap.envs.adapters.gymnasium_vector import VectorLanes
+from reap.envs.adapters.jax import JaxEnv, is_brax, is_gymnax
+from reap.envs.adapters.pettingzoo import PettingZooEnv, is_pettingzoo
+from reap.envs.adapters.puffer import PufferLibEnv, is_puffer
 from reap.envs.base import EnvBase
-from reap.envs.dm import DMEnv, is_dm
-from reap.envs.envpool import envpool_lanes, is_envpool
-from reap.envs.gymnasium import GymEnv, GymLanes
-from reap.envs.gymnasium_vector import VectorLanes
-from reap.envs.jax import JaxEnv, is_brax, is_gymnax
-from reap.envs.limit import STEP_COUNT, StepLimit
-from reap.envs.pettingzoo import PettingZooEnv, is_pettingzoo
-from reap.envs.puffer import PufferLibEnv, is_puffer
-from reap.envs.torchrl import is_torchrl, torchrl_lanes
+from reap.envs.step_limit import STEP_COUNT, StepLimit
+from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
 from reap.errors import WrongArgument, WrongState
 from reap.spec import Key
 

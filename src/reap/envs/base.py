@@ -13,12 +13,12 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
-from reap.core.as_policy import as_policy
+from reap.core.columns.assemble_ragged import assembler, frame
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
-from reap.core.memory import carry_of, remembering
+from reap.core.policies.as_policy import as_policy
+from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
-from reap.core.ragged import assembler, frame
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from reap.arguments import MOST_LANES
+from reap.core.device.devices import named_device
 from reap.core.env import Env
-from reap.core.where import named_device
 from reap.envs.accept import as_env, is_env
 from reap.envs.base import EnvBase
-from reap.envs.ids import for_workers
-from reap.envs.torchrl import torchrl_joined
-from reap.envs.torchrl_rows import TorchRLEnv
+from reap.envs.gym_registry import for_workers
+from reap.envs.torchrl.lanes import torchrl_joined
+from reap.envs.torchrl.rows import TorchRLEnv
 from reap.errors import UsageError, WrongArgument
 
 

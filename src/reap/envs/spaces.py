@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from reap.core.cells import own
+from reap.core.columns.object_columns import own
 from reap.errors import SpecMismatch, UsageError
 from reap.spec import TENSOR_DTYPES, Key, Leaf, numpy_dtype, show, torch_dtype
 

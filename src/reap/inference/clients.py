@@ -20,17 +20,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from reap.children import Raised
+from reap._system.forks import renew
+from reap._system.listener import PATIENCE, Refused, dial
+from reap._system.processes import Raised
 from reap.errors import NotReady, ServerGone, WrongArgument
-from reap.forks import renew
-from reap.inference.requests import Columns, Line, Request, late
-from reap.listener import PATIENCE, Refused, dial
+from reap.inference.requests import Columns, Request, RequestQueue, late
 from reap.spec import Key, as_key, show_keys
 
 SERVICE = "inference"  # what a client asks the server's socket for
 
 
-class Ask(Protocol):
+class RequestSender(Protocol):
     """A way to a server."""
 
     in_keys: Sequence[Key] | None
@@ -52,7 +52,7 @@ class PolicyClient:
     One call at a time: give each thread and each process a client of its own.
     """
 
-    def __init__(self, ask: Ask, policy_version_key: Any = "policy_version") -> None:
+    def __init__(self, ask: RequestSender, policy_version_key: Any = "policy_version") -> None:
         self._ask, self._version_key = ask, policy_version_key
 
     def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -85,13 +85,15 @@ class PolicyClient:
             self.close()
 
 
-class ThreadLine:
+class ThreadRequests:
     """The way to a server in this process."""
 
-    def __init__(self, line: Line, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None) -> None:
+    def __init__(
+        self, line: RequestQueue, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None
+    ) -> None:
         self.in_keys, self._timeout = in_keys, timeout
         self._server = server  # which lives as long as somebody may ask
-        self._line: Line | None = line
+        self._line: RequestQueue | None = line
         self._number = line.enter()
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
@@ -114,7 +116,7 @@ class ThreadLine:
         raise WrongArgument("this client is for threads of the server's process; others need server.client('process')")
 
 
-class ProcessLine:
+class ProcessRequests:
     """The way to a server in another process. Connects when it is first used, again after it was sent elsewhere."""
 
     def __init__(
@@ -127,7 +129,7 @@ class ProcessLine:
         renew(self, _open=lambda: None, _lock=threading.Lock)  # a fork has a connection of its own
 
     def __reduce__(self) -> Any:
-        return ProcessLine, (self._address, self._key, self.in_keys, self._timeout)
+        return ProcessRequests, (self._address, self._key, self.in_keys, self._timeout)
 
     def _connection(self) -> Connection:
         if self._open is not None:

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap.children import BOOT, Child, Raised, StartMethod, end, send, until_ready
+from reap._system.fork_server import TOLD_TO_GO
+from reap._system.forks import guard, refuse_all
+from reap._system.interrupts import Interrupts
+from reap._system.pickling import dumps, pack
+from reap._system.processes import BOOT, Child, Raised, StartMethod, end, send, until_ready
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
-from reap.fork_server import TOLD_TO_GO
-from reap.forks import guard, refuse_all
-from reap.inference.clients import PolicyClient, ProcessLine
+from reap.inference.clients import PolicyClient, ProcessRequests
 from reap.inference.requests import check_timeout
 from reap.inference.server import InferenceServer
-from reap.interrupts import Interrupts
-from reap.pickling import dumps, pack
 from reap.spec import Key
 from reap.weights import local
 
@@ -112,7 +112,7 @@ class ProcessInferenceServer:
         check_timeout(timeout)
         self._open()
         in_keys: Sequence[Key] | None = self.in_keys
-        return PolicyClient(ProcessLine(self._address, self._key, in_keys, timeout), policy_version_key)
+        return PolicyClient(ProcessRequests(self._address, self._key, in_keys, timeout), policy_version_key)
 
     def update_policy_weights_(self, weights: Any) -> int:
         """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""

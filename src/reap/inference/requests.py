@@ -1,4 +1,4 @@
-"""Requests: what one client asks, and the line in which it waits with others.
+"""Requests: what one client asks, and the queue in which it waits with others.
 
 client ──► Request ──► Line ──► a batch leaves ──► Request.answer ──► client
                                 when it is full, or
@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from reap._system.forks import guard
 from reap.errors import NotReady, ReapError, ServerGone, UsageError
-from reap.forks import guard
 from reap.spec import Key
 
 Columns = Mapping[Key, Tensor]
@@ -45,17 +45,17 @@ class Request:
         self.look = {key: (value.shape[skip:], value.dtype) for key, value in inputs.items()}  # of one row
         self.since = time.monotonic()
         self._answer: tuple[Columns, int] | ReapError | None = None
-        self._bell = threading.Event()
+        self._wakeup = threading.Event()
 
     def answer(self, what: tuple[Columns, int] | ReapError) -> None:
         """Outputs and the version that computed them; or why there are none. The first answer counts."""
-        if not self._bell.is_set():
+        if not self._wakeup.is_set():
             self._answer = what
-            self._bell.set()
+            self._wakeup.set()
 
     def result(self, timeout: float | None = None) -> tuple[Columns, int]:
         """Wait for the answer, for so many seconds; None: as long as it takes."""
-        if not self._bell.wait(timeout):  # whoever ends the server answers everybody first
+        if not self._wakeup.wait(timeout):  # whoever ends the server answers everybody first
             raise late(timeout)
         if isinstance(self._answer, ReapError):
             raise self._answer
@@ -63,7 +63,7 @@ class Request:
         return self._answer
 
 
-class Line:
+class RequestQueue:
     """Requests that wait, and the clients that could send more."""
 
     def __init__(self, most: int, enough: int, timeout: float) -> None:

@@ -27,18 +27,18 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from reap._system.forks import guard, refuse_all
 from reap.arguments import function, seconds
-from reap.core.as_policy import takes_tensordict
-from reap.core.buckets import powers
-from reap.core.exploration import exploration_type as as_exploration
-from reap.core.exploration import exploring
-from reap.core.outputs import as_tensordict, by_name, is_named
-from reap.core.where import named_device
+from reap.core.device.devices import named_device
+from reap.core.policies.as_policy import takes_tensordict
+from reap.core.policies.buckets import powers
+from reap.core.policies.exploration import exploration_type as as_exploration
+from reap.core.policies.exploration import exploring
+from reap.core.policies.outputs import as_tensordict, by_name, is_named
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
-from reap.forks import guard, refuse_all
-from reap.inference.clients import PolicyClient, ProcessLine, ThreadLine
-from reap.inference.desk import Desk
-from reap.inference.requests import Columns, Line, Request, check_timeout
+from reap.inference.client_listener import ClientListener
+from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests
+from reap.inference.requests import Columns, Request, RequestQueue, check_timeout
 from reap.spec import AnyKey, Key, as_key, private, show_keys
 from reap.weights import local
 
@@ -105,7 +105,7 @@ class InferenceServer:
         if declared is None and not self._whole:
             declared = ["observation"]
         self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
-        self._line = Line(max_batch_size, min_batch_size or max_batch_size, timeout)
+        self._line = RequestQueue(max_batch_size, min_batch_size or max_batch_size, timeout)
         self._weights = threading.Lock()
         self._opening = threading.Lock()  # clients may be asked for by many threads at once
         self._version = 0
@@ -115,7 +115,7 @@ class InferenceServer:
         self._requests = self._batches = 0
         self._busy, self._began = 0.0, time.monotonic()
         self._current: list[Request] = []  # the batch that is being computed
-        self._desk: Desk | None = None
+        self._listener: ClientListener | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
         self._elsewhere: str | None = None  # why it is not this process's own
@@ -124,7 +124,7 @@ class InferenceServer:
     def in_fork(self, why: str) -> None:
         """Called in a fork: its thread is not here, and its socket its owner's."""
         self._elsewhere = self._why_closed = why
-        self._thread = self._desk = None
+        self._thread = self._listener = None
         refuse_all(self, why)
 
     # ---- life -----------------------------------------------------------------------------------------------------
@@ -156,19 +156,19 @@ class InferenceServer:
         check_timeout(timeout)
         self.start()
         if kind == "thread":
-            return PolicyClient(ThreadLine(self._line, self.in_keys, self, timeout), policy_version_key)
+            return PolicyClient(ThreadRequests(self._line, self.in_keys, self, timeout), policy_version_key)
         if kind != "process":
             raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
-        return PolicyClient(ProcessLine(*self.address, self.in_keys, timeout), policy_version_key)
+        return PolicyClient(ProcessRequests(*self.address, self.in_keys, timeout), policy_version_key)
 
     @property
     def address(self) -> tuple[str | bytes, bytes]:
         """Where clients from other processes are received, and what they must know."""
         self.start()
         with self._opening:
-            if self._desk is None:
-                self._desk = Desk(self._line)
-            return self._desk.address, self._desk.key
+            if self._listener is None:
+                self._listener = ClientListener(self._line)
+            return self._listener.address, self._listener.key
 
     @property
     def is_alive(self) -> bool:
@@ -190,9 +190,9 @@ class InferenceServer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        desk, self._desk = self._desk, None  # last: answers that were being computed still go out
-        if desk is not None:
-            desk.close(_DEADLINE)
+        listener, self._listener = self._listener, None  # last: answers that were being computed still go out
+        if listener is not None:
+            listener.close(_DEADLINE)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -305,7 +305,7 @@ class InferenceServer:
         return {key: value[:rows].cpu() for key, value in found.items()}
 
 
-def _serve(server: weakref.ref[InferenceServer], line: Line) -> None:
+def _serve(server: weakref.ref[InferenceServer], line: RequestQueue) -> None:
     """The life of the thread. It does not hold the server: one that nobody holds ends, and its thread with it."""
     try:
         while batch := line.take():

@@ -12,11 +12,11 @@ from typing import Any
 
 import gymnasium as gym
 
+from reap._system.pickling import pack
 from reap.envs import as_env
 from reap.envs.accept import is_env
-from reap.envs.envpool import is_envpool
+from reap.envs.adapters.envpool import is_envpool
 from reap.errors import ReapError
-from reap.pickling import pack
 from reap.testing import generators
 from reap.testing.player import SEED, Player
 from reap.testing.resets import ResetWatch, layers

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reap.children import kept_seedbed, wait_for_ends
-from reap.fork_server import is_resource_tracker
+from reap._system.fork_server import is_resource_tracker
+from reap._system.processes import kept_fork_server, wait_for_ends
 
 # Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a
 # stranger's shared memory may be seen a moment before he maps it, or for a while after he was killed.
-PATIENCE = 5.0
+PATIENCE = 15.0
 _RAYS_OWN = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
 
@@ -67,7 +67,7 @@ def _everything() -> dict[str, set[str]]:
 
 def _children() -> set[str]:
     """All that descends from this process, by pid (Linux); not the helper that is kept to start more."""
-    pid, _ = kept_seedbed() or (None, None)
+    pid, _ = kept_fork_server() or (None, None)
     return {f"pid {one}" for one in _descendants(os.getpid()) if one != pid}
 
 
@@ -117,7 +117,7 @@ def _mapped_by_strangers() -> set[str]:
 
 def _descriptors() -> set[str]:
     found = set()
-    _, kept = kept_seedbed() or (None, None)
+    _, kept = kept_fork_server() or (None, None)
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.cells import own
+from reap.core.columns.object_columns import own
 
 
 def copied(value: Any) -> Any:

@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from reap._system.pickling import shared_in
 from reap.errors import SpecMismatch, WrongArgument, nearest
-from reap.pickling import shared_in
 
 _EXTRA = "_extra_state"
 EXTRA_STATE = "__extra_state__"  # where a module's extra state is in a TensorDict of weights

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap.core.shared import SharedFile
+from reap.core.shared_slots import SharedFile
 
 _ALIGN = 64
 _HEADER = 64

@@ -1,10 +1,10 @@
-"""Collectors over several machines. The same worker, the same slots, other roads."""
+"""Collectors over several machines. The same worker, the same slots, other transports."""
 
-from reap.backends.nodes import DEFAULT_SLURM_CONF
-from reap.collectors.distributed.far import FarCollector
+from reap.backends.network.launchers import DEFAULT_SLURM_CONF
 from reap.collectors.distributed.launching import submitit_delayed_launcher
 from reap.collectors.distributed.ray import RayAsyncCollector, RayCollector, RaySyncCollector
 from reap.collectors.distributed.ray_eval import RayEvalWorker
+from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.distributed.rpc import RPCAsyncCollector, RPCCollector, RPCSyncCollector
 from reap.collectors.distributed.torchdist import (
     DistributedAsyncCollector,

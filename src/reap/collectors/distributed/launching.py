@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reap.backends.door import LOOPBACK
-from reap.backends.nodes import (
+from reap.backends.network.authenticated_listener import LOOPBACK
+from reap.backends.network.launchers import (
     DEFAULT_SLURM_CONF,
     LAUNCHERS,
     PATIENCE,

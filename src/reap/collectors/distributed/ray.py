@@ -8,17 +8,17 @@ from typing import Any
 
 from typing_extensions import Self
 
+from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
-from reap.backends.far import FarBackend
-from reap.backends.ray import RayBackend
+from reap.backends.remote.base import RemoteBackend
+from reap.backends.remote.ray import RayBackend
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
-from reap.collectors.distributed.far import FarCollector
+from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
+from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.options import listed
-from reap.collectors.sinks import Sink, Way, Writer
 from reap.errors import SpecMismatch, UsageError, WrongArgument
-from reap.pickling import dumps
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
 _ELSEWHERE = {
@@ -75,7 +75,7 @@ class RayCollector(FarCollector):
             raise WrongArgument(f"restart must be True or False, got {restart!r}")
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         mapping("ray_init_config", self._given["ray_init_config"])
         cluster = self._given["ray_init_config"] or {}
         self._ray = RayBackend(
@@ -103,7 +103,7 @@ class RayCollector(FarCollector):
             return None
         if self.options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
-        way = Way.of(self.options)
+        way = WriteOptions.of(self.options)
         maker = _WriterMaker(way, self.replay_buffer.client())
         dumps(maker, "what writes to the replay buffer", way.given)
         return maker
@@ -202,7 +202,7 @@ class RayAsyncCollector(RayCollector, MultiAsyncCollector):
 class _WriterMaker:
     """Makes an actor's writer, there."""
 
-    way: Way
+    way: WriteOptions
     client: Any
 
     def __call__(self) -> Writer:

@@ -16,10 +16,10 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, set_interaction_type
 from torch import nn
 
-from reap.backends.ray import engine
+from reap._system.forks import guard, refuse_all
+from reap._system.pickling import dumps
+from reap.backends.remote.ray import engine
 from reap.errors import UsageError, WrongState
-from reap.forks import guard, refuse_all
-from reap.pickling import dumps
 from reap.spec import AnyKey
 from reap.weights.local import load
 

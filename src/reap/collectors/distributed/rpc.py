@@ -10,10 +10,10 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from typing_extensions import Self
 
 from reap.arguments import mapping
-from reap.backends.far import FarBackend
-from reap.backends.rpc import THREADS, RPCBackend
-from reap.collectors.distributed.far import FarCollector
+from reap.backends.remote.base import RemoteBackend
+from reap.backends.remote.rpc import THREADS, RPCBackend
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
+from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.errors import UsageError, WrongArgument
 
@@ -45,7 +45,7 @@ class RPCCollector(FarCollector):
             return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         mapping("tensorpipe_options", self._given["tensorpipe_options"])
         agent = self._given["tensorpipe_options"] or {}
         try:
@@ -54,7 +54,7 @@ class RPCCollector(FarCollector):
             raise UsageError(f"tensorpipe_options: torch takes no {dict(agent)}: {error}") from error
         if threads < THREADS:
             raise UsageError(
-                f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one waits for news"
+                f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one of them waits"
             )
         check_backend_name(self._given["backend"])
         _check_devices(self._given["visible_devices"])

@@ -1,10 +1,10 @@
-"""What runs inside a far worker: one loop, or a collector's processes."""
+"""What runs inside a remote worker: one loop, or a collector's processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from reap.backends.team import Team
+from reap.backends.nested_workers import NestedWorkers
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.errors import UsageError, WrongArgument, nearest
@@ -23,7 +23,7 @@ _NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
 }
 
 
-def team_for(collector_class: Any, workers: Any) -> Team | None:
+def team_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
     """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"num_workers_per_collector must be a whole number ≥ 1, got {workers!r}")
@@ -35,7 +35,7 @@ def team_for(collector_class: Any, workers: Any) -> Team | None:
                 f"or 'async'; or lanes, SerialEnv({workers}, …), or more workers"
             )
         return None
-    return Team(workers, kind == "sync")
+    return NestedWorkers(workers, kind == "sync")
 
 
 def _kind(given: Any) -> str:

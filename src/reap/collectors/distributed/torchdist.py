@@ -7,10 +7,10 @@ from typing import Any
 
 from typing_extensions import Self
 
-from reap.backends.far import FarBackend
-from reap.backends.torchdist import GlooBackend
-from reap.collectors.distributed.far import FarCollector
+from reap.backends.remote.base import RemoteBackend
+from reap.backends.remote.gloo import GlooBackend
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
+from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.errors import UsageError
 
@@ -62,7 +62,7 @@ class DistributedCollector(FarCollector):
             options["max_weight_update_interval"] = interval
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> FarBackend:
+    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         check_backend_name(self._given["backend"])
         return GlooBackend(plans, nodes=nodes_of(self._given), **options)
 

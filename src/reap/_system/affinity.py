@@ -1,0 +1,77 @@
+"""Affinity: which cores a thread or a process may run on; a choice that cannot be is refused at once.
+
+worker_affinity=[[1], [2, 3]]    worker 0 on core 1, worker 1 on cores 2 and 3
+driver_affinity=[0]              whoever collects, on core 0, while it collects
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any, TypeVar
+
+from reap.errors import UsageError, WrongArgument
+
+Cores = frozenset[int]
+Masks = Sequence[Sequence[int]] | Callable[[int], Sequence[int]]
+T = TypeVar("T")
+
+
+def mask(name: str, given: Any) -> Cores:
+    """The cores the argument `name` says, which this process may use."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(f"{name} needs an operating system that lets threads be placed on cores, as Linux does")
+    try:
+        numbers = [*given]
+    except TypeError:
+        numbers = []
+    if not numbers or any(isinstance(core, bool) or not isinstance(core, Integral) for core in numbers):
+        raise WrongArgument(f"{name} must be a list of numbers of cores, got {given!r}")
+    cores, ours = frozenset(map(int, numbers)), os.sched_getaffinity(0)
+    if not cores <= ours:
+        raise UsageError(f"{name} is {sorted(cores)}, but this process may run on the cores {sorted(ours)} only")
+    return cores
+
+
+def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
+    """The cores of each worker, which share so many envs."""
+    if callable(given):
+        return [mask(f"{name}({n})", given(n)) for n in range(workers)]
+    try:
+        each = [*given]
+    except TypeError:
+        raise WrongArgument(
+            f"{name} must be a list with the cores of each worker, or a function, got {given!r}"
+        ) from None
+    if len(each) != workers:
+        here = f"{workers} here with {envs // workers} of {envs} envs each"
+        raise UsageError(f"{name} must hold the cores of each worker, {here}, got {len(each)}: {each!r}")
+    return [mask(f"{name}[{n}]", cores) for n, cores in enumerate(each)]
+
+
+def settle_on(cores: Cores | None) -> None:
+    """From now on this process runs there, with the threads it has and those to come; None: wherever it is."""
+    if cores is None:
+        return
+    for thread in os.listdir("/proc/self/task"):  # importing what it needs may have started some
+        _place(int(thread), cores)
+
+
+def staying_on(cores: Cores, work: Callable[[], T]) -> T:
+    """What `work` returns; this thread runs there meanwhile, and wherever it could before afterwards."""
+    before = os.sched_getaffinity(0)
+    try:  # first: Ctrl-C may come with the next line
+        _place(0, cores)
+        return work()
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _place(thread: int, cores: Cores) -> None:
+    try:
+        os.sched_setaffinity(thread, cores)
+    except ProcessLookupError:  # it has ended meanwhile
+        pass
+    except OSError as refused:  # what the process may use has changed since it was asked
+        raise UsageError(f"cannot run on the cores {sorted(cores)}: {refused}") from refused

@@ -1,0 +1,163 @@
+"""BackgroundRunner: workers write into a buffer by themselves until so many frames are made. Nobody waits for them.
+
+start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
+pause ──► a word of the control block, then "look" ─► answered between two rollouts: from then on nothing is written
+resume ─► the word again; who rests is woken, and would look by itself
+look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
+watch ──► a thread looks now and then whether each has gone on, wherever in a rollout it is: in a step, in postproc,
+          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to the word:
+          whatever Ctrl-C has broken off, workers rest as long as a pause holds, and no longer
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+from reap._system.silence import Silence, frozen_first
+from reap.backends.local.pauses import Paused, Pauses
+from reap.backends.local.process import ProcessBackend
+from reap.backends.local.shared_counters import ALL, NOWHERE
+from reap.backends.worker_handle import WorkerHandle
+from reap.errors import ReapError
+
+_LOOKS, _LEAST = 8, 0.01  # in the time a worker may be silent; and seconds between two
+T = TypeVar("T")
+
+
+class BackgroundRunner:
+    """Lets workers run free. `count` is told of frames and rollouts as they are found to be made."""
+
+    def __init__(self, backend: ProcessBackend, *, left: float, random: int, count: Callable[[int, int], None]) -> None:
+        self._backend, self._words = backend, backend.control
+        self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
+        self._left, self._random = left, random
+        self._began = self._counted = backend.control.made()
+        self._before, self._over, self._pauses = 0, False, Pauses()
+        self._lock = threading.RLock()
+        self._silence = Silence(backend.timeout)
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
+        self._ended: dict[int, int] = {}  # episodes of each worker that were counted
+        self._watch_over = threading.Event()
+        watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
+        self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
+        self._failure: ReapError | None = None
+        self.told = False
+
+    def _count(self, frames: int, rollouts: int) -> None:
+        tell = self._tell()
+        if tell is not None:
+            tell(frames, rollouts)
+
+    def start(self) -> None:
+        """Workers first finish what they were asked for."""
+        words = self._words
+        frames, rollouts = self._backend.settle()
+        self._count(frames, rollouts)
+        self._before = int(words.claimed.sum())
+        words.stop, words.random = False, max(self._before + self._random - frames, 0)
+        words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
+        self._backend.tell("run")  # one that fails at once is found by whoever asks next, as later
+        self._watch.start()
+
+    def pause(self, paused: Paused) -> None:
+        """Workers rest between two rollouts; returns when they do. Pauses add up."""
+        self._pauses.begin(paused)
+        self.obey_pauses()
+        self._backend.call("look", self._backend.everyone())
+
+    def resume(self, paused: Paused | None = None) -> None:
+        """Go on, if no other pause holds."""
+        with self._backend.uninterrupted():
+            self._pauses.end(paused)
+            self.obey_pauses()
+
+    def obey_pauses(self) -> None:
+        """Workers rest if a pause holds, and only then."""
+        with self._lock:
+            before, self._words.rest = self._words.rest, self._pauses.hold
+            woken = before and not self._words.rest
+        if woken:
+            self._backend.tell("look", wait=False)  # where others talk to them, they look by themselves soon
+
+    def stop(self, timeout: float) -> None:
+        """Workers end with the backend; `catch_up` counts their last frames then."""
+        self.failure()  # what nobody has looked for until now
+        self._over = True
+
+    def stop_watching(self) -> None:
+        """Before workers end: what is known of them goes with them."""
+        with self._backend.uninterrupted():
+            self._watch_over.set()
+            if self._watch.ident and self._watch is not threading.current_thread():
+                self._watch.join()
+
+    def catch_up(self) -> None:
+        """Count what was made since the last time."""
+        with self._lock:
+            made = self._words.made()
+            new, self._counted = made - self._counted, made
+            for remote, frames, rollouts in zip(self._backend.workers or self._backend.former, *new.tolist()):
+                remote.frames, remote.rollouts = remote.frames + frames, remote.rollouts + rollouts
+                remote.stats = self._words.stats(remote.index) or remote.stats
+                ended, self._ended[remote.index] = self._words.ended(remote.index, self._ended.get(remote.index, 0))
+                self._backend.episodes.add(ended)
+            frames, rollouts = new.sum(1).tolist()
+            self._count(frames, rollouts)
+
+    @property
+    def running(self) -> bool:
+        """Whether frames are still to be made, or written."""
+        self.obey_pauses()
+        self.catch_up()
+        claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
+        left = claimed < self._words.total or claimed - self._before > made
+        return left and not self._over and self._failure is None
+
+    def failure(self) -> ReapError | None:
+        """What went wrong with a worker."""
+        if self._failure is None and not self._over:
+            self.catch_up()
+            try:
+                self._backend.look()
+            except ReapError as error:
+                self._failure = error
+        return self._failure
+
+    def look_for_silence(self) -> bool:
+        """A worker in the middle of a rollout is to go on now and then: the words it writes say whether it does.
+
+        Returns whether it is worth another look.
+        """
+        words, now, workers = self._words, time.monotonic(), self._backend.workers
+        made = words.made()[0]
+        for remote in workers:
+            place = int(words.step[remote.index]), int(made[remote.index])
+            if remote.index not in self._seen or self._seen[remote.index][0] != place:
+                self._seen[remote.index] = place, now
+        found = self._silence.check([(remote, self._silent_since(remote)) for remote in frozen_first(workers)])
+        if found is not None and self._failure is None:
+            remote, error = found
+            self._failure = error.at(worker=remote.name, **self._backend.place(remote))
+        return self._failure is None
+
+    def _silent_since(self, remote: WorkerHandle) -> float | None:
+        (step, _), since = self._seen[remote.index]
+        return None if step == NOWHERE or remote.child.gone() else since
+
+    def between(self, work: Callable[[], T]) -> T:
+        """Workers answer between two rollouts whatever they are asked."""
+        return work()
+
+
+def _watch(watched: weakref.ref[BackgroundRunner], ended: threading.Event, period: float) -> None:
+    """The life of the thread that watches. It does not keep alive what it watches."""
+    while not ended.wait(period):
+        runner = watched()
+        if runner is None or not runner.look_for_silence():
+            return
+        runner.obey_pauses()
+        del runner

@@ -1,0 +1,233 @@
+"""The other side of the process backend: what runs in a worker's process.
+
+    free pipe ──► slot number ──► refresh weights ──► fill ──┬──────────► "full" ──► connection
+                                                             └► writer ─► "full" ──► connection    (a replay buffer)
+    connection ──► call (seed, reset, state …), answered between two rollouts
+
+The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
+let run free: then it waits for nobody, and says what it has made in the control block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from reap._system.fork_server import TOLD_TO_GO, leave_at, no_more_goodbyes, settle
+from reap._system.pickling import dumps
+from reap._system.processes import Raised, send
+from reap.backends.local.pauses import AGAIN
+from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
+from reap.backends.worker_server import Job, RowWriter, WorkerServer
+from reap.core.device.cudagraph_policy import pin
+from reap.core.rollout import RolloutLoop
+from reap.core.shared_slots import SharedFile, SharedSlots
+from reap.core.slot import Layout, Slot
+from reap.seeding import seed_process
+from reap.weights.shared import Packing, SharedWeights
+
+HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
+_LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
+
+
+@dataclass(frozen=True)
+class ProcessJob(Job):
+    """What a worker's process is started with."""
+
+    preempted: bool = False
+    writer: Callable[[Sequence[int], int], RowWriter] | None = None  # from descriptors, for a worker
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Where its slots are: `count` slots of `layout`, its own lanes from `first` on; in the common file or its own."""
+
+    layout: Layout
+    count: int
+    first: int
+    common: bool
+    packing: Packing | None
+
+
+def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> None:
+    """The life of a worker."""
+    send(connection, HELLO)
+    torch.set_num_threads(job.threads)
+    seed_process(job.entropy)
+    free, common, own, weights, control, parcel, *buffer = fds
+    host = None
+    try:
+        host = _ProcessWorkerServer(job, connection, control=SharedFile(fd=control), parcel=parcel, buffer=buffer)
+        send(connection, host.about)
+        memory = connection.recv()
+        host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
+        settle()
+        leave_at(RolloutLoop.fill, WorkerServer._collect, _ProcessWorkerServer.serve, asked=lambda: host.control.leave)
+        send(connection, "ready")
+        host.serve(free)
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+        with contextlib.suppress(OSError):
+            send(connection, Raised.of(error, "building it" if host is None else host.doing))
+    finally:
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if host is not None:
+                host.worker.close()
+
+
+class _Interruptor:
+    """Whether enough workers are done, so that the others leave it at what they have."""
+
+    def __init__(self, control: SharedCounters) -> None:
+        self.control = control
+
+    def collection_stopped(self) -> bool:
+        """Asked after every step."""
+        return self.control.stop
+
+    def start_collection(self) -> None:
+        """Rollouts go on to their end."""
+        self.control.stop = False
+
+    def stop_collection(self) -> None:
+        """Rollouts end where they are."""
+        self.control.stop = True
+
+    def __reduce__(self) -> Any:
+        """Seen from another process, it is what it says now."""
+        return _Says, (self.collection_stopped(),)
+
+
+class _Says:
+    """An interruptor as it was when it was asked for."""
+
+    def __init__(self, stopped: bool) -> None:
+        self._stopped = stopped
+
+    def collection_stopped(self) -> bool:
+        """What it said then."""
+        return self._stopped
+
+
+class _ProcessWorkerServer(WorkerServer):
+    """A worker and what ties it to the parent."""
+
+    def __init__(
+        self, job: ProcessJob, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
+    ) -> None:
+        self._connection, self._job, self._parcel = connection, job, SharedFile(fd=parcel)
+        self.control = SharedCounters(control, job.workers)
+        self._at = self.control.step[job.index :][:1]
+        self._free = False  # whether it runs free
+        if job.init is not None:
+            job.init()
+        plan = job.plan
+        if job.preempted:
+            self.interruptor = _Interruptor(self.control)
+            plan = replace(plan, stop=self.interruptor.collection_stopped)
+        super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
+        self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
+        self.worker.env.report_lane(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
+        self._slots: dict[int, Slot] = {}
+        self._shared: SharedWeights | None = None
+
+    def remember(self, memory: WorkerMemory, slots: SharedFile, weights: SharedFile) -> None:
+        """Map the memory the parent has made."""
+        whole = SharedSlots(slots, memory.layout, memory.count)
+        pin(whole.block, self.worker.plan.policy_device)
+        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
+        if memory.packing is not None:
+            self._shared = SharedWeights(weights, memory.packing)
+            if self._job.index == 0:
+                self._shared.begin_with(self.tensors)
+
+    def serve(self, free: int) -> None:
+        """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
+        calls = self._connection.fileno()
+        both, only_calls = select.poll(), select.poll()
+        both.register(free, select.POLLIN)
+        for poll in (both, only_calls):
+            poll.register(calls, select.POLLIN)
+        while True:
+            poll = only_calls if self._free else both
+            ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
+            if calls in ready:
+                call, name, arguments = self._connection.recv()
+                send(self._connection, self.answer(call, name, arguments))
+            elif self._free:
+                self._run_free()
+            else:
+                data = os.read(free, 1)
+                if not data:
+                    return
+                self._fill(self._slots[data[0]])
+
+    def _fill(self, slot: Slot) -> None:
+        claimed = self.control.claim(self._job.index, self._size, most=self.control.random)
+        full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
+        self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
+        self._at[0] = NOWHERE
+
+    def _rollout(self, slot: Slot, *, random: bool) -> int:
+        frames = super()._rollout(slot, random=random)
+        self._at[0] = BETWEEN
+        return frames
+
+    def _rest(self) -> int | None:
+        """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
+        if self.control.rest:
+            return int(1000 * AGAIN)
+        if self.control.claimed.sum() >= self.control.total:
+            return None
+        return 0 if self.writer is not None and self.writer.wanted else _LOOK
+
+    def _run_free(self) -> None:
+        words, index = self.control, self._job.index
+        if words.rest or self.writer is None or not self.writer.wanted:
+            return
+        self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
+        before = words.claim(index, self._size, most=words.total)
+        if before is not None:
+            frames = self._collect(self._slots[0], random=before < words.random)
+            stats = self.worker.stats
+            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
+        self._at[0] = NOWHERE
+
+    @property
+    def _size(self) -> int:
+        return self.worker.layout.steps * self.worker.layout.lanes
+
+    def _refresh(self) -> None:
+        """Act with the latest weights from here on."""
+        if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
+            self.worker.loop.version = version
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_run(self) -> None:
+        """From here on it needs no slots."""
+        self._free = True
+
+    def do_look(self) -> None:
+        """Nothing: whoever answers is between two rollouts, and looks at the words before the next one."""
+
+    def _count_on(self, taken: int, *, loaded: bool = False) -> None:
+        if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
+            self.control.claimed[self._job.index] = taken
+
+    def do_load_weights(self, size: int, version: int) -> None:
+        """Weights that came as a parcel, for this worker alone."""
+        self._load(cloudpickle.loads(self._parcel.map(size)), version)

@@ -1,0 +1,147 @@
+"""SharedCounters: words in memory that the parent and its workers share. Nobody waits for anybody to write one.
+
+stop      whoever is filling a slot is to leave it at that               parent writes
+random    so many frames of the run have random actions                  parent writes
+total     so many frames are to be made by workers that run free         parent writes
+rest      workers that run free begin no rollout                         parent writes
+leave     workers are asked to leave, after the step they are in         parent writes
+claimed   frames each worker has begun on                                its worker writes, the file locked
+step      where each worker is in its rollout                            its worker writes
+lane      which of its lanes is being stepped, if it can tell            its worker writes
+made      frames and rollouts each worker has finished, running free     its worker writes
+told      what each worker has to say about its episodes                 its worker writes
+ended     when its last episodes ended, their returns and lengths        its worker writes, then counts them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reap.core.shared_slots import SharedFile
+from reap.core.stats import RECENT, Episodes, EpisodeWindow
+
+NOWHERE = -1  # the step of a worker that is in no rollout
+BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
+ALL = 2**62
+_FLAGS = 5
+_RING = 4 * RECENT  # episodes of a worker that are kept: whoever reads the last hundred is not overtaken
+_TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")
+
+
+class SharedCounters:
+    """The words, as one process sees them."""
+
+    def __init__(self, file: SharedFile, workers: int) -> None:
+        words = file.map(8 * (_FLAGS + (6 + len(_TOLD) + 3 * _RING) * workers)).view(np.int64)
+        self.file, self._flags = file, words[:_FLAGS]
+        each = words[_FLAGS:][: 6 * workers].reshape(6, workers)
+        self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count = each
+        told, ended = np.split(words[_FLAGS + 6 * workers :].view(np.float64), [workers * len(_TOLD)])
+        self._told, self._ended = told.reshape(workers, len(_TOLD)), ended.reshape(workers, _RING, 3)
+
+    @property
+    def stop(self) -> bool:
+        """Whether rollouts are to end where they are."""
+        return bool(self._flags[0])
+
+    @stop.setter
+    def stop(self, value: bool) -> None:
+        self._flags[0] = value
+
+    @property
+    def random(self) -> int:
+        """How many frames of the run have random actions."""
+        return int(self._flags[1])
+
+    @random.setter
+    def random(self, frames: int) -> None:
+        self._flags[1] = frames
+
+    @property
+    def total(self) -> int:
+        """How many frames may be claimed in all."""
+        return int(self._flags[2])
+
+    @total.setter
+    def total(self, frames: int) -> None:
+        self._flags[2] = frames
+
+    @property
+    def rest(self) -> bool:
+        """Whether workers that run free are to rest."""
+        return bool(self._flags[3])
+
+    @rest.setter
+    def rest(self, value: bool) -> None:
+        self._flags[3] = value
+
+    @property
+    def leave(self) -> bool:
+        """Whether workers are asked to leave."""
+        return bool(self._flags[4])
+
+    @leave.setter
+    def leave(self, value: bool) -> None:
+        self._flags[4] = value
+
+    def claim(self, worker: int, frames: int, *, most: int) -> int | None:
+        """Begin on so many frames, if fewer than `most` are claimed: how many were. Nobody else claims meanwhile."""
+        if self.claimed.sum() >= most:
+            return None
+        with self.file.locked():
+            before = int(self.claimed.sum())
+            if before >= most:
+                return None
+            self.claimed[worker] += frames
+        return before
+
+    def finish(self, worker: int, frames: int, claimed: int, stats: dict[str, Any], episodes: Episodes) -> None:
+        """A rollout is where it belongs. What was claimed and not made is for others to make."""
+        self.claimed[worker] += frames - claimed
+        self._told[worker] = numbers_of(stats)
+        count = int(self._count[worker])
+        self._ended[worker, (count + np.arange(len(episodes))) % _RING] = episodes
+        self._count[worker] = count + len(episodes)
+        self._rollouts[worker] += 1
+        self._frames[worker] += frames  # last: who has seen all frames has seen all else
+
+    def made(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Frames and rollouts of each worker: `[2, workers]`, a copy."""
+        return np.stack([self._frames, self._rollouts])
+
+    def ended(self, worker: int, since: int) -> tuple[Episodes, int]:
+        """The last episodes of a worker after the first `since`, a hundred at most, and how many there were in all."""
+        count = int(self._count[worker])
+        new = np.arange(max(since, count - RECENT), count)
+        return self._ended[worker, new % _RING], count
+
+    def stats(self, worker: int) -> dict[str, Any]:
+        """What it has to say; empty before its first rollout."""
+        if not self._rollouts[worker]:
+            return {}
+        return stats_of(self._told[worker])
+
+
+def numbers_of(stats: dict[str, Any]) -> list[float]:
+    """What a worker has to say about its episodes, as numbers."""
+    return [np.nan if stats[name] is None else stats[name] for name in _TOLD]
+
+
+def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The statistics encoded by `numbers_of`."""
+    told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, numbers.tolist())}
+    return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
+
+
+def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
+    """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
+    return {
+        "episodes": sum(s["episodes"] for s in stats),
+        **window.means(),
+        "nan_rewards": sum(s["nan_rewards"] for s in stats),
+        "collect_seconds": max((s["collect_seconds"] for s in stats), default=0.0),
+        "frames_per_second": sum(s["frames_per_second"] for s in stats),
+    }

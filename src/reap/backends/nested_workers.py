@@ -1,0 +1,236 @@
+"""NestedWorkers: a remote worker with processes of its own beside it. To its collector it is one worker.
+
+order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all of them
+             ▲               │                     async   it is one worker's, whoever is first
+             └─── block ◄────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from torch import Tensor
+
+from reap._system.processes import Raised
+from reap.backends.joint_slot import joined
+from reap.backends.local.process import ProcessBackend
+from reap.backends.local.shared_counters import together
+from reap.backends.remote.remote_worker import RemoteJob, RemoteWorker
+from reap.backends.worker_server import WorkerInfo
+from reap.core.slot import TRAJ_IDS, Slot, State
+from reap.core.worker import Plan
+from reap.errors import WorkerError
+
+
+@dataclass(frozen=True)
+class NestedWorkers:
+    """How many workers a remote worker has, and whether they go in step. Makes the remote worker, where it is to be."""
+
+    workers: int
+    sync: bool
+    random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
+
+    def __call__(self, job: RemoteJob, *transport: Any) -> RemoteWorker:
+        """The remote worker."""
+        return NestedRemoteWorker(job, *transport, team=self)
+
+
+class NestedRemoteWorker(RemoteWorker):
+    """A remote worker whose worker is several, in processes."""
+
+    worker: _Processes  # type: ignore[assignment]
+
+    def __init__(self, job: RemoteJob, *transport: Any, team: NestedWorkers) -> None:
+        self._job, self._team = job, team
+        super().__init__(replace(job, hooks=None), *transport)  # they run in the workers
+
+    def _build(self, plan: Plan, workers: int) -> None:
+        self.worker = _Processes(self._job, self._team)
+        self.about, self.tensors = self.worker.about, self.worker.tensors
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_state(self) -> dict[str, Any]:
+        state = self.worker.state()
+        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        return {**state, "policy_version": self.worker.latest}
+
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
+        self._refresh()
+        self._forget()
+        self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
+        if self.about.weighs and state.get("policy_state_dict"):
+            self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
+
+    def do_find(self, path: str, packed: bytes | None) -> Any:
+        """Of every worker, as a list."""
+        try:
+            return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
+        except Exception as error:
+            return Raised.of(error, path)
+
+    def do_hooks(self, packed: bytes) -> None:
+        """Hooks run in the workers."""
+        self.worker.set_hooks(packed)
+
+    def do_weights(self) -> dict[str, Any]:
+        self._refresh()
+        found: dict[str, Any] = self.worker.weights()
+        return found
+
+    def _load(self, weights: Any, version: int) -> None:
+        self._refresh()
+        self.worker.publish(weights, version)
+        self.worker.look_at_weights()
+
+
+class _Processes:
+    """The workers, with what a remote worker wants of its one."""
+
+    span = (0.0, 0.0)  # of the last rollout
+
+    def __init__(self, job: RemoteJob, team: NestedWorkers) -> None:
+        self._index, self._of, self._version = job.index, job.workers, 0
+        plan = replace(job.plan, steps=_Share(job.plan.steps, team.workers)) if team.sync else job.plan
+        self._backend = ProcessBackend(
+            [plan] * team.workers,
+            sync=team.sync,
+            threads=job.threads,
+            init=job.init,
+            hooks=job.hooks,
+            strategy=job.strategy,
+            random_frames=0 if team.sync else team.random_frames,
+        )
+        try:
+            with self._named():
+                self._backend.start()
+        except BaseException:
+            self._backend.close()
+            raise
+        self.about = self._seen_from_afar(team)
+        self.layout = self.about.layout
+        self.tensors: list[Tensor] = []
+        if self.about.packing is not None:
+            self.tensors = self.about.packing.views(np.zeros(self.about.packing.nbytes, np.uint8))
+            self.look_at_weights()
+        self.loop = self.stats = self  # a remote worker asks both: which version acted, how it went
+
+    def _seen_from_afar(self, team: NestedWorkers) -> WorkerInfo:
+        abouts = [remote.about for remote in self._backend.workers]
+        own = abouts[0].layout
+        if not team.sync:
+            return replace(abouts[0], lanes=sum(about.layout.lanes for about in abouts))
+        layout = joined([about.layout for about in abouts])
+        if own.batched:
+            layout.look = replace(layout.look, dims=(team.workers, *own.dims))
+        return replace(abouts[0], layout=layout)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Workers are named by two numbers: their remote worker's, and their own there."""
+        try:
+            yield
+        except WorkerError as error:
+            error.worker = f"{self._index}/{error.worker}"
+            raise
+
+    def fill(self, slot: Slot, *, random: bool) -> int:
+        began = time.perf_counter()
+        with self._named():
+            rollout = self._backend.take(random=random)
+        for key, array in rollout.arrays.items():
+            slot.arrays[key][...] = array
+        if TRAJ_IDS in slot.arrays:  # unique among remote workers
+            ids = slot.arrays[TRAJ_IDS]
+            ids *= self._of
+            ids += self._index
+        slot.finals, slot.state = rollout.finals, State.FULL
+        self._version, self.span = rollout.version, (began, time.perf_counter())
+        return rollout.frames
+
+    def summary(self) -> dict[str, Any]:
+        return together([remote.stats for remote in self._backend.workers], self._backend.episodes)
+
+    def ended_since(self) -> Any:
+        """Episodes of all of them."""
+        return self._backend.episodes.ended_since()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that made the last rollout."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        """`tensors` hold the weights of this version from here on."""
+        names = [] if self.about.packing is None else [entry[0] for entry in self.about.packing.entries]
+        self.publish(dict(zip(names, self.tensors)), version)
+
+    @property
+    def latest(self) -> int:
+        """The version of the weights that act from here on."""
+        return self._backend.version
+
+    def publish(self, weights: Any, version: int) -> None:
+        """New weights for all."""
+        self._backend.version = version - 1
+        with self._named():
+            self._backend.publish(weights)
+
+    def look_at_weights(self) -> None:
+        """`tensors` hold what the workers have now: the next update may leave some of it out."""
+        for tensor, value in zip(self.tensors, self.weights().values() if self.tensors else ()):
+            tensor.copy_(value)
+
+    def weights(self) -> Any:
+        """Those of the first."""
+        with self._named():
+            return self._backend.weights_of(0)
+
+    def reset(self, lanes: Any = None) -> None:
+        with self._named():
+            self._backend.reset(lanes)
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        with self._named():
+            return self._backend.set_seed(seed, static=static)
+
+    def set_hooks(self, packed: bytes) -> None:
+        """Other hooks from now on."""
+        with self._named():
+            self._backend.call("hooks", self._backend.everyone(packed))
+
+    def find(self, path: str, call: Any) -> list[Any]:
+        """What is at a path, or what it returns when called, in each."""
+        return self._backend.find(path, None if call is None else [call] * len(self._backend.workers))
+
+    def state(self) -> dict[str, Any]:
+        with self._named():
+            state = self._backend.state_dict()
+        first = int(state.pop("traj_pool")["traj_id"]) * self._of + self._index
+        return {"env_state_dict": state, "traj_id": first}
+
+    def load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
+        first = max(0, -(-(first_id - self._index) // self._of))
+        with self._named():
+            self._backend.load_state_dict({**state, "traj_pool": {"traj_id": first}, "policy_version": version})
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Steps of each, where all together make what was asked for."""
+
+    steps: Callable[[int], int]
+    workers: int
+
+    def __call__(self, lanes: int) -> int:
+        return self.steps(lanes * self.workers)

@@ -1,0 +1,231 @@
+"""Launchers: how workers on other machines come to a collector. They join; it waits for them.
+
+    "join"              somebody starts `python -m reap.join` on each machine: by hand, torchrun, srun
+    "submitit"          the collector submits jobs that join
+    "submitit_delayed"  jobs that join were submitted along with the one the collector runs in
+
+Each knows the address of the collector's door and the secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reap.backends.network.authenticated_listener import LOOPBACK
+from reap.backends.network.node_agent import NodeAgent
+from reap.backends.network.node_registry import NodeProcess, NodeRegistry
+from reap.errors import UsageError, WorkerDied, missing
+
+DEFAULT_SLURM_CONF = {
+    "timeout_min": 10,
+    "slurm_partition": "train",
+    "slurm_cpus_per_task": 32,
+    "slurm_gpus_per_node": 0,
+}
+LAUNCHERS = ("mp", "join", "submitit", "submitit_delayed")
+PATIENCE = 600.0  # seconds until all nodes must be there
+_LEAST = 16  # bytes of a secret
+_meeting: Path | None = None  # in a job of `submitit_delayed_launcher`: where its workers look for the address
+
+
+def new_secret(path: Path) -> None:
+    """A file that only this user can read, with a secret for one or many runs."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already; it is left as it is") from None
+    with os.fdopen(fd, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def read_secret(path: str | os.PathLike[str] | None) -> bytes:
+    """What is in a file that only this user can read."""
+    if path is None:
+        raise UsageError("secret_file is missing: python -m reap.join --new-secret FILE makes one")
+    try:
+        mode, secret = os.stat(path).st_mode, Path(path).read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"secret_file {path} cannot be read ({error.strerror})") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise UsageError(f"secret_file {path} is open to other users; chmod 600 {path}")
+    if len(secret) < _LEAST:
+        raise UsageError(f"secret_file {path} holds {len(secret)} bytes; a secret has at least {_LEAST}")
+    return secret
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where a collector listens for workers, and who starts them."""
+
+    launcher: str
+    listen: str = LOOPBACK
+    port: int = 0
+    secret_file: str | None = None
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+    patience: float = PATIENCE
+
+    def open(self, count: int, store: int, ring: Callable[[], None]) -> NodePool:
+        """Listen, and have so many workers started, if that is our affair."""
+        if self.launcher == "submitit":
+            return _Submitted(self, count, store, ring)
+        if self.launcher == "submitit_delayed":
+            return _Delayed(self, store, ring)
+        return NodePool(self, read_secret(self.secret_file), store, ring)
+
+
+class NodePool:
+    """The nodes of one collector."""
+
+    def __init__(self, nodes: Nodes, secret: bytes, store: int, ring: Callable[[], None]) -> None:
+        self._nodes = nodes
+        self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, ring)
+
+    def gather(
+        self, jobs: Sequence[bytes], transport: str, more: Any, on_end: Callable[[NodeProcess], None], wait: Any
+    ) -> Any:
+        """Wait for as many places as there are jobs (`wait` returns now and then), and start all."""
+        registry, until = self.registry, time.monotonic() + self._nodes.patience
+        while (found := registry.places) < len(jobs):
+            self.check()
+            if time.monotonic() > until:
+                raise WorkerDied(
+                    f"{found} of {len(jobs)} workers came to {registry.host}:{registry.port} within "
+                    f"{self._nodes.patience:.0f} s (join_timeout)"
+                )
+            wait(min(1.0, max(0.0, until - time.monotonic())))
+        node_processes = [registry.start(index, transport, job, more, on_end) for index, job in enumerate(jobs)]
+        registry.dismiss_rest()
+        return node_processes
+
+    def check(self) -> None:
+        """Raise if some will never come."""
+
+    def close(self, patience: float) -> None:
+        """Send all home."""
+        self.registry.close(patience)
+
+
+class _Submitted(NodePool):
+    """Nodes that are jobs."""
+
+    def __init__(self, nodes: Nodes, count: int, store: int, ring: Callable[[], None]) -> None:
+        conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
+        folder = Path(conf.pop("folder")).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        executor = make_executor(folder, conf)
+        if executor.cluster != "local" and nodes.listen == LOOPBACK:
+            raise UsageError(
+                f"launcher 'submitit': name the address that {executor.cluster} nodes reach, listen='10.…'"
+            )
+        self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
+        new_secret(self._secret_file)
+        super().__init__(nodes, read_secret(self._secret_file), store, ring)
+        registry = self.registry
+        try:
+            with executor.batch():
+                self._jobs = [
+                    executor.submit(join, registry.host, registry.port, str(self._secret_file)) for _ in range(count)
+                ]
+        except BaseException:
+            super().close(0.0)
+            self._secret_file.unlink()
+            raise
+
+    def check(self) -> None:
+        for job in self._jobs:
+            if job.done():
+                error = job.exception()
+                raise WorkerDied(f"job {job.job_id} ended before its worker began: {error or job.result()}")
+
+    def close(self, patience: float) -> None:
+        super().close(patience)
+        self._secret_file.unlink(missing_ok=True)
+        until = time.monotonic() + patience
+        while not all(job.done() for job in self._jobs) and time.monotonic() < until:
+            time.sleep(0.02)  # submitit looks into files: there is nothing to wait on
+        for job in self._jobs:
+            if not job.done():
+                job.cancel()
+
+
+class _Delayed(NodePool):
+    """Nodes that were submitted before the collector was there."""
+
+    def __init__(self, nodes: Nodes, store: int, ring: Callable[[], None]) -> None:
+        if _meeting is None:
+            raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
+        meeting = json.loads((_meeting / "jobs").read_text())
+        if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
+            raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
+        nodes = nodes if nodes.port else Nodes(nodes.launcher, nodes.listen, meeting["port"], patience=nodes.patience)
+        super().__init__(nodes, read_secret(_meeting / "secret"), store, ring)
+        tell(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
+
+
+def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
+    """Of submitit: SLURM where it is, else processes of this machine."""
+    try:
+        import submitit
+    except ImportError:
+        raise missing("submitit", "slurm") from None
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster=conf.get("cluster"))
+        executor.update_parameters(**{key: value for key, value in conf.items() if key != "cluster"})
+    except (NameError, TypeError, RuntimeError) as error:
+        raise UsageError(f"slurm_kwargs: {error}") from None
+    return executor
+
+
+def tell(path: Path, what: Any) -> None:
+    """Write a file that is there whole, or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(what))
+    part.rename(path)
+
+
+def join(
+    host: str,
+    port: int,
+    secret_file: str,
+    *,
+    workers: int = 1,
+    listen: str | None = None,
+    patience: float = PATIENCE,
+    again: bool = False,
+) -> str:
+    """Be a node until the collector ends: says why it did. `again`: then wait for the next."""
+    secret = read_secret(secret_file)
+    while again:
+        NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
+    return NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
+
+
+def join_later(folder: str, patience: float = PATIENCE) -> str:
+    """Be a node of the collector that will write its address into this folder."""
+    address, until = Path(folder) / "address", time.monotonic() + patience
+    while not address.exists():
+        if time.monotonic() > until:
+            raise ConnectionError(f"no collector wrote its address to {address} within {patience:.0f} s")
+        time.sleep(0.1)  # a file system that machines share: there is nothing to wait on
+    found = json.loads(address.read_text())
+    return join(found["host"], found["port"], f"{folder}/secret", patience=patience)
+
+
+def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:
+    """The job in which the collector of a meeting lives."""
+    global _meeting
+    sys.path.extend(entry for entry in path if entry not in sys.path)
+    _meeting = Path(folder)
+    with contextlib.ExitStack() as after:
+        after.callback(lambda: (_meeting / "address").unlink(missing_ok=True))
+        return main()

@@ -1,0 +1,124 @@
+"""NodeAgent: runs workers of this machine for a collector elsewhere. It ends its workers when the collector is gone.
+
+    collector's door ◄── wire ── node ── child: worker 0
+             store   ◄── tunnel ──┘ └─── child: worker 1
+
+How a worker ends, and where it hangs, is told as if it were a child of the collector.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import importlib
+import queue
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+from reap._system.pickling import pack_bytes
+from reap._system.processes import Child, end, get_ready
+from reap.backends.network.authenticated_listener import Refused, Tunnel, dial
+from reap.backends.network.node_connection import NodeConnection
+from reap.errors import UsageError
+
+DEADLINE = 5.0  # seconds within which a node has ended its workers
+_TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
+    "gloo": "reap.backends.remote.gloo_worker:run_gloo_guest",
+    "rpc": "reap.backends.remote.rpc_worker:run_rpc_guest",
+}
+
+
+def run_secret(secret: bytes, run: str) -> bytes:
+    """The secret of one run: what was sealed for another is worth nothing here."""
+    return hmac.digest(secret, f"run|{run}".encode(), "sha256")
+
+
+class NodeAgent:
+    """So many workers for the collector at an address."""
+
+    def __init__(self, host: str, port: int, secret: bytes, *, workers: int, listen: str | None, patience: float):
+        if workers < 1:
+            raise UsageError(f"workers must be at least 1, got {workers}")
+        self._secret, self._workers = secret, workers
+        self._news: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
+        self._wake, self._waker = socket.socketpair()
+        get_ready()  # while we wait
+        visitor = _patiently(host, port, secret, patience)
+        self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
+        self._tunnel = Tunnel(host, port, secret, "store")
+        self._wire = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
+        self._children: dict[int, Child] = {}
+
+    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
+        self._news.put((words, data))
+        self._waker.send(b"!")
+
+    def run(self) -> str:
+        """Until the collector ends, or has no use for us: says why."""
+        self._wire.start()
+        self._wire.say(workers=self._workers, listen=self.listen)
+        why = None
+        try:
+            while why is None:
+                wait([self._wake, *(child.sentinel for child in self._children.values())])
+                for index in [index for index, child in self._children.items() if child.gone()]:
+                    child = self._children.pop(index)
+                    self._wire.say(gone=index, how=child.how_it_ended(), stack=child.stack())
+                    child.release()
+                while why is None and not self._news.empty():
+                    self._wake.recv(1)
+                    why = self._obey(*self._news.get())
+        finally:
+            self._tunnel.close()  # first: who waits for the store waits in native code, and hears no signal
+            for child in self._children.values():
+                child.signal(signal.SIGTERM)
+            end(self._children.values(), patience=0.6 * DEADLINE, deadline=DEADLINE)
+            self._wire.close()
+            self._wake.close()
+            self._waker.close()
+        return why
+
+    def _obey(self, words: Mapping[str, Any], data: bytes) -> str | None:
+        match words:
+            case {"start": index, "transport": transport, "run": run, "more": more}:
+                address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
+                target = functools.partial(
+                    _run, transport=_TRANSPORTS[transport], job=data, index=index, address=address, more=more
+                )
+                child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
+                self._children[index] = child
+                child.line.finish()
+                self._wire.say(pid=index, number=child.pid)
+            case {"signal": index, "number": number}:
+                if index in self._children:
+                    self._children[index].signal(number)
+            case {"ask": index}:
+                stack = self._children[index].ask_stack() if index in self._children else ""
+                self._wire.say(stack=index, text=stack)
+            case {"end": why}:
+                return str(why)
+        return None
+
+
+def _run(connection: Any, fds: Any, *, transport: str, **job: Any) -> None:
+    """The life of a worker."""
+    module, name = transport.split(":")
+    getattr(importlib.import_module(module), name)(connection, fds, **job)
+
+
+def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
+    """The collector may start after its nodes."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return dial(host, port, secret, "node")
+        except Refused:
+            raise
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConnectionError(f"nobody listens at {host}:{port} ({error}); waited {patience:.0f} s") from None
+            time.sleep(0.2)

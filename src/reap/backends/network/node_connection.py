@@ -1,0 +1,109 @@
+"""NodeConnection: what a node and a collector tell each other, and how each knows that the other is there.
+
+    {"start": 3, "transport": "gloo"} + bytes ──►        ◄── {"pid": 3, "number": 4711}
+    {"signal": 3, "number": 15}          ──►        ◄── {"gone": 3, "how": "was killed by SIGKILL", "stack": ""}
+    {"beat": 0}  every second            ──►        ◄── {"beat": 0}
+
+Words are JSON. Bytes are sealed with a key that only the two know: they may hold pickles. A side that hears nothing for
+`LOST` seconds takes the other for lost: its machine is down, or the way to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reap.backends.network.authenticated_listener import Visitor
+from reap.backends.network.signed_messages import MessageSigner
+
+BEAT, LOST = 1.0, 5.0  # seconds between two signs of life, and without one
+_PIECE = 1 << 16  # bytes sent at once
+_SIZES = struct.Struct("!IQ")
+
+
+class NodeConnection:
+    """One end. A thread beats, another hears; `on_end` is told why there will be nothing more, once."""
+
+    def __init__(
+        self, visitor: Visitor, hear: Callable[[Mapping[str, Any], bytes], None], on_end: Callable[[str], None]
+    ) -> None:
+        self._socket, self._seal, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
+        self._hear, self._on_end = hear, on_end
+        self._saying, self._over = threading.Lock(), threading.Event()
+        self._socket.settimeout(LOST)
+        self._threads = [
+            threading.Thread(target=self._beat, name="reap-beat", daemon=True),
+            threading.Thread(target=self._listen, name="reap-wire", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to listen, and to beat."""
+        for thread in self._threads:
+            thread.start()
+
+    def say(self, data: bytes = b"", /, **words: Any) -> None:
+        """Tell the other side, if it is there."""
+        text = json.dumps(words).encode()
+        sealed = self._seal.close(data, text.decode()) if data else b""
+        whole = memoryview(_SIZES.pack(len(text), len(sealed)) + text + sealed)
+        with self._saying:
+            try:
+                for start in range(0, len(whole), _PIECE):  # a time-out is for each
+                    self._socket.sendall(whole[start : start + _PIECE])
+            except OSError:  # half a message may be there: nothing can follow
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, patience: float) -> None:
+        """Until the other side has hung up, or so many seconds."""
+        self._over.wait(patience)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+        self._socket.close()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            self.say(beat=0)
+
+    def _listen(self) -> None:
+        why = "it hung up"
+        try:
+            while True:
+                text, data = self._next()
+                words = json.loads(text)
+                if "beat" not in words:
+                    self._hear(words, self._seal.open(data, text.decode()) if data else b"")
+        except TimeoutError:
+            why = f"it gave no sign of life for {LOST:.0f} s: its machine is down, or the way to it"
+        except (OSError, ValueError):
+            pass
+        finally:
+            closed = self._over.is_set()
+            self._over.set()
+            if not closed:
+                self._on_end(why)
+
+    def _next(self) -> tuple[bytes, bytes]:
+        text, data = _SIZES.unpack(self._exactly(_SIZES.size))
+        return self._exactly(text), self._exactly(data)
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            piece = self._socket.recv(min(size - len(found), 1 << 20))
+            if not piece:
+                raise ConnectionError
+            found += piece
+        return bytes(found)

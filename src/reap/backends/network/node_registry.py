@@ -1,0 +1,190 @@
+"""NodeRegistry: where nodes report to a collector, and what is known here of the workers they run.
+
+door ──► "node"   a wire: workers are started, watched, ended        (see wire.py)
+     └─► "store"  the collector's store, which listens on the loopback address
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+from reap.backends.network.authenticated_listener import AuthenticatedListener, Visitor
+from reap.backends.network.node_agent import run_secret
+from reap.backends.network.node_connection import NodeConnection
+from reap.errors import WorkerDied, WorkerSilent
+
+_STACK = 1.5  # seconds for a stack to come
+_log = logging.getLogger("reap")
+
+
+class _RegistrationDesk:
+    """A node as the collector sees it."""
+
+    def __init__(self, visitor: Visitor, registry: NodeRegistry) -> None:
+        self._reception = registry
+        self.host, self.listen, self.free = visitor.host, visitor.host, 0
+        self.node_processes: dict[int, NodeProcess] = {}
+        self.wire = NodeConnection(visitor, self._hear, self._end)
+
+    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
+        match words:
+            case {"workers": workers, "listen": listen}:
+                self.free, self.listen = workers, listen
+                self._reception.came(self)
+            case {"pid": index, "number": number}:
+                self.node_processes[index].born(number)
+            case {"gone": index, "how": how, "stack": stack}:
+                self.node_processes[index].ended(how, stack)
+            case {"stack": index, "text": text}:
+                self.node_processes[index].told(text)
+
+    def _end(self, why: str) -> None:
+        self.free = 0
+        for node_process in self.node_processes.values():
+            node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
+        self._reception.ring()
+
+
+class NodeProcess:
+    """A worker of a node: what `Child` is for one of this machine."""
+
+    def __init__(self, index: int, desk: _RegistrationDesk, on_end: Callable[[], None]) -> None:
+        self.index, self._desk, self._on_end = index, desk, on_end
+        self.where = f" at {desk.host}"
+        self.sentinel, self._tell = os.pipe()
+        self._how, self._stack, self._asked = "", "", threading.Event()
+        self._pid, self._born = 0, threading.Event()
+        self._ending = threading.Lock()
+        self.silent = False  # whether it was found to be: it is ended sooner
+        self.lost = False  # it was not heard to end: what it holds open does not close by itself
+
+    @property
+    def pid(self) -> int:
+        """Its number, on its machine; 0 if it never lived."""
+        self._born.wait()
+        return self._pid
+
+    def born(self, number: int) -> None:
+        """It runs."""
+        self._pid = number
+        self._born.set()
+
+    def ended(self, how: str, stack: str, *, lost: bool = False) -> None:
+        """There will be no more of it."""
+        with self._ending:
+            if self._how:
+                return
+            self._how, self._stack, self.lost = how, stack, lost
+            self._born.set()
+            self._asked.set()
+            os.close(self._tell)
+        self._on_end()
+
+    def told(self, text: str) -> None:
+        """Its stack."""
+        self._stack = text
+        self._asked.set()
+
+    def gone(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        return self.sentinel < 0 or bool(wait([self.sentinel], timeout))
+
+    def death(self) -> WorkerDied:
+        """How it ended, and its last stack if there is one."""
+        return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
+
+    def ask_stack(self) -> str:
+        """Where every thread of it is right now; empty if it does not even answer signals."""
+        self._asked.clear()
+        self._desk.wire.say(ask=self.index)
+        self._asked.wait(_STACK)
+        return self._stack
+
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
+        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        self.silent, stack = True, self.ask_stack()
+        if not stack:
+            stack = "(it does not answer signals)"
+            self.signal(signal.SIGKILL)
+        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        if not self.gone():
+            self._desk.wire.say(signal=self.index, number=int(number))
+
+    def release(self) -> None:
+        """Give back descriptors."""
+        self.ended("was left", "")
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+        self.sentinel = -1
+
+
+class NodeRegistry:
+    """Waits for nodes, and gives work to them."""
+
+    def __init__(self, host: str, port: int, secret: bytes, store: int, ring: Callable[[], None]) -> None:
+        self.ring = ring  # somebody came, or ended
+        self.run = secrets.token_hex(8)
+        self.secret = run_secret(secret, self.run)
+        self._desks: list[_RegistrationDesk] = []
+        self._changing = threading.Lock()
+        services: dict[str, Any] = {"node": self._receive}
+        self._listener = AuthenticatedListener(host, port, secret, services)
+        services["store"] = self._listener.lead_to(store)
+        self.host, self.port = host, self._listener.port
+
+    def _receive(self, visitor: Visitor) -> None:
+        desk = _RegistrationDesk(visitor, self)
+        with self._changing:
+            self._desks.append(desk)
+        desk.wire.start()
+
+    def came(self, desk: _RegistrationDesk) -> None:
+        """A node has said what it offers."""
+        _log.info("%s offers %d workers", desk.host, desk.free)
+        self.ring()
+
+    @property
+    def places(self) -> int:
+        """How many workers are offered and not taken."""
+        return sum(desk.free for desk in self._desks)
+
+    def start(
+        self, index: int, transport: str, job: bytes, more: Any, on_end: Callable[[NodeProcess], None]
+    ) -> NodeProcess:
+        """A worker in the first free place."""
+        desk = next(desk for desk in self._desks if desk.free)
+        desk.free -= 1
+        node_process = NodeProcess(index, desk, lambda: on_end(node_process))
+        desk.node_processes[index] = node_process
+        desk.wire.say(job, start=index, transport=transport, run=self.run, more=more)
+        return node_process
+
+    def dismiss_rest(self) -> None:
+        """Who came and has nothing to do may go."""
+        with self._changing:
+            idle = [desk for desk in self._desks if not desk.node_processes]
+            self._desks = [desk for desk in self._desks if desk.node_processes]
+        for desk in idle:
+            desk.wire.say(end="all places are taken")
+            desk.wire.close()
+
+    def close(self, patience: float) -> None:
+        """Nodes go home; those that have not after so many seconds are left to themselves."""
+        until = time.monotonic() + patience
+        self._listener.close()  # first: one that goes home may come again at once
+        for desk in self._desks:
+            desk.wire.say(end="the collector is closed")
+        for desk in self._desks:
+            desk.wire.wait(max(0.0, until - time.monotonic()))
+            desk.wire.close()

@@ -1,0 +1,109 @@
+"""MailboxWorker: a remote worker whose orders are delivered and whose messages are fetched by remote method calls.
+
+    order(n, …) ──► in order of n ──► remote worker ──► outbox ──► messages() waits for the next
+
+What `message` has returned is on its way until it is called again: then its block is free.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from reap._system.processes import Raised
+from reap.backends.remote.remote_worker import (
+    LocalWeights,
+    Message,
+    Order,
+    Transport,
+    WeightInbox,
+    Weights,
+    run_station,
+)
+
+
+class _OrderedInbox(Transport):
+    """The remote worker's end."""
+
+    def __init__(self) -> None:
+        self._early: dict[int, Order | None] = {}
+        self._next = 0
+        self._came = threading.Condition()
+        self.home = threading.Event()  # whether it has begun to go home
+        self._outbox: queue.SimpleQueue[tuple[Message | None, Callable[[], None]]] = queue.SimpleQueue()
+        self._sent: Callable[[], None] = _nothing
+
+    def bring(self, number: int, order: Order | None) -> None:
+        """Calls over a network may overtake one another; orders do not."""
+        with self._came:
+            self._early[number] = order
+            self._came.notify_all()
+
+    def next_order(self) -> Order | None:
+        with self._came:
+            self._came.wait_for(lambda: self._next in self._early)
+            order = self._early.pop(self._next)
+            self._next += 1
+        if order is None:
+            self.home.set()
+        return order
+
+    def send(self, message: Message, done: Callable[[], None]) -> None:
+        self._outbox.put((message, done))
+
+    def finish(self) -> None:
+        """Nothing is lost: the outbox stays until it is fetched."""
+        self.home.set()
+
+    def end(self) -> None:
+        """There will be no more."""
+        self._outbox.put((None, _nothing))
+
+    def fetch(self) -> Message | None:
+        """The next, when there is one; None: there will be no more."""
+        self._sent()
+        message, self._sent = self._outbox.get()
+        return message
+
+
+class MailboxWorker:
+    """What is called over the network; `run` does the work meanwhile, in another thread."""
+
+    def __init__(self, near: LocalWeights | None = None) -> None:
+        self._letters, self._parcels = _OrderedInbox(), WeightInbox()
+        self._weights: Weights = near or self._parcels
+
+    def run(self, job: bytes) -> None:
+        """Work until it is told to go home."""
+        try:
+            try:
+                opened = cloudpickle.loads(job)
+            except Exception as error:  # of a kind that this machine cannot import
+                self._letters.send(Message.of(Raised.of(error, "reading what it is to do")), _nothing)
+            else:
+                run_station(opened, self._letters, self._weights)
+        finally:
+            self._letters.end()
+
+    def order(self, number: int, order: Order | None) -> None:
+        """The order with this number."""
+        self._letters.bring(number, order)
+
+    def message(self) -> tuple[Any, ...] | None:
+        """Waits for the next."""
+        return self._letters.fetch()
+
+    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+        """New weights."""
+        own = self._parcels.room(parcel.nbytes)
+        np.copyto(own.numpy(), parcel)
+        self._parcels.put(own)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,289 @@
+"""RemoteWorker: a worker elsewhere, whose rollouts are sent to whoever asked for it.
+
+    order ──► fill ──► block ──► messages ──► transport        two blocks: one is on its way while the other is filled
+          └─► answer ──────────► messages ──► transport
+    weights ──► staged, in the background ──► acted with from the next rollout on      (or read, where memory is shared)
+
+An order says which weights it is to find: nobody acts with older ones than were published before it was given.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes
+from reap._system.processes import Raised
+from reap.backends.local.shared_counters import numbers_of, stats_of
+from reap.backends.worker_server import Job, RolloutReady, RowWriter, WorkerServer
+from reap.core.shared_slots import SharedFile
+from reap.core.slot import Slot
+from reap.seeding import seed_process
+from reap.weights.shared import Packing, SharedWeights
+
+BLOCKS = 2  # of a remote worker
+_WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
+_FIRST = 16  # bytes of a parcel of weights before what is said of each: count and version
+
+Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
+
+
+@dataclass(frozen=True)
+class RemoteJob(Job):
+    """What a remote worker is built from."""
+
+    remote_worker: Callable[..., RemoteWorker] | None = None  # makes it; None: a worker and nothing else
+    writer: Callable[[], RowWriter] | None = None  # rollouts stay there, and go where it brings them
+
+
+class Message(NamedTuple):
+    """What a remote worker says: a header of numbers, then a slot's bytes, or a message as bytes."""
+
+    header: np.ndarray[Any, np.dtype[np.int64]]
+    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # None: a message
+    more: bytes  # the message; or what of a rollout has no fixed size
+
+    @classmethod
+    def of(cls, message: Any) -> Message:
+        """A message."""
+        data = bytes(cloudpickle.dumps(message))
+        header = np.zeros(_WORDS, np.int64)
+        header[1] = len(data)
+        return cls(header, None, data)
+
+    @classmethod
+    def of_rollout(cls, full: RolloutReady, block: np.ndarray[Any, Any]) -> Message:
+        """A full slot. References, finals and episodes have no fixed size: they are bytes beside it."""
+        ended = full.episodes is not None and len(full.episodes)
+        more = bool(full.loose) or full.finals is not None or ended
+        data = bytes(cloudpickle.dumps((full.finals, full.loose, full.episodes))) if more else b""
+        header = np.zeros(_WORDS, np.int64)
+        header[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
+        numbers = numbers_of(full.stats)
+        header[_SPAN:_STATS].view(np.float64)[:] = full.span
+        header[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
+        return cls(header, block, data)
+
+
+class Header:
+    """The numbers of a message, read."""
+
+    def __init__(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self.words = words
+        self.rollout, self.more, self.slot = bool(words[0]), int(words[1]), int(words[2])
+
+    def full(self, more: bytes) -> RolloutReady:
+        """The rollout it speaks of."""
+        finals, loose, episodes = pickle.loads(more) if more else (None, {}, None)
+        frames, version, since = self.words[3:6].tolist()
+        stats = stats_of(self.words[_STATS:].view(np.float64))
+        begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
+        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, (begun, ended), episodes)
+
+
+def header() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Room for one."""
+    return np.zeros(_WORDS, np.int64)
+
+
+class Transport(Protocol):
+    """A remote worker's end of the transport."""
+
+    def next_order(self) -> Order | None:
+        """Waits for it; None: go home."""
+
+    def send(self, message: Message, done: Callable[[], None]) -> None:
+        """Send, some time soon, in this order; `done` is called when its block may be used again."""
+
+    def finish(self) -> None:
+        """Returns when everything is sent."""
+
+
+class Weights(Protocol):
+    """What a remote worker acts with, from the moment it is told which tensors they are."""
+
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+        """Which tensors they are, and those it begins with."""
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """Copy the latest, of this number at least, into `tensors`: their version, or None if nothing is new."""
+
+
+class LocalWeights(Weights):
+    """On the machine of whoever publishes them: in memory that both see."""
+
+    def __init__(self, file: SharedFile, *, first: bool) -> None:
+        self._file, self._first = file, first
+        self._shared: SharedWeights | None = None
+
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+        self._shared = SharedWeights(self._file, packing)
+        if self._first:
+            self._shared.begin_with(tensors)
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """They were written before the order was given."""
+        return None if self._shared is None else self._shared.refresh(tensors)
+
+
+class WeightInbox(Weights):
+    """The latest weights that came over a transport, until they are acted with. One thread puts, another takes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._packing: Packing | None = None
+        self._parcel: Tensor | None = None
+        self._spare: list[Tensor] = []
+        self.count = self._read = 0  # the latest that came, and that was acted with
+
+    def room(self, size: int) -> Tensor:
+        """For the next parcel; one that was acted with, if there is any."""
+        with self._changed:
+            return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
+
+    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+        self._packing = packing
+
+    def put(self, parcel: Tensor) -> None:
+        """A parcel has come, as `pack` makes them; it is kept."""
+        count = int(parcel[:8].view(torch.int64))
+        with self._changed:
+            if count > self.count:  # on some transports parcels may overtake one another
+                self._spare = self._spare if self._parcel is None else [self._parcel]
+                self._parcel, self.count = parcel, count
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """None will come any more."""
+        with self._changed:
+            self.count = 2**62
+            self._changed.notify_all()
+
+    def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
+        """Waits for the parcel numbered so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.count >= at_least)
+            parcel, self._parcel = self._parcel, None
+        if parcel is None or self._packing is None:
+            return None
+        given, values = _unpack(parcel, self._packing)
+        with torch.no_grad():
+            for tensor, count, value in zip(tensors, given.tolist(), values):
+                if count > self._read:
+                    tensor.copy_(value)
+        self._read, version = (int(word) for word in parcel[:_FIRST].view(torch.int64))
+        with self._changed:
+            self._spare = [parcel]
+        return version
+
+
+def parcel_size(packing: Packing) -> int:
+    """Bytes of a parcel."""
+    return _start(packing) + packing.nbytes
+
+
+def pack(
+    parcel: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
+) -> None:
+    """Weights as one flat parcel: their number, their version, in which parcel each was `given` last, the tensors."""
+    parcel[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
+    counts, values = _unpack(parcel, packing)
+    with torch.no_grad():
+        for i, (name, *_) in enumerate(packing.entries):
+            counts[i] = given.get(name, 0)
+            if name in named:
+                values[i].copy_(named[name])
+
+
+def _start(packing: Packing) -> int:
+    return -(-(_FIRST + 8 * len(packing.entries)) // 64) * 64
+
+
+def _unpack(parcel: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
+    given = parcel[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
+    return given, packing.views(parcel[_start(packing) :].numpy())
+
+
+class RemoteWorker(WorkerServer):
+    """The worker, and what it does with orders."""
+
+    def __init__(self, job: RemoteJob, transport: Transport, weights: Weights) -> None:
+        torch.set_num_threads(job.threads)
+        seed_process(job.entropy)
+        if job.init is not None:
+            job.init()
+        super().__init__(job, job.plan, job.writer)
+        self._transport, self._weights, self._at_least = transport, weights, 0
+        self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for index in range(BLOCKS):
+            self._slots.put(Slot(self.worker.layout, index))
+
+    def obey(self, order: Order) -> None:
+        """Do as is said."""
+        self._at_least = order[-1]
+        if order[0] == "fill":
+            self._fill(order[1], order[2])
+        else:
+            call, name, arguments = pickle.loads(order[1])
+            self._transport.send(Message.of(self.answer(call, name, arguments)), _nothing)
+
+    def _fill(self, number: int, random: bool) -> None:
+        slot = self._slots.get()
+        full = self._full(number, slot, self._collect(slot, random=random))
+        if self.writer is None:
+            self._transport.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
+        else:
+            self._slots.put(slot)
+            self._transport.send(Message.of(full), _nothing)
+
+    def _refresh(self) -> None:
+        version = self._weights.refresh(self.tensors, self._at_least)
+        if version is not None:
+            self.worker.loop.version = version
+
+    def do_begin(self, packing: Packing | None) -> None:
+        """Everybody is there; so are weights, from now on."""
+        if packing is not None:
+            self._weights.expect(packing, self.tensors)
+
+    def do_load_weights(self, data: bytes, version: int) -> None:
+        """Weights for this worker alone."""
+        self._load(cloudpickle.loads(data), version)
+
+
+def run_station(job: RemoteJob, transport: Transport, weights: Weights) -> None:
+    """The life of a remote worker."""
+    remote_worker = None
+    try:
+        remote_worker = (job.remote_worker or RemoteWorker)(job, transport, weights)
+        transport.send(Message.of(remote_worker.about), _nothing)
+        while (order := transport.next_order()) is not None:
+            remote_worker.obey(order)
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:
+        if remote_worker is not None and isinstance(error, ConnectionError):  # nobody is there any more
+            return
+        transport.send(
+            Message.of(Raised.of(error, "building it" if remote_worker is None else remote_worker.doing)), _nothing
+        )
+        transport.finish()
+    finally:
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if remote_worker is not None:
+                remote_worker.worker.close()
+
+
+def _nothing() -> None:
+    pass

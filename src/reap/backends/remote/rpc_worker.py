@@ -1,0 +1,203 @@
+"""The worker's side of torch.distributed.rpc: what workers are called for, and how agents find each other.
+
+    collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
+                         └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
+
+An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
+interface alone; to other machines it is reached through a listener, and reaches their agents through tunnels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed.rpc import TensorPipeAgent, api  # type: ignore[attr-defined]
+
+from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Tunnel
+from reap.backends.remote.ordered_mailbox import MailboxWorker
+from reap.backends.remote.remote_worker import LocalWeights, Order
+from reap.core.shared_slots import SharedFile
+
+COLLECTOR = "collector"
+JOIN = timedelta(seconds=60)  # for all agents to be there, once all processes are
+_INTERFACE = "TP_SOCKET_IFNAME"  # where agents listen
+_BRANCHES = 2  # to how many everybody sends weights
+_ADDRESSES = "addrs/"  # how torch calls them in the store
+_NOWHERE = b"uv://127.0.0.1:1"  # of an agent we never call
+
+_stations: list[MailboxWorker] = []  # of this process: what is called finds it here
+_below: list[str] = []  # agents to which this one sends weights on
+_built = threading.Event()  # once there is a remote worker
+
+
+def name(index: int) -> str:
+    """Of a worker's agent."""
+    return f"worker-{index}"
+
+
+def below(index: int, workers: int) -> list[int]:
+    """To whom a worker sends weights on; the collector is number -1."""
+    first = _BRANCHES * (index + 1)
+    return [i for i in range(first, first + _BRANCHES) if i < workers]
+
+
+class GuardedStore(Store):
+    """A store in which agents of other machines are found at the ends of tunnels.
+
+    Torch puts the address of an agent into it, and asks for those of all others.
+    """
+
+    def __init__(self, store: Store, secret: bytes, listen: str, peers: Sequence[str]) -> None:
+        super().__init__()
+        self._store, self._secret, self._listen, self._peers = store, secret, listen, peers
+        self._own = (b"", b"")
+        self._listener: AuthenticatedListener | None = None
+        self._tunnels: dict[str, Tunnel] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """An address is that of a listener here."""
+        if _ADDRESSES in key:
+            self._own = (key.encode(), bytes(value))
+            port = int(bytes(value).rsplit(b":", 1)[1])
+            services: dict[str, Any] = {}
+            self._listener = AuthenticatedListener(self._listen, 0, self._secret, services)
+            services["agent"] = self._listener.lead_to(port)
+            value = f"{self._listen} {self._listener.port} {port}"
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """An address is that of a tunnel here."""
+        if key.encode() == self._own[0]:
+            return self._own[1]
+        value = bytes(self._store.get(key))
+        if _ADDRESSES not in key:
+            return value
+        peer = key.rsplit("/", 1)[1]
+        if peer not in self._peers:
+            return _NOWHERE
+        host, listener, port = value.decode().split()
+        if host != self._listen:  # another machine. The same port here: agents tell each other which they have
+            self._tunnels[peer] = Tunnel(host, int(listener), self._secret, "agent", at=int(port))
+        return f"uv://{LOOPBACK}:{port}".encode()
+
+    def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
+        """As it is."""
+        return bytes(self._store.compare_set(key, expected, wanted))
+
+    def cut(self, peer: str) -> None:
+        """It is out of reach: whoever waits for it need not."""
+        if peer in self._tunnels:
+            self._tunnels.pop(peer).close()
+
+    def close(self) -> None:
+        """No door, no tunnels."""
+        for way in (*self._tunnels.values(), *filter(None, [self._listener])):
+            way.close()
+        self._tunnels.clear()
+
+
+def join_agent(store: Store, own: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
+    """Start this process's agent; returns when all are there.
+
+    Not by `init_rpc`: that has all agents call one another, and gloo besides, before anything is done.
+    """
+    with _on_loopback(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what torch itself does there
+        made = rpc.TensorPipeRpcBackendOptions(**options)
+        torch.distributed.autograd._init(rank)  # type: ignore[attr-defined]
+        agent = TensorPipeAgent(store, own, rank, size, made, {}, [])
+        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    usual = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = usual
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
+        else:
+            os.environ[_INTERFACE] = before
+
+
+def _live(
+    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], near: LocalWeights | None = None
+) -> None:
+    store.set(f"here/{index}", "here")
+    _below.extend(name(i) for i in below(index, workers))
+    join_agent(store, name(index), index + 1, workers + 1, options)
+    remote_worker = MailboxWorker(near)
+    _stations.append(remote_worker)
+    _built.set()
+    remote_worker.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
+    threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
+
+
+def run_rpc(
+    connection: Any, fds: Any, *, job: bytes, index: int, workers: int, file: str, options: Mapping[str, Any]
+) -> None:
+    """The life of a worker of this machine: agents meet in a file that only this user can open.
+
+    `fds`: of the memory weights are in.
+    """
+    store = FileStore(file, -1)
+    store.set_timeout(JOIN)
+    _live(job, index, workers, store, options, LocalWeights(SharedFile(fd=fds[0]), first=index == 0))
+
+
+def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+    """The life of a worker of a node."""
+    store = TCPStore(LOOPBACK, address["port"], is_master=False, wait_for_workers=False, timeout=JOIN)
+    peers = [name(i) for i in below(index, more["workers"])]
+    guarded = GuardedStore(store, address["secret"], address["listen"], peers)
+    _live(job, index, more["workers"], guarded, more["options"])
+
+
+# ---- what is called --------------------------------------------------------------------------------------------------
+
+
+def _station() -> MailboxWorker:
+    _built.wait()
+    return _stations[0]
+
+
+def order(number: int, what: Order | None) -> None:
+    """The order with this number."""
+    _station().order(number, what)
+
+
+def message() -> tuple[Tensor, Tensor | None, bytes] | None:
+    """Waits for the next."""
+    found = _station().message()
+    if found is None:
+        return None
+    header, block, more = found
+    return torch.from_numpy(header), None if block is None else torch.from_numpy(block), more
+
+
+def parcel(weights: Tensor) -> None:
+    """New weights, for this worker and those below it."""
+    for agent in _below:
+        send(agent, parcel, weights)
+    _station().parcel(weights.numpy())
+
+
+def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call; nobody waits. None: it is gone, and whoever listens finds out."""
+    try:
+        return rpc.rpc_async(agent, call, args=arguments, timeout=0)
+    except RuntimeError:
+        return None

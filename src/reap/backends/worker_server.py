@@ -1,0 +1,275 @@
+"""WorkerServer: a worker and what it can be asked between two rollouts, wherever it lives."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import cloudpickle
+from torch import Tensor, nn
+
+from reap._system.pickling import dumps
+from reap._system.processes import Raised
+from reap.backends.worker_view import WorkerView
+from reap.core.attribute_path import set_policy_keys
+from reap.core.columns.assemble_ragged import assembler
+from reap.core.ledger import TrajectoryIds
+from reap.core.policies.as_policy import PolicyWarning
+from reap.core.profiling import RolloutTracer, TraceSettings
+from reap.core.slot import Layout, Slot
+from reap.core.stats import Episodes
+from reap.core.worker import Plan, Worker
+from reap.errors import UsageError
+from reap.spec import Key
+from reap.weights import local
+from reap.weights.shared import Packing
+from reap.weights.strategy import Extracted
+
+Hooks = tuple[Callable[[], Any] | None, Callable[[Any], Any] | None]  # before a rollout, and with each batch
+
+
+def changed(hooks: Hooks | None, new: Mapping[str, Any]) -> Hooks:
+    """These hooks, but for those in `new`, by their names."""
+    before, after = hooks or (None, None)
+    return new.get("pre_collect_hook", before), new.get("post_collect_hook", after)
+
+
+class RowWriter(Protocol):
+    """What brings full slots to where they belong."""
+
+    before: Callable[[], Any] | None  # called before each rollout
+    hook: Callable[[Any], Any] | None  # called with each batch
+    postproc: Callable[[Any], Any] | None
+    buffer: Any
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is time for another rollout."""
+
+    def write(self, slot: Slot) -> None:
+        """Bring it there."""
+
+    def forget(self) -> None:
+        """What is held back belongs to the time before."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is started with, wherever it lives."""
+
+    index: int
+    workers: int
+    plan: Plan
+    entropy: int
+    threads: int
+    init: Callable[[], Any] | None = None
+    hooks: Hooks | None = None  # None: none, or with a writer as it has them
+    strategy: Any = None  # a user's own, by which weights are applied
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What a worker says of itself once it is built."""
+
+    layout: Layout
+    packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
+    needed: tuple[str, ...]  # the names an update may not leave out
+    weighs: bool  # whether its policy has weights at all
+    lanes: int | None = None  # it has in all, where a rollout does not hold every one
+    told: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
+
+
+@dataclass(frozen=True)
+class RolloutReady:
+    """One rollout is in a slot."""
+
+    slot: int
+    frames: int
+    version: int
+    stats: dict[str, Any]
+    finals: Any = None
+    loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
+    since: int = 0  # the call it began anew with
+    span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
+    episodes: Episodes | None = None  # that ended in it, by the clock of `span`
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
+
+    call: int
+    value: Any
+
+
+_ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
+
+
+class WorkerServer:
+    """A worker, by its number among so many. With a writer, its rollouts go where that brings them, and its hooks are
+    the writer's.
+    """
+
+    interruptor: Any = None  # what may stop its rollouts
+
+    def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
+        self.index = job.index
+        self.doing = "starting"
+        self.since = 0  # the call it began anew with
+        self.writer: RowWriter | None = None
+        self._tracer: RolloutTracer | None = None
+        self._strategy = job.strategy
+        self._build(plan, job.workers)
+        self._hooks: Hooks = job.hooks or (None, None)
+        if writer is not None:
+            self.writer = writer()
+            if job.hooks is not None:
+                self.writer.before, self.writer.hook = job.hooks
+
+    @property
+    def hooks(self) -> Hooks:
+        """What it calls before a rollout, and with each batch."""
+        return self._hooks if self.writer is None else (self.writer.before, self.writer.hook)
+
+    def _build(self, plan: Plan, workers: int) -> None:
+        said: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
+        finally:
+            for one in said:
+                if not issubclass(one.category, PolicyWarning):
+                    warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        model = self.worker.model
+        named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
+        plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        self.tensors: list[Tensor] = list(plain.values())
+        self.about = WorkerInfo(
+            layout=self.worker.layout,
+            packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
+            needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
+            weighs=isinstance(model, nn.Module),
+            told=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
+            lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
+        )
+
+    def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
+        """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
+        self.doing = name
+        self.since = call if name in _ANEW else self.since
+        try:
+            value = getattr(self, f"do_{name}")(*arguments)
+        except UsageError as error:
+            value = Raised.of(error)
+        return Answer(call, value)
+
+    def _refresh(self) -> None:
+        """Act with the latest weights from here on."""
+
+    def _collect(self, slot: Slot, *, random: bool) -> int:
+        """One rollout, brought where the writer says if there is one; returns the frames made."""
+        before, after = self.hooks
+        if before is not None:
+            self.doing = "in pre_collect_hook"
+            before()
+        self.doing = "collecting"
+        self._refresh()
+        frames = self._rollout(slot, random=random)
+        if self.writer is not None:
+            self.doing = "writing to the replay buffer"
+            self.writer.write(slot)
+        elif after is not None:
+            self.doing = "in post_collect_hook"
+            after(assembler(slot.layout)(slot.arrays, slot.layout))
+        return frames
+
+    def _rollout(self, slot: Slot, *, random: bool) -> int:
+        return self.worker.fill(slot, random=random)
+
+    def _full(self, number: int, slot: Slot, frames: int) -> RolloutReady:
+        """What is said of it."""
+        worker = self.worker
+        loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
+        stats, version = worker.stats.summary(), worker.loop.version
+        ended = worker.stats.ended_since()
+        return RolloutReady(number, frames, version, stats, finals, loose, self.since, worker.stats.span, ended)
+
+    def _forget(self) -> None:
+        """What is held back belongs to the time before."""
+        if self.writer is not None:
+            self.writer.forget()
+
+    def _count_on(self, taken: int, *, loaded: bool = False) -> None:
+        """So many of its frames were taken: those nobody has taken are not wanted any more."""
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def do_reset(self, taken: int) -> None:
+        self.worker.reset()
+        self._count_on(taken)
+
+    def do_set_seed(self, taken: int, seed: int, static: bool) -> int:
+        self._forget()
+        self._count_on(taken)
+        return self.worker.set_seed(seed, static=static)
+
+    def do_state(self) -> dict[str, Any]:
+        state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
+        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        return {**state, "policy_version": self.worker.loop.version}  # of these weights
+
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
+        self.worker.env.load_state_dict(state.get("env_state_dict", {}))
+        self.worker.ledger.counter.skip_to(first_id)
+        if self.about.weighs and state.get("policy_state_dict"):
+            self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
+        self.worker.reset()  # episodes that were open elsewhere do not go on here
+        self._count_on(taken, loaded=True)
+        self._forget()
+
+    def _load(self, weights: Any, version: int) -> None:
+        self._refresh()  # older ones, seen now so that they are not taken for newer later
+        if isinstance(weights, Extracted):
+            self._strategy.apply_weights(self.worker.model, weights.weights)
+        else:
+            local.load(self.worker.model, weights)
+        self.worker.loop.version = version
+
+    def do_find(self, path: str, packed: bytes | None) -> Any:
+        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        try:
+            found = set_policy_keys(WorkerView(self, self.interruptor), path)
+            if packed is not None:
+                args, kwargs = cloudpickle.loads(packed)
+                found = found(*args, **kwargs)
+            dumps(found, path)  # here, where what cannot travel can still be told
+            return found
+        except Exception as error:
+            return Raised.of(error, path)
+
+    def do_apply(self, path: str, packed: bytes) -> Any:
+        """Give a model at a path what a user's own strategy has made of its weights."""
+        try:
+            strategy, weights = cloudpickle.loads(packed)
+            strategy.apply_weights(set_policy_keys(WorkerView(self, self.interruptor), path), weights)
+        except Exception as error:
+            return Raised.of(error, path)
+
+    def do_profile(self, settings: TraceSettings | None) -> None:
+        """Trace the rollouts to come; None: no more."""
+        if self._tracer is not None:
+            self._tracer.end()
+        self._tracer = None if settings is None else RolloutTracer(self.worker, settings)
+
+    def do_hooks(self, packed: bytes) -> None:
+        """Other hooks from now on: a mapping with those that change."""
+        self._hooks = changed(self.hooks, cloudpickle.loads(packed))
+        if self.writer is not None:
+            self.writer.before, self.writer.hook = self._hooks
+
+    def do_weights(self) -> dict[str, Any]:
+        self._refresh()
+        named = local.named_tensors(self.worker.model)
+        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -1,0 +1,110 @@
+"""BufferFiles: the three files of a buffer. Without a name, or with the rows in a directory of the user's.
+
+    book    header words │ marks │ which columns there are      mapped by all
+    data    the rows                                            mapped as soon as the columns are known
+    lock    nothing                                             only locked, never mapped: see gate.py
+
+The first writer knows the columns and writes them down; whoever comes later, in whatever process, finds them.
+Descriptors are all another process needs: `fds` to inherit, `BufferFiles(capacity, fds, place=place)` to open. `place`
+says in words where the rows lie if that is a disk: all of its room is then taken before the first row is written.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from reap.buffers.episode_index import EpisodeIndex
+from reap.buffers.file_lock import gate
+from reap.buffers.ring import HEADER, LAYOUT, Ring
+from reap.buffers.rows import RowLayout, Rows
+from reap.core.shared_slots import SharedFile, in_bytes
+from reap.errors import NoSpace, SpecMismatch, UsageError
+from reap.spec import Key, Leaf, show
+
+Columns = Mapping[Key, tuple[tuple[int, ...], torch.dtype]]
+_COLUMNS = 1 << 18  # bytes for the description of the columns; pages nobody touches cost nothing
+
+
+class BufferFiles:
+    """Ring and rows of one buffer, as this process sees them."""
+
+    def __init__(
+        self,
+        capacity: int,
+        fds: Sequence[int] | None = None,
+        *,
+        path: Path | None = None,
+        place: str | None = None,
+    ) -> None:
+        self.capacity, self.place = capacity, place
+        if fds is None:
+            data = _data(path)  # first: a name may be taken
+            fds = (SharedFile("reap-book").fd, data, SharedFile("reap-lock").fd)
+        book, data, lock = fds
+        self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
+        self._gate = gate(lock)
+        self.fds = (book, data, lock)
+        weakref.finalize(self, _close, self._book, self._data)
+        mapped = self._book.map(HEADER + capacity + _COLUMNS, f"max_size={capacity} rows")
+        self._columns = mapped[HEADER + capacity :]
+        self.ring = Ring(mapped, self._gate, capacity)
+        self.runs = EpisodeIndex(self.ring)
+        self._rows: Rows | None = None
+
+    @property
+    def rows(self) -> Rows | None:
+        """The rows, once somebody has written one."""
+        if self._rows is None and (length := int(self.ring.words[LAYOUT])):
+            self._rows = self._map(pickle.loads(self._columns[:length].tobytes()))
+        return self._rows
+
+    def _map(self, columns: Columns) -> Rows:
+        layout = RowLayout({key: Leaf(shape, dtype) for key, (shape, dtype) in columns.items()}, self.capacity)
+        each, where = layout.nbytes // self.capacity, "" if self.place is None else f" in {self.place}"
+        what = f"max_size={self.capacity} rows of {in_bytes(each)}{where}"
+        try:
+            return Rows(layout, self._data.map(layout.nbytes, what, on_disk=self.place is not None))
+        except NoSpace as error:
+            raise NoSpace(f"{error}: fewer rows, or a scratch_dir with more room") from None
+
+    def rows_for(self, columns: Columns) -> Rows:
+        """The rows for data like this; the first to ask decides what they look like."""
+        if self.rows is None:
+            with self._gate.locked():
+                if not self.ring.words[LAYOUT]:
+                    text = pickle.dumps(dict(columns))
+                    if len(text) > _COLUMNS:
+                        raise UsageError(f"{len(columns)} columns are more than a buffer can describe")
+                    self._rows = self._map(columns)  # first: rows that do not fit leave no trace
+                    self._columns[: len(text)] = memoryview(text)
+                    self.ring.words[LAYOUT] = len(text)
+        assert self.rows is not None
+        known = self.rows.layout.columns
+        if columns.keys() != known.keys():
+            lost, new = [k for k in known if k not in columns], [k for k in columns if k not in known]
+            what = f"misses {show(lost[0])}" if lost else f"brings {show(new[0])}"
+            raise SpecMismatch(f"this batch {what}; the buffer's rows are {', '.join(map(show, known))}")
+        for key, (shape, dtype) in columns.items():
+            if (shape, dtype) != (known[key].shape, known[key].dtype):
+                raise SpecMismatch(f"{show(key)} is {Leaf(shape, dtype)}, the buffer's rows have {known[key]}")
+        return self.rows
+
+
+def _data(path: Path | None) -> int:
+    if path is None:
+        return SharedFile("reap-rows").fd
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already; another scratch_dir, or existsok=True to write over it") from None
+
+
+def _close(*files: SharedFile) -> None:
+    for file in files:
+        file.close()

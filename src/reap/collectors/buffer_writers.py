@@ -1,0 +1,228 @@
+"""Buffer writers: the one way from a batch to a replay buffer, used in this process, in a thread and in workers alike.
+
+rollout ─► batch ─► split ─► postproc ─► hook ─┬─► consumer
+                                               └─► sink.take ─► buffer.extend      whole rollouts
+                                                                buffer.add         step by step
+                                                                whole episodes     when they end, side by side
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from tensordict import TensorDict, TensorDictBase
+
+from reap.buffers.replay import ReplayBuffer
+from reap.collectors.options import Options
+from reap.core.columns.assemble_frames import mark_frames
+from reap.core.columns.assemble_ragged import assembler
+from reap.core.slot import FRAME, MASK, Layout, Slot
+from reap.errors import UsageError, WrongArgument, WrongState
+from reap.spec import Key
+from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """What the options say about the way to a buffer."""
+
+    by_step: bool
+    whole: bool
+    group: int | None
+    split: bool
+    truncate: bool
+    postproc: Callable[[Any], Any] | None
+    before: Callable[[], Any] | None
+    hook: Callable[[Any], Any] | None
+
+    @classmethod
+    def of(cls, options: Options) -> WriteOptions:
+        """As these options have it."""
+        return cls(
+            by_step=not options.extend_buffer,
+            whole=options.trajs_per_batch is not None,
+            group=options.trajs_per_write,
+            split=bool(options.split_trajs),
+            truncate=options.set_truncated,
+            postproc=options.postproc,
+            before=options.pre_collect_hook,
+            hook=options.post_collect_hook,
+        )
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What of it is the user's code, by the names of its options."""
+        return {"postproc": self.postproc, "pre_collect_hook": self.before, "post_collect_hook": self.hook}
+
+
+class Sink(Protocol):
+    """Where batches go."""
+
+    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+        """Write a batch `[T]` or `[N, T]` that this worker has made."""
+
+    def forget(self) -> None:
+        """What is held back belongs to the time before."""
+
+
+class _Batches:
+    """Every batch as it comes."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
+
+    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+        self._buffer.extend(_plain(batch, self._ours))
+
+    def forget(self) -> None:
+        pass
+
+
+class _Steps(_Batches):
+    """Step by step, each a call of its own."""
+
+    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+        batch = _plain(batch, self._ours)
+        for t in range(batch.batch_size[-1]):
+            if self._ours:  # a step of all lanes, not lanes for steps
+                self._buffer.extend(batch[..., t : t + 1])
+            else:
+                self._buffer.add(batch[..., t])
+
+
+class _Episodes(_Batches):
+    """Whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
+
+    def __init__(self, buffer: Any, group: int | None) -> None:
+        super().__init__(buffer)
+        self._group = group
+        self.forget()
+
+    def take(self, batch: TensorDictBase, worker: int = 0) -> None:
+        whole = self._whole
+        whole.feed(_plain(batch, self._ours), worker)
+        while len(whole) >= (self._group or 1):
+            self._buffer.extend(_plain(whole.take(self._group or len(whole), "cat"), self._ours))
+
+    def forget(self) -> None:
+        self._whole = WholeTrajectories()
+
+
+def _plain(batch: TensorDictBase, ours: bool) -> TensorDictBase:
+    """Without what no buffer stores: where compact episodes end; and for foreign ones, names of dimensions."""
+    if batch.get(FINAL, None) is not None:
+        batch = batch.exclude(FINAL)
+    return batch if ours else _unnamed(batch.copy())
+
+
+def _unnamed(td: TensorDictBase) -> TensorDictBase:
+    td.names = None
+    for value in td.values():
+        if isinstance(value, TensorDict):
+            _unnamed(value)
+    return td
+
+
+def sink_for(way: WriteOptions, buffer: Any) -> Sink:
+    """The sink for this way to this buffer."""
+    needed = "add" if way.by_step else "extend"
+    if not callable(getattr(buffer, needed, None)):
+        raise WrongArgument(f"replay_buffer needs a method {needed}(), got {type(buffer).__name__}")
+    if way.whole:
+        if getattr(getattr(buffer, "storage", None), "ndim", 1) != 1:
+            raise UsageError("trajs_per_batch writes episodes as rows; the buffer's storage must have ndim=1")
+        return _Episodes(buffer, way.group)
+    return _Steps(buffer) if way.by_step else _Batches(buffer)
+
+
+def mark_truncated(arrays: Any, layout: Layout) -> None:
+    """The last frame of every lane ends here, as far as the learner is concerned."""
+    if FRAME in layout.columns:
+        mark_frames(arrays)
+        return
+    marked = [key for key in arrays if (key[0], key[-1]) == ("next", "truncated") and key not in layout.look.hidden]
+    if not marked:
+        raise WrongState("set_truncated marks the last step as truncated; this env has no such flag")
+    flags = [(*key[:-1], flag) for key in marked for flag in ("truncated", "done")]
+    if MASK not in arrays:
+        for flag in flags:
+            arrays[flag][-1] = True
+        return
+    mask = arrays[MASK]
+    lane = np.flatnonzero(mask.any(0))  # a lane may have made no frame at all
+    last = len(mask) - 1 - mask[::-1, lane].argmax(0)
+    for flag in flags:
+        arrays[flag][last, lane] = True
+
+
+def processed(
+    batch: TensorDictBase,
+    *,
+    split: Callable[[TensorDictBase], TensorDictBase] | None,
+    postproc: Callable[[Any], Any] | None,
+    hook: Callable[[Any], Any] | None,
+) -> TensorDictBase:
+    """A batch as it is delivered, or written."""
+    if split is not None:
+        batch = split(batch)
+    if postproc is not None:
+        batch = postproc(batch)
+        if batch is None:
+            raise UsageError("postproc returned None; it must return the batch")
+    if hook is not None:
+        hook(batch)
+    return batch
+
+
+@dataclass(frozen=True)
+class WriterMaker:
+    """Makes a worker's writer, in the worker. It travels there."""
+
+    way: WriteOptions
+    description: Any
+    transforms: Sequence[Any]
+    timeout: float | None
+
+    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
+        """For this worker, with the buffer's descriptors as they are there."""
+        buffer = ReplayBuffer.open(fds, self.description)
+        buffer.watch(self.timeout, worker)
+        for transform in self.transforms:
+            buffer.append_transform(transform)
+        return Writer(self.way, buffer)
+
+
+class Writer:
+    """What a worker does with a full slot when it writes into the buffer itself."""
+
+    def __init__(self, way: WriteOptions, buffer: Any) -> None:
+        self._way, self.buffer, self._sink = way, buffer, sink_for(way, buffer)
+        self.before, self.hook, self.postproc = way.before, way.hook, way.postproc
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it is time for another rollout; False while the buffer's limiter has us rest."""
+        return bool(self.buffer.may_write)
+
+    def write(self, slot: Slot) -> None:
+        """Write what is in it."""
+        layout, way = slot.layout, self._way
+        arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
+        if way.truncate:
+            mark_truncated(arrays, layout)
+        batch = assembler(layout)(arrays, layout)
+        if self.postproc is not None or self.hook is not None:
+            batch = batch.clone()  # they may keep it; the slot is filled again
+        split = _split if way.split else None
+        self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
+
+    def forget(self) -> None:
+        """Episodes that are not whole will never be."""
+        self._sink.forget()
+
+
+def _split(batch: TensorDictBase) -> TensorDictBase:
+    return split_trajectories(batch, prefix="collector")

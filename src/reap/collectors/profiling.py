@@ -1,0 +1,217 @@
+"""Profiling: when each worker collected and when you learned, as one file that Perfetto (ui.perfetto.dev) opens.
+
+    worker 0   ███ rollout ███      ███ rollout ███
+    worker 1   ██ rollout ██        ████ rollout ████
+    consumer        wait │ █ your code █ │ wait │ █ your code █
+
+Clocks of all processes of a machine are one (CLOCK_MONOTONIC), so the rows lie true to each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from reap.core.profiling import ACTIVITIES, TraceSettings, activities_of
+from reap.errors import UsageError, WrongArgument, WrongState, nearest
+
+_CONSUMER = 1_000_000  # its row, below those of the workers
+_WORKER = "{worker_idx}"
+
+
+@dataclass
+class ProfileConfig:
+    """What `enable_profile` was told: one timeline of everybody, and a trace of each worker by torch's profiler.
+
+    Args:
+        workers: whose rollouts are recorded; None: everybody's.
+        num_rollouts: how many rollouts of each worker, warm-up included.
+        warmup_rollouts: how many of them are left out at the beginning.
+        save_path: the timeline's file; None: `collector_profile.json` here. Traces lie beside it (`get_save_path`).
+            With "{worker_idx}" in it the traces are called so, and the timeline has "timeline" there.
+        activities: what torch's profiler records, of "cpu" and "cuda"; none: no traces, the timeline alone.
+        record_shapes: with the shapes of operators' inputs.
+        profile_memory: with what they allocate.
+        with_stack: with the lines of code they come from.
+        with_flops: with how much some of them compute.
+        on_trace_ready: called with the path when the timeline is written.
+    """
+
+    workers: Sequence[int] | None = None
+    num_rollouts: int = 3
+    warmup_rollouts: int = 1
+    save_path: str | Path | None = None
+    activities: Sequence[str] = ("cpu", "cuda")
+    record_shapes: bool = True
+    profile_memory: bool = False
+    with_stack: bool = True
+    with_flops: bool = False
+    on_trace_ready: Callable[[Path], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("num_rollouts", self.num_rollouts), ("warmup_rollouts", self.warmup_rollouts)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise UsageError(f"{name} must be a whole number ≥ 0, got {count!r}")
+        if self.num_rollouts <= self.warmup_rollouts:
+            raise UsageError(
+                f"num_rollouts ({self.num_rollouts}) must be above warmup_rollouts ({self.warmup_rollouts})"
+            )
+        self.activities = list(self.activities or ())
+        unknown = [one for one in self.activities if not isinstance(one, str) or one.lower() not in ACTIVITIES]
+        if unknown:
+            raise UsageError(f"activities must be of {sorted(ACTIVITIES)}, got {unknown[0]!r}")
+
+    def get_save_path(self, worker_idx: int) -> Path:
+        """Where the trace of a worker lies."""
+        path = str(self.save_path or "collector_profile.json")
+        if _WORKER in path:
+            return Path(path.replace(_WORKER, str(worker_idx)))
+        return Path(path).with_stem(f"{Path(path).stem}_{worker_idx}")
+
+    @property
+    def timeline_path(self) -> Path:
+        """Where the timeline lies."""
+        return Path(str(self.save_path or "collector_profile.json").replace(_WORKER, "timeline"))
+
+    def get_activities(self) -> list[Any]:
+        """The activities as torch's profiler knows them, those of this machine."""
+        return activities_of(self.activities)
+
+    def should_profile_worker(self, worker_idx: int) -> bool:
+        """Whether a worker's rollouts are recorded."""
+        return self.workers is None or worker_idx in self.workers
+
+    def traces(self, workers: int) -> dict[int, TraceSettings | None]:
+        """What each of so many workers is told; nothing where nothing is traced."""
+        if not self.activities:
+            return {}
+        return {
+            worker: TraceSettings(
+                str(self.get_save_path(worker).absolute()),
+                self.warmup_rollouts,
+                self.num_rollouts,
+                tuple(self.activities),
+                self.record_shapes,
+                self.profile_memory,
+                self.with_stack,
+                self.with_flops,
+            )
+            for worker in range(workers)
+            if self.should_profile_worker(worker)
+        }
+
+
+class Profiled:
+    """The part of a collector that keeps a timeline."""
+
+    _timeline: Timeline | None = None
+    _backend: Any
+    _batches: int
+
+    def enable_profile(
+        self,
+        *,
+        workers: Sequence[int] | None = None,
+        num_rollouts: int = 3,
+        warmup_rollouts: int = 1,
+        save_path: str | Path | None = None,
+        on_trace_ready: Callable[[Path], Any] | None = None,
+        **torchs: Any,
+    ) -> None:
+        """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
+
+        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        """
+        known = {one.name for one in fields(ProfileConfig)}
+        unknown = sorted(torchs.keys() - known)
+        if unknown:
+            raise WrongArgument(f"enable_profile has no option {unknown[0]!r}{nearest(unknown[0], known)}")
+        if self._batches:
+            raise WrongState("enable_profile comes before the first batch")
+        config = ProfileConfig(
+            workers, num_rollouts, warmup_rollouts, save_path, on_trace_ready=on_trace_ready, **torchs
+        )
+        count = getattr(self, "num_workers", 1)
+        self._timeline = Timeline(config, count)
+        self._backend.on_rollout = self._timeline.rollout
+        self._trace(config.traces(count))
+
+    def disable_profile(self) -> None:
+        """Stop recording; what was recorded is written."""
+        if self._timeline is not None:
+            self._trace(dict.fromkeys(self._timeline.config.traces(getattr(self, "num_workers", 1))))
+        self._write_timeline()
+
+    def _trace(self, settings: dict[int, TraceSettings | None]) -> None:
+        """Let workers trace their rollouts, each as it is told."""
+        if settings:
+            self._backend.profile(settings)
+
+    def _write_timeline(self) -> None:
+        timeline, self._timeline = self._timeline, None
+        if timeline is not None:
+            self._backend.on_rollout = None
+            timeline.write()
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """What `enable_profile` was told; None: nothing is recorded."""
+        return None if self._timeline is None else self._timeline.config
+
+
+class Timeline:
+    """Collects spans; writes them when every worker has made its rollouts, or the collector ends."""
+
+    def __init__(self, config: ProfileConfig, workers: int) -> None:
+        self.config = config
+        self.path = config.timeline_path
+        known = range(workers)
+        self._wanted = list(known if config.workers is None else config.workers)
+        unknown = [worker for worker in self._wanted if worker not in known]
+        if unknown:
+            raise UsageError(f"workers names {unknown[0]}; there are 0 to {workers - 1}")
+        self._made = dict.fromkeys(self._wanted, 0)
+        self._events: list[dict[str, Any]] = []
+        self._left: float | None = None  # when the consumer last got a batch
+        self._written = False
+
+    def rollout(self, worker: int, span: tuple[float, float], **about: Any) -> None:
+        """One worker's rollout, from when to when."""
+        made = self._made.get(worker)
+        if made is None or made >= self.config.num_rollouts:
+            return
+        self._made[worker] = made + 1
+        if made >= self.config.warmup_rollouts:
+            self._span("rollout", worker, *span, **about)
+        if all(count >= self.config.num_rollouts for count in self._made.values()):
+            self.write()
+
+    def waiting(self, began: float, ended: float) -> None:
+        """The consumer asked for a batch at `began` and had it at `ended`."""
+        if self._left is not None:
+            self._span("your code", _CONSUMER, self._left, began)
+        self._span("wait", _CONSUMER, began, ended)
+        self._left = ended
+
+    def _span(self, name: str, row: int, began: float, ended: float, **about: Any) -> None:
+        if not self._written:
+            times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
+            self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": row, **times, "args": about})
+
+    def write(self) -> None:
+        """The file, once."""
+        if self._written:
+            return
+        self._written = True
+        rows = {**{worker: f"worker {worker}" for worker in self._wanted}, _CONSUMER: "consumer"}
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": row, "args": {"name": name}}
+            for row, name in rows.items()
+        ]
+        self.path.write_text(json.dumps({"traceEvents": [*names, *self._events]}))
+        if self.config.on_trace_ready is not None:
+            self.config.on_trace_ready(self.path)

@@ -1,0 +1,36 @@
+"""Attribute paths: where something is, as text.   policy.module[0].weight   env.envs[2]   policy.extra['scale']"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reap.errors import UsageError
+
+_STEP = re.compile(r"""\.?(?P<name>[^\W\d]\w*) | \[(?P<at>-?\d+)\] | \[(?P<q>['"])(?P<key>.*?)(?P=q)\]""", re.VERBOSE)
+
+
+def set_policy_keys(root: Any, path: str) -> Any:
+    """What is at `path`, seen from `root`. A wrong step raises what it would raise in code."""
+    found, at = root, 0
+    while at < len(path):
+        step = _STEP.match(path, at)
+        if step is None or (at == 0 and step["name"] is None):
+            raise UsageError(f"{path!r} is not a path like policy.module[0].weight, from {path[at:]!r} on")
+        if step["name"] is not None:
+            found = getattr(found, step["name"])
+        else:
+            found = found[step["key"] if step["at"] is None else int(step["at"])]
+        at = step.end()
+    return found
+
+
+def each_call(
+    count: int, args: Sequence[Sequence[Any]] | None, kwargs: Sequence[Mapping[str, Any]] | None
+) -> list[tuple[Sequence[Any], Mapping[str, Any]]]:
+    """Arguments of one call per worker."""
+    for given in (args, kwargs):
+        if given is not None and len(given) != count:
+            raise UsageError(f"arguments are given for {len(given)} workers, there are {count}")
+    return list(zip(args or [()] * count, kwargs or [{}] * count))

@@ -1,0 +1,1 @@
+"""Torch calls recorded once and replayed: how policies and transforms run without the Python around them."""

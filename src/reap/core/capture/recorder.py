@@ -1,0 +1,448 @@
+"""Recorder: the torch calls a policy makes in one step, recorded once and replayed as straight-line code.
+
+    the policy                           recorded               replayed
+    ──────────────────────────────────   ─────────────────────  ──────────────────────────────────────────────
+    nn.Module.__call__, dict look-ups,   linear(x, W, b)        once per rollout:  s = exp(log_std)
+    TensorDicts, distribution objects,   tanh(·)                at each step:      h = tanh(linear(x, W, b)) …
+    properties, shape checks             exp(log_std) …
+
+The functions that are recorded are the very functions the policy called, in their order, on the policy's own
+parameters: the numbers are the same, and so are the random numbers that are used up. What depends on parameters
+alone is computed once per rollout.
+
+A policy is captured only if the replay is the policy:
+
+- no value computed from an input or a random number decides anything in Python (`if x.max() > 0`, `x.item()`); the
+  checks of `torch.distributions` are the exception: they are looked at after the rollout and raise then;
+- nothing outside is written: no parameter, buffer, attribute or input;
+- no other source of chance is used than torch's generator;
+- two recordings on different inputs are the same, call by call, and the replay gives the same bits as the policy.
+
+`bind`, before each rollout, looks whether anything the recording relied on has changed: attributes, hooks, replaced
+parameters, `train()`. A value decided by parameters alone (`if self.scale.max() > 1`) is evaluated again there.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from reap.core.capture.fingerprint import GLOBAL_HOOKS
+
+_TORCH = os.path.dirname(torch.__file__)
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
+
+# Questions about a tensor whose answers follow from its shape, type and place, which do not change.
+# fmt: off
+_METADATA = frozenset(
+    {
+        "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "stride", "storage_offset",
+        "is_contiguous", "element_size", "itemsize", "nbytes", "dtype", "device", "layout", "names",
+        "is_floating_point", "is_complex", "is_signed", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_mps",
+        "is_xpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_conj", "is_neg",
+        "is_inference", "is_shared", "is_pinned", "requires_grad", "grad_fn", "get_device", "type", "has_names",
+        "is_tensor", "is_same_size", "result_type", "can_cast", "promote_types", "_version", "__len__", "dense_dim",
+        "sparse_dim", "broadcast_shapes", "is_storage", "is_vulkan", "is_ipu", "is_hpu", "is_maia", "is_xla",
+        "is_mtia", "output_nr", "retains_grad", "_is_zerotensor"
+    }
+)
+# Calls whose results have as many numbers as values say: with others what follows would be another program.
+_SIZED_BY_VALUES = frozenset(
+    {
+        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount",
+        "repeat_interleave", "masked_scatter", "nonzero_static", "histc"
+    }
+)
+# Calls that concern no tensor and change nothing a replay without gradients would notice.
+_HARMLESS = frozenset(
+    {
+        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled",
+        "get_default_dtype", "finfo", "iinfo", "broadcast_shapes", "_is_functorch_wrapped_tensor",
+        "_has_torch_function", "is_autocast_enabled", "is_warn_always_enabled", "get_default_device",
+        "is_anomaly_enabled", "is_autocast_cache_enabled"
+    }
+)
+# fmt: on
+
+
+class NotCaptured(Exception):
+    """The policy does something that a replay would not do; the message says what."""
+
+
+class Call(NamedTuple):
+    """One torch call: which function, its arguments with registers in place of tensors, and where its results go."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: Any  # registers in the structure of the result
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    changes: tuple[int, ...]  # registers of tensors whose values it changed
+    random: bool
+    foreign: bool = False  # whether it is no function of torch's
+
+
+class Register(NamedTuple):
+    """A tensor of the recording, by its number."""
+
+    at: int
+
+
+class Decision(NamedTuple):
+    """A tensor that was turned into a Python value, and the value it gave."""
+
+    read: Callable[..., Any]
+    at: int
+    value: Any
+    checks: bool  # whether a distribution looked at its own arguments: the other answer raises
+
+
+class Shadows:
+    """Copies of tensors that lie in memory as those do: two that share it have copies that share theirs."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, Any] = {}  # copies, by the address of what was copied
+        self.original: dict[int, int] = {}  # the other way round, by addresses
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The copy that stands for a tensor; always the same one."""
+        if id(tensor) not in self._made:
+            memory: Any = tensor.untyped_storage()
+            at = memory.data_ptr()
+            if at not in self._memory:
+                self._memory[at] = memory.clone()
+                self.original[self._memory[at].data_ptr()] = at
+            copy = self._memory[at]
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            shadow = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copy, *place)
+            self._made[id(tensor)] = tensor, shadow
+        return self._made[id(tensor)][1]
+
+
+class Recorder(TorchFunctionMode):
+    """Runs what is called and writes it down."""
+
+    def __init__(self, inputs: Sequence[Tensor], shadows: Shadows | None = None) -> None:
+        super().__init__()
+        self.shadows = shadows  # what stands for tensors from outside while it runs, if they may be changed
+        self.tensors: list[Tensor] = []  # by register; kept alive, so that no id is given twice
+        self.calls: list[Call] = []
+        self.decisions: list[Decision] = []
+        self._at: dict[int, int] = {}
+        for tensor in inputs:
+            self.register(tensor)
+        self.inputs = len(inputs)
+        self.paused = False
+        self.made: set[int] = set()  # registers that a call wrote
+
+    def register(self, tensor: Tensor) -> int:
+        """The number of a tensor, a new one if it has not been met."""
+        at = self._at.get(id(tensor))
+        if at is None:
+            at = self._at[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return at
+
+    def foreign(self, func: Callable[..., Any], given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note a call of a function that is not torch's: at each replay it is called with what was `given`."""
+        reads = tuple(self.register(t) for t in given)
+        writes = tuple(self.register(t) for t in made)
+        self.made.update(writes)
+        results = tuple(map(Register, writes))
+        self.calls.append(Call(func, tuple(map(Register, reads)), {}, results, reads, writes, (), True, True))
+
+    def _outside(self, tensor: Tensor) -> bool:
+        at = self._at.get(id(tensor))
+        return at is None or (at >= self.inputs and at not in self.made)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Call, on shadows of what is from outside; returns the result and which of the given tensors were changed."""
+        given = list(tensors_in((args, kwargs)))
+        if self.shadows is None:
+            before = [t._version for t in given]
+            result = func(*args, **kwargs)
+            return result, [t for t, version in zip(given, before) if t._version != version]
+        stands = {id(t): self.shadows.of(t) if self._outside(t) else t for t in given}
+        whom = {id(stands[id(t)]): t for t in given}
+        before = [stands[id(t)]._version for t in given]
+        result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
+        changed = [t for t, version in zip(given, before) if stands[id(t)]._version != version]
+        return _mapped(result, whom), changed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        given = list(tensors_in((args, kwargs)))
+        chance = _chance(given)
+        _refuse_by_values(name, func, args, kwargs)
+        if name == "__getitem__":  # as many as the mask says: it decides, like a value that is asked for
+            masks = [t for t in tensors_in(args[1:]) if t.dtype in (torch.bool, torch.uint8)]
+            told = unrecorded(lambda: [mask.tolist() for mask in masks])
+            self.decisions += [Decision(Tensor.tolist, self.register(m), v, False) for m, v in zip(masks, told)]
+        result, altered = self._run(func, args, kwargs)
+        drawn = any(not torch.equal(a, b) for a, b in zip(chance, _chance(given)))
+        if name in _METADATA and not isinstance(result, Tensor):
+            return result
+        made = list(tensors_in(result))
+        if not given and not made:
+            if name not in _HARMLESS:
+                raise NotCaptured(f"it calls torch.{name}")
+            return result
+        if any(t.requires_grad and t.grad_fn is not None for t in made):
+            raise NotCaptured(f"{name} computes gradients")
+        if name in ("__set__", "backward", "register_hook", "share_memory_", "resize_", "set_"):
+            raise NotCaptured(f"it calls Tensor.{name}")
+        reads = tuple(self.register(t) for t in given)
+        changed = tuple(self.register(t) for t in altered)
+        template = _replace(args, self.register), {k: _replace(v, self.register) for k, v in kwargs.items()}
+        if not made and result is not None:
+            return self._decide(name, func, template, reads, result)
+        results = _replace(result, self.register)
+        writes = tuple(dict.fromkeys(self.register(t) for t in made))
+        if not drawn and not changed and all(at in reads for at in writes):
+            return result  # the tensor itself came back
+        self.made.update(at for at in writes if at not in reads)
+        self.calls.append(Call(func, *template, results, reads, writes, changed, drawn))
+        return result
+
+    def _decide(self, name: str, func: Any, template: Any, reads: tuple[int, ...], value: Any) -> Any:
+        """Note that a tensor became a Python value; returns the value the policy is told."""
+        args, kwargs = template
+        if len(reads) != 1 or len(args) != 1 or kwargs or not isinstance(value, (bool, int, float, list)):
+            raise NotCaptured(f"{name} gives a {type(value).__name__}")
+        question = _question()
+        if question in (Question.IS_WITHIN, Question.IS_OUTSIDE):
+            return question is Question.IS_OUTSIDE
+        self.decisions.append(Decision(func, reads[0], value, question is Question.IS_VALID))
+        return value
+
+
+def _refuse_by_values(name: str, func: Any, args: Any, kwargs: Any) -> None:
+    """Raise for calls that do something else for every value, or change what they are given without a trace."""
+    if name in _SIZED_BY_VALUES or (name == "where" and len(args) + len(kwargs) == 1):
+        raise NotCaptured(f"how much {name} returns depends on values")
+    if name in ("batch_norm", "instance_norm"):
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        updates = given.get("training", False) if name == "batch_norm" else given.get("use_input_stats", True)
+        if updates and given.get("running_mean") is not None:
+            raise NotCaptured(f"{name} updates its running statistics")
+
+
+class Question(enum.Enum):
+    """Why known code wants to know the value of a tensor, where the answer need not be waited for."""
+
+    IS_VALID = "a distribution looks at its arguments, and raises if they are wrong"
+    # The work that the answer would save is done always: it leaves a value that did not need it as it was.
+    IS_WITHIN = "a spec clamps only what is not within its bounds"
+    IS_OUTSIDE = "a truncated normal gives -inf only for what is outside"
+
+
+def _question() -> Question | None:
+    frame = sys._getframe(3)  # whoever called the torch function
+    for _ in range(8):
+        code = frame.f_code
+        folder, file = os.path.split(code.co_filename)
+        if folder == _DISTRIBUTIONS or (file == "truncated_normal.py" and code.co_name == "__init__"):
+            return Question.IS_VALID if code.co_name in ("__init__", "_validate_sample") else None
+        if file == "tensor_specs.py" and code.co_name == "project":
+            return Question.IS_WITHIN if "Bounded" in type(frame.f_locals["self"]).__name__ else None
+        if file == "continuous.py" and code.co_name == "log_prob":
+            return Question.IS_OUTSIDE if type(frame.f_locals["self"]).__name__ == "TruncatedNormal" else None
+        if frame.f_back is None or not (code.co_filename.startswith(_TORCH) or file == "tensor_specs.py"):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def name_of(func: Any) -> str:
+    """What a torch function is called; of a property's getter the property."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        owner = getattr(func, "__self__", None)
+        return getattr(owner, "__name__", name) if name == "__get__" else name
+    return name or (resolve_name(func) or repr(func)).rpartition(".")[-1]
+
+
+def _numpys_chance() -> tuple[Any, ...]:
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), *state[2:]
+
+
+def _chance(given: Sequence[Tensor]) -> list[Tensor]:
+    states = [torch.default_generator.get_state()]
+    if any(t.is_cuda for t in given):
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested lists, dicts and slices."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, slice):
+        yield from tensors_in((value.start, value.stop, value.step))
+
+
+def _mapped(value: Any, stands: Mapping[int, Tensor]) -> Any:
+    """`value` with other tensors in place of those that are named by their ids."""
+    if isinstance(value, Tensor):
+        return stands.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(v, stands) for v in value)
+    if type(value) is dict:
+        return {k: _mapped(v, stands) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*[_mapped(v, stands) for v in (value.start, value.stop, value.step)])
+    return value
+
+
+def _replace(value: Any, register: Callable[[Tensor], int]) -> Any:
+    """`value` with a Register in place of each tensor."""
+    if isinstance(value, Tensor):
+        return Register(register(value))
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, (tuple, list)):
+        items = [_replace(v, register) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {k: _replace(v, register) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*[_replace(v, register) for v in (value.start, value.stop, value.step)])
+    return value
+
+
+class _Recorders(threading.local):
+    by: Recorder | None = None
+
+
+_recording = _Recorders()
+
+
+def unrecorded(call: Callable[[], Any]) -> Any:
+    """What `call` returns; what it asks of torch leaves no trace in a recording."""
+    recorder = _recording.by
+    if recorder is None:
+        return call()
+    recorder.paused = True
+    try:
+        return call()
+    finally:
+        recorder.paused = False
+
+
+def foreign(
+    func: Callable[..., Any], given: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """Stand for a call of `func`, which is not torch's, by what `make` returns; at each replay `func` is called."""
+    made: Sequence[Tensor] = unrecorded(make)
+    if _recording.by is not None:
+        _recording.by.foreign(func, given, made)
+    return made
+
+
+class RecordedStep(NamedTuple):
+    """What one run of a policy did, and which registers hold what it returned."""
+
+    recorder: Recorder
+    outputs: tuple[int, ...]
+
+
+def record(
+    call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None
+) -> RecordedStep:
+    """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
+    inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
+    versions = [t._version for t in inputs]
+    numpy_state, python_state = _numpys_chance(), random.getstate()
+    recorder = Recorder(inputs, shadows)
+    _recording.by = recorder
+    try:
+        with torch.no_grad(), recorder:
+            outputs = call(*inputs)
+    finally:
+        _recording.by = None
+    if [t._version for t in inputs] != versions:
+        raise NotCaptured("it changes its input in place")
+    if numpy_state != _numpys_chance() or python_state != random.getstate():
+        raise NotCaptured("it draws from NumPy's or Python's random numbers")
+    for value in outputs:
+        if not isinstance(value, Tensor):
+            raise NotCaptured(f"it returns a {type(value).__name__}")
+    return RecordedStep(recorder, tuple(recorder.register(v) for v in outputs))
+
+
+def from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
+    """The tensors that both recordings found outside, by register; NotCaptured where the two recordings differ."""
+    a, b = first.recorder, second.recorder
+    if len(a.calls) != len(b.calls) or first.outputs != second.outputs or len(a.tensors) != len(b.tensors):
+        raise NotCaptured("it does not make the same calls every time")
+    for x, y in zip(a.calls, b.calls):
+        if x.func != y.func or not _alike((x.args, x.kwargs, x[3:]), (y.args, y.kwargs, y[3:])):
+            raise NotCaptured(f"it does not call {name_of(x.func)} in the same way every time")
+    if [(d.at, d.checks) for d in a.decisions] != [(d.at, d.checks) for d in b.decisions]:
+        raise NotCaptured("it does not decide about the same things every time")
+    outside = {}
+    for at in range(a.inputs, len(a.tensors)):
+        if at not in a.made:
+            if b.tensors[at] is not a.tensors[at]:
+                raise NotCaptured("it uses tensors that torch's functions did not make")
+            outside[at] = a.tensors[at]
+    return outside
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, (bool, int, float, str, slice, torch.device, torch.dtype)) and a == b
+
+
+def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
+    """What a computed value decides in Python is another program for every value."""
+    if moving is None:
+        computed = set(range(recorder.inputs))
+        for call in recorder.calls:
+            if call.random or computed.intersection(call.reads):
+                computed.update(call.writes)
+        moving = computed
+    for decision in recorder.decisions:
+        if decision.at in moving and not decision.checks:
+            raise NotCaptured(f"{name_of(decision.read)}() of a tensor it computed decides what it does next")
+
+
+def refuse_hooks(modules: Sequence[nn.Module]) -> None:
+    """A hook is there to be called."""
+    for module in modules:
+        for part in module.modules():
+            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
+            if not all(known) or "forward" in vars(part):
+                raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
+    if any(GLOBAL_HOOKS):
+        raise NotCaptured("there is a hook for all modules")

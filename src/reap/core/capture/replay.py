@@ -1,0 +1,465 @@
+"""Captured: a recorded step as straight-line code (see recorder.py for what is recorded, and when it may be).
+
+    once per rollout      what follows from parameters alone:  s = exp(log_std)
+    at each step          what is asked for at once:           h = tanh(linear(x, W, b)); a = h + s · noise
+    after the rollout     what nobody asks for before:         log-probabilities, for all steps in one call
+
+The functions are those that were recorded, on the same tensors; where NumPy gives the same bits in less time, NumPy's
+(see exact.py). What is computed after the rollout is computed by the same functions on whole columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reap.core.capture.fingerprint import Fingerprint
+from reap.core.capture.recorder import (
+    Call,
+    Decision,
+    NotCaptured,
+    RecordedStep,
+    Register,
+    Shadows,
+    from_outside,
+    name_of,
+    record,
+    refuse_decisions,
+    refuse_hooks,
+)
+from reap.core.capture.shortcuts import Shortened
+from reap.core.capture.source import StepSource, Wanted
+
+# Functions that give the same bits for a row alone and among others. Some of torch's do not (softplus, sigmoid, atanh):
+# they have one code for whole vectors and another for the rest of a row.
+# fmt: off
+_ROW_BY_ROW = frozenset(
+    {
+        "add", "sub", "mul", "div", "pow", "square", "neg", "abs", "sqrt", "exp", "log", "log1p", "tanh",
+        "sign", "floor", "round", "rsub", "clamp", "clamp_min", "clamp_max", "where",
+        "masked_fill",
+        "gt", "ge", "lt", "le", "eq", "ne", "isnan", "isinf", "isfinite", "logical_or", "logical_and", "logical_not",
+        "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__",
+        "__pow__", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__", "__or__", "__and__", "__invert__",
+        "sum", "all", "any", "logsumexp", "softmax", "log_softmax", "gather", "reshape", "view", "squeeze", "unsqueeze",
+        "expand", "flatten", "to", "float", "double", "long", "bool", "type_as", "detach", "clone",
+        "broadcast_tensors", "__getitem__"
+    }
+)
+# fmt: on
+_KEPT = 1 << 15  # bytes a step may leave for the end of the rollout
+
+
+class Captured:
+    """A step as straight-line code: `bind` before each rollout, then `run` at each step.
+
+    `run` takes those of the inputs that `used` names and returns the outputs, then a value for each of `checks`.
+
+    Args:
+        modules: whose attributes, hooks and parameters the step relies on.
+        call: makes the step; takes and returns tensors.
+        probes: inputs to compare step and replay on, two at least. On the first two the step is recorded.
+        writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
+            and compared, copies stand for them.
+        arrays: whether `run` takes and returns arrays in place of tensors, as functions in it that are not torch's do.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        call: Callable[..., Sequence[Any]],
+        probes: Sequence[Sequence[Tensor]],
+        *,
+        writes: bool = False,
+        arrays: bool = False,
+    ) -> None:
+        self._call, self._writes, self._arrays = call, writes, arrays
+        refuse_hooks(modules)
+        self._relied_on = Fingerprint(modules)
+        first = record(call, probes[0], Shadows() if writes else None)
+        refuse_decisions(first.recorder)
+        self._outside = from_outside(first, record(call, probes[1], Shadows() if writes else None))
+        self._kinds = [(t, _kind(t)) for t in self._outside.values()]
+        self._arrange(first)
+        self._probes = probes
+        self._halves: dict[tuple[int, ...], Halves | None] = {}
+        if not self._proved() and (not self._numpy or not self._proved(numpy=False)):
+            raise NotCaptured("its replay gives other numbers")
+        if not self._relied_on.holds():
+            raise NotCaptured("it changes its own attributes")
+
+    def _proved(self, *, numpy: bool = True) -> bool:
+        """Whether step and replay agree on all probes."""
+        self._numpy = numpy
+        self._prepare, self._step = self._compiled(self._outside)
+        for probe in self._probes:
+            if not self.bind():
+                raise NotCaptured("it changes its own attributes")
+            if not self.agrees(probe):
+                return False
+        return True
+
+    def _arrange(self, recording: RecordedStep) -> None:
+        """Sort the calls: made once per rollout, at each step, or not at all."""
+        recorder, outputs = recording
+        calls, decisions, inputs = recorder.calls, recorder.decisions, range(recorder.inputs)
+        real = recorder.shadows.original if recorder.shadows is not None else {}
+        places = {at: t.untyped_storage().data_ptr() for at, t in enumerate(recorder.tensors) if t.numel()}
+        memory = {at: real.get(place, place) for at, place in places.items()}
+        changed = {memory[at] for call in calls for at in call.changes if at in memory}
+        kept = inputs if self._writes else (*inputs, *self._outside)
+        if any(memory.get(at) in changed for at in kept):
+            raise NotCaptured("it changes a tensor in place that it did not make itself")
+        calls, names = _without_copies(calls, memory, changed)
+        outputs = tuple(names.get(at, at) for at in outputs)
+        calls = [_in_plain_form(call, recorder.tensors) for call in calls]
+        calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
+        names = {at: again.get(name, name) for at, name in (again | names).items()}
+        decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
+        moving = set(inputs)
+        steady, each = [], []
+        for call in calls:
+            shared = any(memory.get(at) in changed for at in (*call.reads, *call.writes))
+            if call.random or call.changes or shared or moving.intersection(call.reads):
+                each.append(call)
+                moving.update(call.writes)
+            else:
+                steady.append(call)
+        moving.update(at for at in self._outside if memory.get(at) in changed)
+        refuse_decisions(recorder, moving)
+        self.checks = [d for d in decisions if d.at in moving]
+        self._outputs, self.outputs = outputs, len(outputs)
+        wanted = {*outputs, *(d.at for d in self.checks)}
+        body = _needed(each, wanted)
+        read = {at for call in body for at in call.reads} | {*outputs}
+        fixed = sorted(at for at in read if at not in moving and at not in self._outside)
+        self._guards, self._fixed = [d for d in decisions if d.at not in moving], fixed
+        self.used = [at for at in inputs if at in read]
+        given = {memory.get(at) for at in inputs}
+        self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
+        self._prologue = _needed(steady, {*fixed, *(d.at for d in self._guards)})
+        self._body, self._moving = body, moving
+        self._changing = {at for at, place in memory.items() if place in changed}
+        self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
+        self._numpy = True
+
+    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> StepSource:
+        return StepSource(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
+
+    def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Prologue and body as functions, on these tensors from outside."""
+        first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
+        prologue = StepSource(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
+        wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
+        source = StepSource(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
+        return prologue, source.function(self._body, self.used, wanted)
+
+    def bind(self, *, look: bool = True) -> bool:
+        """Compute what depends on parameters alone. False: something the recording relied on has changed.
+
+        Without `look` attributes, hooks and the like are taken for what they were: it was bound in this rollout.
+        """
+        if look and (not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds)):
+            return False
+        with torch.no_grad():
+            values = self._prepare()()
+            if any(d.read(v) != d.value for d, v in zip(self._guards, values[len(self._fixed) :])):
+                return False
+            self._steady = values[: len(self._fixed)]
+            self.run = self._step(*self._steady)
+        return True
+
+    def halves(self, now: Sequence[int]) -> Halves | None:
+        """This step with only the outputs `now` made at once, ready for a rollout; None where nothing is gained."""
+        key = tuple(now)
+        if key not in self._halves:
+            self._halves[key] = self._split(key)
+        found = self._halves[key]
+        if found is not None:
+            found.bind(*self._steady)
+        return found
+
+    def _split(self, now: tuple[int, ...]) -> Halves | None:
+        wanted = {self._outputs[i] for i in now}
+        while True:
+            first = _needed(self._body, wanted)
+            made = {id(call) for call in first}
+            later = [call for call in self._body if id(call) not in made]
+            # In order; a call that must be made at once needs what it reads at once too.
+            bound = [call for call in later if not self._by_column(call)]
+            if not bound:
+                break
+            wanted = wanted.union(*(call.writes for call in bound))
+        rest = [i for i in range(len(self._outputs)) if i not in now]
+        asked = [self._outputs[i] for i in rest] + [d.at for d in self.checks]
+        after = _written(later)
+        read = {at for call in later for at in call.reads} | {*asked}
+        kept = sorted(at for at in read if at in self._moving and at not in after)
+        said = all(type(d.value) is bool for d in self.checks)
+        if not rest or not said or sum(self._tensors[at].nbytes for at in kept) > _KEPT:
+            return None
+        short = Shortened(first, self._tensors, {*kept, *wanted})
+        checks = [*self.checks, *short.checks]
+        asked += [d.at for d in short.checks]
+        kept = sorted({*kept, *(at for call in short.checked for at in call.reads)} - _written(short.checked))
+        at_once = [*(Wanted(self._outputs[i], as_array=True) for i in now), *map(Wanted, kept)]
+        step = self._source(short.tensors, numpy=True).function(short.calls, self.used, at_once)
+        later += short.checked
+        columns = self._source(short.tensors, numpy=False).function(later, kept, [Wanted(at) for at in asked])
+        moves = [at in self._moving or at >= len(self._tensors) for at in asked]
+        halves = Halves(step, columns, now, rest, checks, moves)
+        halves.bind(*self._steady)
+        return halves if halves.agrees(self.run, self._probes, self.used) else None
+
+    def _by_column(self, call: Call) -> bool:
+        if call.random or call.changes or any(at in self._changing for at in (*call.reads, *call.writes)):
+            return False
+        name = name_of(call.func)
+        numbers = [a for a in (*call.args[1:], *call.kwargs.values()) if a is not None]
+        if name == "argmax":
+            return bool(numbers)  # else it is that of a whole column
+        if name in ("pow", "__pow__"):
+            return numbers == [2]  # of others the last bit is that of a vector, or of a number
+        if name in ("clamp", "clamp_min", "clamp_max"):  # of a zero bound, which zero is taken
+            return all(isinstance(a, (int, float)) and a != 0 for a in numbers)
+        return name in _ROW_BY_ROW
+
+    def agrees(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether step and replay give the same bits for `inputs`, from the same state of torch's generator.
+
+        The generator is left as the step leaves it. Tensors from outside that a step may change are not touched: step
+        and replay each have copies of them, which must be the same afterwards.
+        """
+        with torch.no_grad():
+            state = torch.get_rng_state()
+            if self._writes:
+                wanted, after, got = self._on_copies(inputs, state)
+            else:
+                versions = [t._version for t in self._outside.values()]
+                wanted = [*self._call(*[x.clone() for x in inputs])]
+                after = torch.get_rng_state()
+                torch.set_rng_state(state)
+                got = self._replayed(self.run, inputs)
+                if versions != [t._version for t in self._outside.values()]:
+                    return True  # another thread trains meanwhile: nothing can be told
+            same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
+            torch.set_rng_state(after)
+        return same
+
+    def _replayed(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = [inputs[i] for i in self.used]
+        if not self._arrays:
+            return [*run(*given)[: self.outputs]]
+        return [torch.from_numpy(array) for array in run(*[x.numpy().copy() for x in given])[: self.outputs]]
+
+    def _on_copies(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        """What the step makes and has changed; the generator after it; what the replay makes and has changed."""
+        theirs, ours = Shadows(), Shadows()
+        stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
+        made = record(self._call, inputs, theirs)
+        wanted = [made.recorder.tensors[at] for at in made.outputs]
+        wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        prepare, step = self._compiled(stands)
+        values = self._replayed(step(*prepare()()[: len(self._fixed)]), inputs)
+        return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
+
+
+class Halves:
+    """A step in two: `run` makes what is needed `now`, `finish` the `rest` for a whole rollout.
+
+    `run` returns the outputs `now` as arrays, then what `finish` will need of this step.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+
+    def __init__(
+        self,
+        step: Callable[..., Callable[..., Any]],
+        columns: Callable[..., Callable[..., Any]],
+        now: tuple[int, ...],
+        rest: Sequence[int],
+        checks: Sequence[Decision],
+        moves: Sequence[bool],
+    ) -> None:
+        self._step, self._columns, self.now, self.rest, self.checks = step, columns, now, rest, checks
+        self.moves = moves  # whether each of the rest is another at every step
+
+    def bind(self, *steady: Any) -> None:
+        """Begin a rollout, with what follows from parameters alone."""
+        self.run, self._later = self._step(*steady), self._columns(*steady)
+
+    def finish(self, rows: Sequence[tuple[Any, ...]], *, check: bool = False) -> tuple[list[Tensor], bool]:
+        """The rest of the outputs and the checks, of all steps; what is the same at every step only once.
+
+        `rows` are what `run` returned. With `check`, each row is computed alone as well; the second value says whether
+        that made no difference, and if it did the first are those.
+        """
+        with torch.no_grad():
+            stacked = [torch.stack(column) for column in list(zip(*rows))[len(self.now) :]]
+            if not stacked:
+                return [*self._later()], True
+            found = self._batched(stacked)
+            if not check:
+                return found, True
+            alone = list(zip(*[self._later(*row[len(self.now) :]) for row in rows]))
+            exact = [torch.stack(column) if moves else column[0] for column, moves in zip(alone, self.moves)]
+            same = all(map(_same_bits, found, exact))
+            return (found if same else exact), same
+
+    def _batched(self, stacked: Sequence[Tensor]) -> list[Tensor]:
+        moves = self.moves
+        varied: Iterator[Any] = iter(())
+        if any(moves):
+            varied = iter(torch.func.vmap(lambda *r: tuple(v for v, m in zip(self._later(*r), moves) if m))(*stacked))
+        same: Iterator[Any] = iter(())
+        if not all(moves):
+            one = self._later(*[column[0] for column in stacked])
+            same = iter([v for v, m in zip(one, moves) if not m])
+        return [next(varied) if m else next(same) for m in moves]
+
+    def agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
+        """Whether both halves make what the `whole` step makes, over as many rows as leave every remainder."""
+        kept = torch.get_rng_state()
+        try:
+            with torch.no_grad():
+                return self._agrees(whole, probes, used)
+        except Exception:  # a value that is no array, a function that does not go over rows: all is made at each step
+            return False
+        finally:
+            torch.set_rng_state(kept)
+
+    def _agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
+        rows, wanted = [], []
+        for turn in range(67):
+            probe = [_noisy(probes[turn % len(probes)][i]) for i in used]
+            state = torch.get_rng_state()
+            wanted.append(whole(*probe))
+            after = torch.get_rng_state()
+            torch.set_rng_state(state)
+            rows.append(self.run(*probe))
+            if not torch.equal(after, torch.get_rng_state()):
+                return False
+        for i, at in enumerate(self.now):
+            if not all(_same_bits(w[at], torch.from_numpy(r[i])) for w, r in zip(wanted, rows)):
+                return False
+        columns, same = self.finish(rows, check=True)
+        for column, at, moves in zip(columns, self.rest, self.moves):
+            for t, row in enumerate(wanted):
+                if not _same_bits(row[at], column[t] if moves else column):
+                    return False
+        said = zip(self.checks, columns[len(self.rest) :])
+        return same and all(bool((column == check.value).all()) for check, column in said)
+
+
+def _noisy(value: Tensor) -> Tensor:
+    return value + torch.randn_like(value) if value.dtype.is_floating_point else value.clone()
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _without_copies(
+    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
+) -> tuple[list[Call], dict[int, int]]:
+    """The calls without copies of what nobody changes; and which register stands for the copy."""
+    names: dict[int, int] = {}
+    kept = []
+    for call in calls:
+        if names:
+            call = _renamed(call, names)
+        copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
+        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
+            names[call.writes[0]] = call.reads[0]
+        else:
+            kept.append(call)
+    return kept, names
+
+
+def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int]) -> tuple[list[Call], dict[int, int]]:
+    """The calls without those made before on the same tensors; and which register stands for the result.
+
+    Nothing in memory that changes is the same twice, and what is returned has memory of its own.
+    """
+    names: dict[int, int] = {}
+    seen: dict[Any, int] = {}
+    kept = []
+    for call in calls:
+        if names:
+            call = _renamed(call, names)
+        pure = not (call.random or call.foreign or call.changes) and isinstance(call.results, Register)
+        if pure and changing.isdisjoint((*call.reads, *call.writes)) and outputs.isdisjoint(call.writes):
+            try:
+                first = seen.setdefault((call.func, _exactly((call.args, call.kwargs))), call.writes[0])
+            except TypeError:  # an argument that cannot be told from others
+                first = call.writes[0]
+            if first != call.writes[0]:
+                names[call.writes[0]] = first
+                continue
+        kept.append(call)
+    return kept, names
+
+
+def _exactly(value: Any) -> Any:
+    """Something to compare arguments by: to torch 1, 1.0 and True are different, and so are 0.0 and -0.0."""
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_exactly, value))
+    if type(value) is dict:
+        return dict, tuple((key, _exactly(one)) for key, one in value.items())
+    if isinstance(value, slice):
+        return slice, _exactly((value.start, value.stop, value.step))
+    return type(value), repr(value) if type(value) is float else value
+
+
+def _renamed(call: Call, names: Mapping[int, int]) -> Call:
+    def new(value: Any) -> Any:
+        if isinstance(value, Register):
+            return Register(names.get(value.at, value.at))
+        if type(value) in (tuple, list):
+            return type(value)(map(new, value))
+        return slice(new(value.start), new(value.stop), new(value.step)) if isinstance(value, slice) else value
+
+    if not names.keys() & {*call.reads}:
+        return call
+    reads = tuple(names.get(at, at) for at in call.reads)
+    return call._replace(args=new(call.args), kwargs={k: new(v) for k, v in call.kwargs.items()}, reads=reads)
+
+
+def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
+    """The same call in the form others know: without a tensor of which only the shape is asked, which never changes."""
+    named = ("condition", "input", "other")
+    if name_of(call.func) == "where" and not call.args and tuple(call.kwargs) == named:
+        return call._replace(args=tuple(call.kwargs[name] for name in named), kwargs={})
+    if name_of(call.func) == "expand_as" and len(call.args) == 2 and not call.kwargs:
+        one, other = call.args
+        if isinstance(one, Register) and isinstance(other, Register):
+            shape = tuple(tensors[other.at].shape)
+            return call._replace(func=Tensor.expand, args=(one, shape), reads=(one.at,))
+    return call
+
+
+def _written(calls: Sequence[Call]) -> set[int]:
+    return {at for call in calls for at in call.writes if at not in call.reads}
+
+
+def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
+    """Those of `calls` that have an effect on the registers `wanted`, or on the generator."""
+    kept = []
+    for call in reversed(calls):
+        if call.random or call.changes or wanted.intersection(call.writes):
+            kept.append(call)
+            wanted = wanted.union(call.reads)
+    return kept[::-1]

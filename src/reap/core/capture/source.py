@@ -1,0 +1,232 @@
+"""StepSource: recorded calls as the text of a Python function.
+
+    def make(r9):                             what is the same for a whole rollout
+        n9 = r9.numpy()
+        def run(n0, n1):                      what a step is given
+            with quiet(all="ignore"):
+                n5 = add(n0, n1)              NumPy, where it gives the same bits (see exact.py)
+            r5 = from_numpy(n5)
+            r6 = tanh(r5)                     torch
+            return (n5, r6)
+        return run
+
+A register is a tensor `r…`, an array `n…` on the same memory, or both: what changes one changes the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.core.capture.exact import Expression, Operand, as_numpy
+from reap.core.capture.recorder import Call, Register, name_of
+
+# Microseconds, by which it is decided who makes a call.
+_TORCH, _NUMPY, _TO_ARRAY, _TO_TENSOR = 1.3, 0.45, 0.7, 0.5
+
+
+class Wanted(NamedTuple):
+    """A register that a function returns."""
+
+    at: int
+    as_array: bool = False
+
+
+class StepSource:
+    """Writes functions of recorded calls.
+
+    Args:
+        tensors: one of the shape and type of each register.
+        outside: registers that are there before.
+        fixed: registers that are given once per rollout.
+        numpy: whether NumPy may make calls.
+        arrays: whether what a step is given are arrays. Functions that are not torch's take and return arrays always.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        outside: Mapping[int, Tensor],
+        fixed: Sequence[int],
+        *,
+        numpy: bool,
+        arrays: bool = False,
+    ) -> None:
+        self._tensors, self._outside, self._fixed = tensors, outside, fixed
+        self._numpy, self._arrays = numpy, arrays
+        self._names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
+        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate)
+        self._before: list[str] = []  # lines in which a rollout begins
+        self._lines: list[tuple[str, bool]] = []  # lines of a step, and whether NumPy could warn there
+        self._tensor: set[int] = set()
+        self._array: set[int] = set()
+
+    def function(
+        self, calls: Sequence[Call], inputs: Sequence[int], results: Sequence[Wanted]
+    ) -> Callable[..., Callable[..., tuple[Any, ...]]]:
+        """A function of the `fixed` registers that returns a function of `inputs` that makes the calls."""
+        steady = {*self._fixed, *self._outside}
+        self._tensor, self._array = {*steady}, set()
+        (self._array if self._arrays else self._tensor).update(inputs)
+        rules = [self._rule(call) for call in calls]
+        for call, rule in zip(calls, self._chosen(calls, rules, results, steady)):
+            if rule is not None:
+                self._by_numpy(call, rule)
+            elif call.foreign:
+                self._foreign(call)
+            else:
+                self._by_torch(call)
+        returned = "".join(f"{self._form(w.at, array=w.as_array)}, " for w in results)
+        given = ", ".join(f"{'n' if self._arrays else 'r'}{at}" for at in inputs)
+        text = "\n".join(
+            [
+                f"def make({', '.join(f'r{at}' for at in self._fixed)}):",
+                *(f"    {line}" for line in self._before),
+                f"    def run({given}):",
+                *self._body(),
+                f"        return ({returned})",
+                "    return run",
+            ]
+        )
+        exec(compile(text, "<a captured step>", "exec"), self._names)  # our own text: no user's strings are in it
+        return self._names["make"]  # type: ignore[no-any-return]
+
+    def _body(self) -> list[str]:
+        """The lines; torch is silent where NumPy would warn, so it is asked to be."""
+        found: list[str] = []
+        inside = False
+        last = max((i for i, (_, warns) in enumerate(self._lines) if warns), default=-1)
+        for i, (line, warns) in enumerate(self._lines):
+            ends = i > last or line.startswith("#")
+            if inside and ends:
+                inside = False
+            if warns and not inside:
+                found.append('        with quiet(all="ignore"):')
+                inside = True
+            if not line.startswith("#"):
+                found.append(f"        {'    ' * inside}{line}")
+        return found
+
+    def _rule(self, call: Call) -> Expression | None:
+        if not self._numpy or call.random or not isinstance(call.results, Register):
+            return None
+        if call.changes and (call.changes != (call.results.at,) or not isinstance(call.args[0], Register)):
+            return None
+        if name_of(call.func) == "where" and call.func is not torch.where:
+            return None  # a tensor's own has its arguments in another order
+        args = [
+            Operand(a.at, self._outside.get(a.at, self._tensors[a.at])) if isinstance(a, Register) else a
+            for a in call.args
+        ]
+        if any(isinstance(a, (tuple, list)) and any(isinstance(x, Register) for x in a) for a in args):
+            return None
+        if any(isinstance(v, Register) for v in call.kwargs.values()):
+            return None
+        found = as_numpy(name_of(call.func), args, call.kwargs, self._tensors[call.results.at])
+        in_place = call.results.at in call.reads
+        if found is None or (in_place and call.args[0] != call.results) or (in_place and not _is_ufunc(found)):
+            return None
+        return found
+
+    def _chosen(
+        self,
+        calls: Sequence[Call],
+        rules: Sequence[Expression | None],
+        results: Sequence[Wanted],
+        steady: set[int],
+    ) -> list[Expression | None]:
+        """Of what NumPy could do that which it is quicker at, the ways there and back included."""
+        for_torch = {w.at for w in results if not w.as_array}
+        for_numpy = {w.at for w in results if w.as_array}
+        for call, rule in zip(calls, rules):
+            (for_torch if rule is None and not call.foreign else for_numpy).update(call.reads)
+        tensor, array = {*self._tensor}, {*self._array, *steady}
+        chosen: list[Expression | None] = []
+        for call, rule in zip(calls, rules):
+            taken = rule
+            if rule is not None:
+                made = [at for at in call.writes if at not in call.reads]
+                there = _NUMPY + _TO_ARRAY * len({*call.reads} - array)
+                there += _TO_TENSOR * any(at in for_torch for at in made)
+                here = (
+                    _TORCH + _TO_TENSOR * len({*call.reads} - tensor) + _TO_ARRAY * any(at in for_numpy for at in made)
+                )
+                taken = rule if there < here else None
+            (array if taken is not None or call.foreign else tensor).update((*call.reads, *call.writes))
+            chosen.append(taken)
+        return chosen
+
+    def _form(self, at: int, *, array: bool) -> str:
+        """The name of a register in this form, which it has from now on."""
+        if array and at not in self._array:
+            steady = at in self._outside or at in self._fixed
+            text = f"n{at} = r{at}.detach().numpy()" if steady else f"n{at} = r{at}.numpy()"
+            if steady:
+                self._before.append(text)
+            else:
+                self._lines.append((text, False))
+            self._array.add(at)
+        elif not array and at not in self._tensor:
+            self._lines.append((f"r{at} = from_numpy(n{at})", False))
+            self._tensor.add(at)
+        return f"{'n' if array else 'r'}{at}"
+
+    def _value(self, value: Any, *, array: bool = False) -> str:
+        if isinstance(value, (Register, Operand)):
+            return self._form(value.at, array=array)
+        if isinstance(value, Expression):
+            inner = ", ".join(self._value(a, array=True) for a in value.args)
+            return f"{self._value(value.func)}({inner})"
+        if value is None or value is Ellipsis or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) in (tuple, list):
+            inner = "".join(f"{self._value(v, array=array)}, " for v in value)
+            return f"({inner})" if type(value) is tuple else f"[{inner}]"
+        if isinstance(value, slice):
+            parts = (self._value(v, array=array) for v in (value.start, value.stop, value.step))
+            return f"slice({', '.join(parts)})"
+        name = f"k{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _by_numpy(self, call: Call, rule: Expression) -> None:
+        at = call.results.at
+        text = self._value(rule)
+        if at in call.reads:  # changed in place
+            text = f"{text[:-1]}, out={self._form(at, array=True)})"
+        else:
+            text = f"n{at} = {text}"
+            self._array.add(at)
+            self._tensor.discard(at)
+        self._lines.append((text, not rule.quiet))
+
+    def _foreign(self, call: Call) -> None:
+        given = ", ".join(self._form(at, array=True) for at in call.reads)
+        targets = "".join(f"n{at}, " for at in call.writes)
+        self._lines.append(("# outside", False))  # what it says is the user's to hear
+        self._lines.append((f"({targets}) = {self._value(call.func)}({given})", False))
+        self._lines.append(("# outside", False))
+        self._array.update(call.writes)
+
+    def _by_torch(self, call: Call) -> None:
+        arguments = [*map(self._value, call.args), *(f"{k}={self._value(v)}" for k, v in call.kwargs.items())]
+        line = f"{self._target(call.results, call.reads)} = {self._value(call.func)}({', '.join(arguments)})"
+        self._lines.append((line, False))
+
+    def _target(self, value: Any, reads: tuple[int, ...]) -> str:
+        if isinstance(value, Register):
+            if value.at in reads:
+                return "_"  # changed in place: it has its name already
+            self._tensor.add(value.at)
+            self._array.discard(value.at)
+            return f"r{value.at}"
+        inner = "".join(f"{self._target(v, reads)}, " for v in value) if isinstance(value, (tuple, list)) else ""
+        return f"({inner})" if inner else "_"
+
+
+def _is_ufunc(rule: Expression) -> bool:
+    return isinstance(rule.func, np.ufunc)

@@ -1,0 +1,151 @@
+"""A policy on a GPU for lanes on the host: its forward and sampling as one CUDA graph, rows pinned.
+
+    row ──► static input ──► replay ──► static output ──► pinned memory ──► row         one wait per step
+
+Rows are pinned once with their slot (`pinned`), so copies need no staging. The first step is made as it is; the second
+is recorded, replayed and compared with the same step made as it is. A policy whose tensors move is recorded anew. Rows
+of another width (core/policies/buckets.py) are a recording of their own, on the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from reap.core.device.cudagraph_rollout import CudaGraphRollout
+from reap.core.policy import Policy, RandomActions, TensorPolicy
+from reap.core.slot import Layout, Row, Slot
+from reap.errors import UsageError
+from reap.spec import Key, Leaf
+
+
+class Width:
+    """Memory for rows of one width: what a replay reads, where it leaves its outputs, and where the host finds them."""
+
+    recording: CudaGraphRollout
+
+    def __init__(self, inputs: list[Tensor], static: list[Tensor], host: list[Tensor]) -> None:
+        self.inputs, self.static, self.host = inputs, static, host
+        self.shown = tuple(t.numpy() for t in host)
+
+    def cut(self, size: int) -> Width:
+        """The first `size` positions of it."""
+        return Width([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
+
+
+class CudaGraphPolicy(TensorPolicy):
+    """`policy`, replayed."""
+
+    def __init__(self, policy: TensorPolicy, model: Any, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise UsageError(f"cudagraph_policy needs the policy on a CUDA device, this one is on {device}")
+        if policy.remembers:
+            raise UsageError(
+                "cudagraph_policy: this policy finds at each step what it wrote at the last one, which a recording "
+                "cannot follow; leave cudagraph_policy out"
+            )
+        super().__init__(policy.inputs, device)
+        self._policy, self.outputs = policy, policy.outputs
+        self._owners = [model] if isinstance(model, nn.Module) else []
+        self._widths: dict[torch.Size, Width] = {}
+        self._room: Width | None = None
+
+    @property
+    def written(self) -> Sequence[Key]:
+        return self._policy.written
+
+    def begin(self, slot: Slot) -> None:
+        self._policy.begin(slot)
+        if self._policy.remembers:
+            raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
+        if self._room is None:
+            self._room = self._lay_out(slot)
+
+    def _lay_out(self, slot: Slot) -> Width:
+        """Memory that keeps its address, for rows of any width."""
+        columns: dict[Key, Leaf] = slot.layout.columns
+        lanes = slot.layout.dims
+
+        def room(keys: Sequence[Key], **where: Any) -> list[Tensor]:
+            return [torch.zeros(*lanes, *columns[k].shape, dtype=columns[k].dtype, **where) for k in keys]
+
+        return Width(
+            room(self.inputs, device=self.device),
+            room(self.written, device=self.device),
+            room(self.written, pin_memory=self.device is not None and self.device.type == "cuda"),
+        )
+
+    def _width_of(self, row: Row) -> Width:
+        """The memory for rows as wide as this one, and what is recorded on it."""
+        assert self._room is not None
+        shape = row.outputs[0].shape
+        width = self._widths.get(shape)
+        if width is None:
+            whole = shape == self._room.static[0].shape
+            width = self._widths[shape] = self._room if whole else self._room.cut(shape[0])
+            width.recording = CudaGraphRollout(functools.partial(self._step, width), width.static, [], self._owners)
+        return width
+
+    def _step(self, width: Width) -> None:
+        for static, value in zip(width.static, self._policy.forward(tuple(width.inputs))):
+            if value.shape != static.shape or value.dtype != static.dtype:
+                raise UsageError(f"the policy's output changed: {static.dtype}{list(static.shape)} before")
+            static.copy_(value)
+
+    def act(self, row: Row) -> None:
+        width = self._width_of(row)
+        for mine, given in zip(width.inputs, row.inputs):
+            mine.copy_(given, non_blocking=True)
+        width.recording.play()
+        for host, static in zip(width.host, width.static):
+            host.copy_(static, non_blocking=True)
+        torch.cuda.current_stream(self.device).synchronize()
+        for column, value in zip(row.outputs, width.shown):
+            column[...] = value
+
+    def end(self, slot: Slot, steps: int) -> None:
+        self._policy.end(slot, steps)
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        self._policy.forget(lanes)
+
+
+def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGraphPolicy:
+    """`policy`, replayed; or why it cannot be."""
+    if isinstance(policy, TensorPolicy):
+        return CudaGraphPolicy(policy, model, device or torch.device("cpu"))
+    if isinstance(policy, RandomActions):
+        raise UsageError("cudagraph_policy records what a policy computes; random actions are drawn: leave it out")
+    raise UsageError(
+        "cudagraph_policy records a policy that reads columns of tensors; this env shows it whole steps as it made "
+        "them, one by one: leave cudagraph_policy out"
+    )
+
+
+def pinned(make: Callable[[Layout, int], Slot], device: torch.device | None) -> Callable[[Layout, int], Slot]:
+    """Slots whose memory a policy on `device` reads and writes without a copy between, shared memory included."""
+
+    def made(layout: Layout, index: int) -> Slot:
+        slot = make(layout, index)
+        pin(slot.block, device)
+        return slot
+
+    return made
+
+
+def pin(block: np.ndarray[Any, Any], device: torch.device | None) -> None:
+    """Memory a policy on `device` will read, registered with that GPU in this process as long as somebody looks at it.
+
+    Others who map it notice nothing; a process whose policy is on the CPU never gets here, and has no CUDA context.
+    """
+    if device is None or device.type != "cuda" or not block.nbytes:
+        return
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) == 0:  # else it is as it was, only slower
+        weakref.finalize(block, runtime.cudaHostUnregister, block.ctypes.data).atexit = False

@@ -1,0 +1,161 @@
+"""CudaGraphRollout: a whole rollout as one CUDA graph, `T` steps of env and policy in one replay.
+
+    first rollout     as it is: whatever is allocated or compiled at first use, is then
+    second            recorded; replayed; the clock turned back; made once more as it is; the two compared, bit by bit
+    from then on      one replay
+
+State that a graph carries from replay to replay lies in tensors that keep their address. An env that puts a new tensor
+in an attribute's place is helped: at the end of the recording the new value is copied to where the old one was. State
+elsewhere (Python numbers, tensors in closures) a graph cannot see: then the comparison fails, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reap.errors import SpecMismatch, UsageError
+
+
+class CudaGraphRollout:
+    """Replays `fill`, a function without arguments that writes `columns` and changes `state`.
+
+    `owners` are the objects whose tensor attributes are state too, env and policy.
+    """
+
+    def __init__(
+        self, fill: Callable[[], None], columns: Sequence[Tensor], state: Sequence[Tensor], owners: Sequence[Any]
+    ) -> None:
+        self._fill, self._columns, self._state = fill, columns, state
+        self._owners = list(owners)
+        self._graph: Any = None
+        self._seen: tuple[int, ...] = ()  # addresses the graph reads
+        self._warm = False
+
+    def play(self) -> None:
+        """One rollout."""
+        if self._graph is not None and self._seen == self._addresses():
+            self._graph.replay()
+            return
+        if not self._warm:
+            self._fill()
+            self._warm = True
+            return
+        with torch.cuda.device(self._columns[0].device):  # the program's own may be another
+            self._record()
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(t.data_ptr() for _, _, t in _tensors(self._owners))
+
+    def _record(self) -> None:
+        before = self._snapshot()
+        graph = torch.cuda.CUDAGraph()
+        for generator in _generators(self._owners):
+            graph.register_generator_state(generator)
+        kept = list(_tensors(self._owners))
+        try:
+            with _unchecked(), torch.cuda.graph(graph):
+                self._fill()
+                _settle(kept)
+        except Exception as cause:
+            torch.cuda.synchronize()
+            _free_generators(_generators(self._owners))
+            why = (str(cause) or repr(cause)).splitlines()[0]
+            raise UsageError(
+                f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not ask the device anything "
+                f"(.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"
+            ) from cause
+        finally:
+            for owner, name, old in kept:
+                _table(owner)[name] = old
+        graph.replay()
+        replayed = [t.clone() for t in (*self._columns, *self._state)]
+        self._turn_back(before)
+        self._fill()  # made once more as it is: this one is delivered
+        _settle(kept)
+        for mine, other in zip((*self._columns, *self._state), replayed):
+            if not torch.equal(_plain(mine), _plain(other)):
+                raise SpecMismatch(
+                    "cudagraph_policy: a recorded rollout differs from the same one made step by step; env or policy "
+                    "keep state a graph cannot see (Python numbers, tensors that are no attributes); leave it out"
+                )
+        self._graph, self._seen = graph, self._addresses()
+
+    def _snapshot(self) -> Any:
+        tensors = [(t, t.clone()) for t in self._state] + [(t, t.clone()) for _, _, t in _tensors(self._owners)]
+        return tensors, torch.cuda.get_rng_state(), [(g, g.get_state()) for g in _generators(self._owners)]
+
+    def _turn_back(self, snapshot: Any) -> None:
+        tensors, default, generators = snapshot
+        for tensor, value in tensors:
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(value)
+        torch.cuda.set_rng_state(default)
+        for generator, state in generators:
+            generator.set_state(state)
+
+
+def _table(owner: Any) -> dict[Any, Any]:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _settle(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
+    """New tensors that took an old one's place: their values go to where the old one is, and it comes back."""
+    for owner, name, old in kept:
+        new = _table(owner)[name]
+        if new is not old:
+            old.copy_(new)
+            _table(owner)[name] = old
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num() if tensor.is_floating_point() else tensor
+
+
+def _tensors(owners: Sequence[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Every tensor an owner holds: (who holds it, under which name, itself). Modules by their parts."""
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            for part in owner.modules():
+                for table in (part._parameters, part._buffers):
+                    yield from ((table, name, t) for name, t in table.items() if t is not None and t.is_cuda)
+            continue
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, Tensor) and value.is_cuda:
+                yield owner, name, value
+            elif isinstance(value, dict):
+                yield from ((value, key, t) for key, t in value.items() if isinstance(t, Tensor) and t.is_cuda)
+            elif isinstance(value, nn.Module):
+                yield from _tensors([value])
+
+
+def _generators(owners: Sequence[Any]) -> list[torch.Generator]:
+    return [
+        value
+        for owner in owners
+        for value in vars(owner).values()
+        if isinstance(value, torch.Generator) and value.device.type == "cuda"
+    ]
+
+
+def _free_generators(own: Sequence[torch.Generator]) -> None:
+    """A recording that was broken off leaves its generators waiting for the rest of it: give them a fresh state."""
+    for generator in (torch.cuda.default_generators[torch.cuda.current_device()], *own):
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Distributions check their arguments on the host, which a recording cannot; the rollout before it did."""
+    from torch.distributions import Distribution
+
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)

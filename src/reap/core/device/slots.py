@@ -1,0 +1,270 @@
+"""Lanes that live on a device: the same loop on rows of tensors. Nothing is asked of the device before a batch is made.
+
+    DeviceSlot     columns `[T, N, …]` as tensors there; on a GPU a batch is lent as on the host, elsewhere it is copied
+    DeviceLedger   trajectory ids, worked out there
+    DeviceStats    returns and lengths, summed there; looked at only when somebody asks
+
+The numbers are those of the host's `Ledger`, id by id.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
+from reap.core.stats import RECENT
+from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf
+
+
+class DeviceLayout(Layout):
+    """A layout whose columns are tensors on a device."""
+
+    def __init__(
+        self,
+        columns: Mapping[Key, Leaf],
+        steps: int,
+        lanes: int,
+        *,
+        batched: bool,
+        device: torch.device,
+        look: BatchShape = USUAL,
+    ) -> None:
+        super().__init__(columns, steps, lanes, batched=batched, look=look)
+        self.device = device
+
+    def tensor(self, key: Key, array: Any) -> Tensor:
+        return array  # type: ignore[no-any-return]
+
+
+class DeviceSlot(Slot):
+    """Columns as tensors."""
+
+    def __init__(self, layout: DeviceLayout, index: int = 0) -> None:
+        size = (layout.steps, layout.lanes)
+        columns: dict[Key, Any] = {
+            key: torch.zeros(*size, *leaf.shape, dtype=leaf.dtype, device=layout.device)
+            for key, leaf in layout.columns.items()
+        }
+        super().__init__(layout, index, columns)
+
+    def put(self, key: Key, values: Tensor) -> None:
+        self.arrays[key][: len(values)] = values
+
+    def copied(self) -> dict[Key, Any]:
+        return {key: column.clone() for key, column in self.arrays.items()}  # type: ignore[attr-defined]
+
+    def wrap_policy(self) -> dict[Key, Any]:
+        columns: dict[Key, Any] = self.arrays
+        owners = {key: Lent(column) for key, column in columns.items()}
+        self._ended = deque()
+        self._loan = [weakref.ref(owner, self._ended.append) for owner in owners.values()]  # type: ignore[arg-type]
+        return {key: owner.tensor() for key, owner in owners.items()}
+
+
+class Lent:
+    """A column on a GPU as foreign memory: torch keeps this object while any tensor looks at it, and no longer."""
+
+    def __init__(self, column: Tensor) -> None:
+        self._dtype = column.dtype
+        self._column = column.view(torch.int16) if column.dtype is torch.bfloat16 else column  # the protocol lacks it
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return dict(self._column.__cuda_array_interface__)
+
+    def tensor(self) -> Tensor:
+        """The column, lent."""
+        lent = torch.as_tensor(self, device=self._column.device)
+        return lent.view(self._dtype) if self._dtype is torch.bfloat16 else lent
+
+
+def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value to its place, with few kernels where torch has a function for that."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(list(into), list(values))
+        return
+    for column, value in zip(into, values):
+        column.copy_(value)
+
+
+class DeviceStats:
+    """Counts of one worker; what only the device knows is fetched when `summary` asks."""
+
+    def __init__(self, lanes: int, device: torch.device) -> None:
+        self.frames = self.rollouts = 0
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
+        self._in_all = torch.zeros_like(self._sums)
+        self._recent: deque[Tensor] = deque(maxlen=RECENT)
+        self._return = torch.zeros(lanes, dtype=torch.float64, device=device)
+        self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._clock = _Clock(device)
+
+    def begin(self) -> None:
+        """A rollout starts."""
+        self._clock.start()
+
+    def end(self, frames: int) -> None:
+        """A rollout of so many frames is full, and `rollout` has summed it."""
+        self._clock.stop()
+        self.frames, self.rollouts = self.frames + frames, self.rollouts + 1
+        self._in_all += self._sums
+        self._recent.append(self._sums.clone())
+
+    def forget(self, mask: Tensor) -> None:
+        """Episodes cut short by a reset are not counted."""
+        self._return.masked_fill_(mask, 0)
+        self._length.masked_fill_(mask, 0)
+
+    def rollout(self, reward: Tensor, done: Tensor) -> None:
+        """Sum one rollout, `[T, N]`: a frame belongs to an episode that ended if its lane ends at it or later."""
+        steps = len(done)
+        closed = done.flip(0).to(torch.uint8).cummax(0).values.flip(0).bool()
+        finite = torch.isfinite(reward)
+        number = torch.where(finite, reward, 0.0)
+        ended = closed[0]
+        inside, frames = (number * closed).sum(0, dtype=torch.float64), closed.sum(0)
+        self._sums[0] = torch.where(ended, inside + self._return, 0.0).sum()
+        self._sums[1] = torch.where(ended, frames + self._length, 0).sum()
+        self._sums[2] = done.sum()
+        self._sums[3] = reward.isnan().sum()
+        self._return.copy_(number.sum(0, dtype=torch.float64) - inside + self._return.masked_fill(ended, 0))
+        self._length.copy_(steps - frames + self._length.masked_fill(ended, 0))
+
+    def summary(self) -> dict[str, Any]:
+        """The counts; means over the last rollouts that hold a hundred episodes (None before the first one ends)."""
+        _, _, episodes, nans = self._in_all.tolist()
+        returns = lengths = ends = 0.0
+        for sums in reversed(self._recent):
+            r, n, e, _ = sums.tolist()
+            returns, lengths, ends = returns + r, lengths + n, ends + e
+            if ends >= RECENT:
+                break
+        seconds = self._clock.seconds()
+        return {
+            "episodes": int(episodes),
+            "mean_return": returns / ends if ends else None,
+            "mean_length": lengths / ends if ends else None,
+            "nan_rewards": int(nans),
+            "collect_seconds": seconds,
+            "frames_per_second": self.frames / seconds if seconds else 0.0,
+        }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What changes from rollout to rollout."""
+        return [self._return, self._length]
+
+
+class _Clock:
+    """Seconds between `start` and `stop`, as the device sees them; nobody waits for it before `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda, self._device = device.type == "cuda", device
+        self._done = 0.0
+        self._began: Any = None
+        self._running: deque[tuple[Any, Any]] = deque()
+
+    def start(self) -> None:
+        self._began = _event(self._device) if self._cuda else time.perf_counter()
+
+    def stop(self) -> None:
+        if not self._cuda:
+            self._done += time.perf_counter() - self._began
+            return
+        self._running.append((self._began, _event(self._device)))
+        while self._running and self._running[0][1].query():
+            self._add()
+
+    def seconds(self) -> float:
+        while self._running:
+            self._running[0][1].synchronize()
+            self._add()
+        return self._done
+
+    def _add(self) -> None:
+        start, stop = self._running.popleft()
+        self._done += start.elapsed_time(stop) / 1e3
+
+
+def _event(device: torch.device) -> Any:
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class DeviceCounter:
+    """The number of the next trajectory, on a device."""
+
+    def __init__(self, first: int, device: torch.device) -> None:
+        self.tensor = torch.tensor(first, dtype=torch.int64, device=device)
+
+    @property
+    def next(self) -> int:
+        """Asks the device."""
+        return int(self.tensor)
+
+    def skip_to(self, first: int) -> None:
+        """Go on at or above `first`."""
+        self.tensor.clamp_(min=first)
+
+
+class DeviceLedger:
+    """Ids and counts of one env's lanes, from rollout to rollout."""
+
+    def __init__(self, spec: EnvSpec, device: torch.device, stats: DeviceStats) -> None:
+        self.stats = stats
+        self._reward = ("next", *next(iter(spec.reward)))
+        self.ids = torch.arange(spec.lanes, device=device)
+        self.counter = DeviceCounter(spec.lanes, device)
+
+    def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
+        """These lanes began anew, at the border between two rollouts."""
+        chosen = torch.as_tensor(list(lanes), device=self.ids.device)
+        mask = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
+        mask[chosen] = True
+        if fresh_ids:
+            self.ids[chosen] = self.counter.tensor + torch.arange(len(chosen), device=self.ids.device)
+            self.counter.tensor += len(chosen)
+        self.stats.forget(mask)
+
+    def close(self, slot: Slot) -> None:
+        """A rollout is over: its ids and its sums."""
+        columns: Mapping[Key, Any] = slot.arrays
+        done, reward = columns[("next", "done")][..., 0], columns[self._reward]
+        self.stats.rollout(reward.reshape(*done.shape, -1).mean(-1), done)
+        if TRAJ_IDS not in columns:
+            return
+        ids = columns[TRAJ_IDS]
+        new = done.reshape(-1).cumsum(0).reshape(done.shape)
+        ended = new[-1, -1].clone()
+        new += self.counter.tensor - 1  # what the episode after an end here is called
+        # Later ids are larger ids: a lane has the largest of those given to it so far.
+        given = torch.where(done, new, -1).cummax(0).values
+        ids[0] = self.ids
+        torch.maximum(given[:-1], self.ids, out=ids[1:])
+        torch.maximum(given[-1], self.ids, out=self.ids)
+        self.counter.tensor += ended
+
+    def stamp(self, slot: Slot, version: int | None) -> None:
+        """Every frame was made by this version; None: the policy has written whose it is."""
+        columns: Mapping[Key, Any] = slot.arrays
+        if version is None:
+            if ("next", *VERSION) in columns:
+                columns[("next", *VERSION)].copy_(columns[VERSION])
+            return
+        for key in (VERSION, ("next", *VERSION)):
+            if key in slot.arrays:
+                slot.arrays[key].fill_(version)  # type: ignore[attr-defined]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What changes from rollout to rollout."""
+        return [self.ids, self.counter.tensor, *self.stats.tensors]

@@ -1,0 +1,147 @@
+"""DeviceWorker: a worker whose lanes, policy and slot are on one device. The loop is the same.
+
+fill ─► RolloutLoop.fill (rows are tensors, lanes are reset where they ended by the env's own `after_step`) ─► ids, sums
+        └──── with `record`: all of it in one replay of a CUDA graph, see recording.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reap.core.device.cudagraph_rollout import CudaGraphRollout
+from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
+from reap.core.env import DeviceEnv, Env
+from reap.core.policies.as_policy import as_policy
+from reap.core.policies.captured_policy import leaves_inputs_alone
+from reap.core.policies.recurrent_state import carry_of
+from reap.core.policy import CallPolicy, Policy, RandomActions, TensorPolicy
+from reap.core.rollout import RolloutLoop, columns_of
+from reap.core.slot import FLAGS, Pool, Slot, State
+from reap.core.worker import Plan
+from reap.core.worker_base import AnyWorker
+from reap.errors import UsageError
+from reap.spec import READY, BatchShape, Key
+
+
+def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) -> DeviceWorker | None:
+    """A worker on the device `env` lives on, if everything this plan asks for can be done there."""
+    there = env.on_device()
+    if there is None or plan.compact or plan.stop is not None or not plan.reset_when_done:
+        return None
+    wanted = [device for device in (plan.storing_device, plan.policy_device) if device is not None]
+    if any(device.type != there.device.type or device.index not in (None, there.device.index) for device in wanted):
+        return None
+    if carry_of(model):
+        return None
+    try:
+        return DeviceWorker(plan, there, model, same_slot=same_slot)
+    except _CannotStay:
+        return None
+
+
+class _CannotStay(Exception):
+    """The policy keeps something from step to step, and would have to hear on the host where episodes end."""
+
+
+class DeviceWorker(AnyWorker):
+    """An env, a policy, the loop that joins them and the slot it fills, all on one device."""
+
+    def __init__(self, plan: Plan, env: DeviceEnv, model: Any, *, same_slot: bool = False) -> None:
+        self.plan, self.env, self.model, self._holders = plan, env, model, env.holders
+        self.halting: Callable[[], bool] | None = None
+        spec = env.spec
+        self.device, self.lanes = env.device, spec.lanes
+        self.stats = DeviceStats(self.lanes, self.device)
+        self.ledger = DeviceLedger(spec, self.device, self.stats)
+        current: list[Any] = [
+            torch.zeros(self.lanes, *leaf.shape, dtype=leaf.dtype, device=self.device)
+            for leaf in spec.observation.values()
+        ]
+        self._first(env, current)
+        self.policy = self._policy(current)
+        env.expect({key: self.policy.outputs[key] for key in spec.action})
+        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs))
+        self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
+        columns = columns_of(spec, self.policy, ids=plan.track_traj_ids, mask=False, version=plan.track_policy_version)
+        look = BatchShape(contiguous=bool(plan.contiguous))
+        self.layout = DeviceLayout(
+            columns, plan.steps(self.lanes), self.lanes, batched=spec.batched, device=self.device, look=look
+        )
+        lent = 2 if self.device.type == "cuda" and not same_slot else 0  # elsewhere a batch is a copy
+        self.pool = Pool(self.layout, limit=lent, make=DeviceSlot)  # type: ignore[arg-type]
+        self._recordings: dict[int, CudaGraphRollout] = {}  # by slot: each writes to its own
+
+    def _policy(self, current: Sequence[Any]) -> Policy:
+        spec, plan = self.env.spec, self.plan
+        columns: dict[Key, Any] = dict(zip(spec.observation, current))
+        for flag in FLAGS:
+            columns[(flag,)] = torch.zeros(self.lanes, 1, dtype=torch.bool, device=self.device)
+        policy = as_policy(
+            self.model,
+            columns=columns,
+            observation=[key for key in spec.observation if key != READY],
+            action=spec.action,
+            size=(self.lanes,),
+            kind=plan.exploration,
+            trust=plan.trust_policy,
+            compile=plan.compile_policy,
+        )
+        if policy.remembers:
+            raise _CannotStay
+        if isinstance(policy, TensorPolicy):
+            policy.stay()
+        if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
+            policy.trusted = leaves_inputs_alone(self.model, [columns[key].clone() for key in policy.inputs])
+        return policy
+
+    def fill(self, slot: Slot, *, random: bool = False) -> int:
+        """One rollout into `slot`; returns the frames made."""
+        self._before_rollout()
+        self.stats.begin()
+        policy = self.random.policy if random else self.policy
+        if policy.remembers:
+            raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
+        if self.plan.record and not random:
+            self._play(slot)
+        else:
+            self._fill(slot, self.random if random else None)
+        policy.end(slot, slot.layout.steps)
+        self.ledger.stamp(slot, self.loop.stamp)
+        frames = slot.layout.steps * self.lanes
+        self.stats.end(frames)
+        slot.state = State.FULL
+        return frames
+
+    def _fill(self, slot: Slot, policy: Policy | None = None) -> None:
+        self.loop.fill(slot, policy)
+        self.ledger.close(slot)
+
+    def _play(self, slot: Slot) -> None:
+        if slot.index not in self._recordings:
+            if self.device.type != "cuda":
+                raise UsageError(f"cudagraph_policy is for lanes on a CUDA device; these are on {self.device}")
+            columns: list[Any] = list(slot.arrays.values())
+            state: list[Any] = [*self.loop.current, *self.ledger.tensors]
+            owners = [*self._holders, *([self.model] if isinstance(self.model, torch.nn.Module) else [])]
+            self._recordings[slot.index] = CudaGraphRollout(lambda: self._fill(slot), columns, state, owners)
+        self._recordings[slot.index].play()
+
+    def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
+        self.loop.reset(lanes, seeds)
+        self.ledger.reset(lanes, fresh_ids=fresh_ids)
+
+
+class _Stepping(Policy):
+    """A policy within a rollout: `end` asks the device, so it waits until the rollout is made."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.inputs, self.outputs = policy.inputs, policy.outputs
+        self.begin, self.act, self.forget = policy.begin, policy.act, policy.forget  # type: ignore[method-assign]
+
+    @property
+    def written(self) -> Sequence[Key]:
+        return self.policy.written

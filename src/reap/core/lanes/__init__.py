@@ -1,0 +1,1 @@
+"""Lanes that are ready at different times, sorted into the stream of each."""

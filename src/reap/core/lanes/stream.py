@@ -1,0 +1,92 @@
+"""Stream: the frames of ready lanes in the order in which they came, so many at a time. Nobody waits for a slow lane.
+
+log      row t   root [2 0]  next [1 3]            each frame: the root its lane was sent with, and what came back
+stream   1 3 0 2 0 1 …  ──► the first F of them    lane by lane in order of time, lanes as they were ready
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from reap.core.lanes.ready import Sorter
+from reap.core.ledger import Ledger
+from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
+from reap.spec import Key
+
+ENV_INDEX: Key = ("env_index",)
+
+Array = np.ndarray[Any, Any]
+
+
+class Stream(Sorter):
+    """Takes logs as the loop fills them, gives batches `[F]` of whoever came."""
+
+    def lacks(self, steps: int) -> int:
+        """How many frames are missing."""
+        return max(0, steps - int(self._count.sum()))
+
+    def deliver(self, slot: Slot, ledger: Ledger) -> None:
+        """The next frames into `slot`, which has one lane; ids, lanes and counts with them."""
+        lanes = np.concatenate([lanes for lanes, _ in self._held])
+        frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
+        arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
+        left = {}
+        for key in (*self._roots, *self._nexts):
+            column = self._held[0][1][key]
+            if len(self._held) > 1:
+                column = np.concatenate([chunk[key] for _, chunk in self._held])
+            arrays[key][...] = column[:frames]
+            left[key] = column[frames:]
+        self._held = [(lanes[frames:], left)] if len(lanes) > frames else []
+        lanes = lanes[:frames]
+        self._count -= np.bincount(lanes, minlength=self._lanes)
+        arrays[ENV_INDEX][...] = lanes
+        if ("next", *VERSION) in arrays:
+            arrays[("next", *VERSION)][...] = arrays[VERSION]
+        ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
+        if TRAJ_IDS in arrays:
+            arrays[TRAJ_IDS][...] = ids
+        if MASK in arrays:
+            arrays[MASK][...] = True
+            for key, array in slot.arrays.items():
+                array[frames:] = -1 if key == TRAJ_IDS else 0
+
+
+def _account(ledger: Ledger, lanes: Array, done: Array, reward: Array) -> Array:
+    """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
+
+    Put lane after lane, trajectories are segments; one pass over their borders finds them all.
+    """
+    frames, stats = len(lanes), ledger.stats
+    number = reward.reshape(frames, -1).mean(-1, dtype=np.float64)
+    if not np.isfinite(number).all():
+        stats.nan_rewards += int(np.isnan(number).sum())
+        number = np.where(np.isfinite(number), number, 0.0)
+    order = np.argsort(lanes, kind="stable")
+    lane, over = lanes[order], done[order]
+    new_lane = np.r_[True, lane[1:] != lane[:-1]]
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]])
+    lengths = np.diff(np.r_[starts, frames])
+    ends = starts + lengths - 1
+    whose, open_before, ended = lane[starts], new_lane[starts], over[ends]
+    returns = np.add.reduceat(number[order], starts)
+    counts = lengths.copy()
+    returns[open_before] += stats.open_return[whose[open_before]]
+    counts[open_before] += stats.open_length[whose[open_before]]
+    in_time = np.flatnonzero(ended)[np.argsort(order[ends[ended]])]  # ended trajectories, in the order of their ends
+    stats.ended(returns[in_time], counts[in_time], frames)
+    last = np.r_[whose[1:] != whose[:-1], True]  # of each lane
+    stats.open_return[whose[last]] = np.where(ended, 0.0, returns)[last]
+    stats.open_length[whose[last]] = np.where(ended, 0, counts)[last]
+
+    ids = np.empty(len(starts), np.int64)
+    ids[open_before] = ledger.ids[whose[open_before]]
+    following = np.empty(len(starts), np.int64)
+    following[in_time] = ledger.counter.take(len(in_time))
+    ids[1:][~open_before[1:]] = following[:-1][~open_before[1:]]
+    ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
+    column = np.empty(frames, np.int64)
+    column[order] = np.repeat(ids, lengths)
+    return column

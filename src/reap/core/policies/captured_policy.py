@@ -1,0 +1,263 @@
+"""CapturedPolicy: a user's module, run as the torch calls it makes (see core/capture).
+
+Whatever cannot be captured, and every rollout before which something about the module changed that is not captured yet,
+is acted by the plain policy behind it: the module itself, called at each step. Now and then a step is made by both and
+compared; if they differ the module is called from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict.nn import InteractionType
+from torch import Tensor, nn
+
+from reap.core.capture.provable import why_not
+from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in
+from reap.core.capture.replay import Captured, Halves
+from reap.core.policies.as_policy import untouched
+from reap.core.policies.exploration import exploring
+from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.slot import Row, Slot
+from reap.errors import SpecMismatch
+from reap.spec import Key
+
+_log = logging.getLogger("reap.policy")
+_COMPARED = (2, 16)  # rollouts in which a step is made by module and replay
+_RECOMPUTED = (3, 17)  # rollouts of which every row that was left to the end is computed alone as well
+_SHORT = 32  # steps of a rollout at whose end there is nothing to win
+_MOST = 4  # recordings kept: of train() and eval(), of one or another head
+
+
+class CapturedPolicy(TensorPolicy):
+    """`plain`, which calls `model`, by its torch calls. `why` says why not, where it is not captured."""
+
+    def __init__(
+        self,
+        plain: CallPolicy | TensorDictPolicy,
+        model: nn.Module,
+        first: Sequence[Tensor],
+        kind: InteractionType | None,
+    ) -> None:
+        super().__init__(plain.inputs, plain.device)
+        self._plain, self._model, self._first, self._kind = plain, model, list(first), kind
+        self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
+        self._captures: list[tuple[Captured, list[Key]]] = []
+        self._active: Captured | None = None
+        self._keeps: list[Key] = []  # what it looks for of what it wrote at the last step
+        self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs of each step, and what was checked
+        self._pick: Callable[[Any], Any] = tuple
+        self._rollouts, self._compares = 0, False
+        self._halves: Halves | None = None  # of the step, where some outputs are left to the end of the rollout
+        self._rows: list[tuple[Any, ...]] = []  # what each step has left
+        self._whole = False  # whether nothing may be left to the end
+        self._capture()
+
+    def explain(self) -> str:
+        return "it is captured: its torch calls are replayed" if self._captures else super().explain()
+
+    @property
+    def captured(self) -> bool:
+        """Whether the module's torch calls are known."""
+        return bool(self._captures)
+
+    @property
+    def written(self) -> Sequence[Key]:
+        keys = list(self.outputs)
+        return keys if self._halves is None else [keys[i] for i in self._halves.now]
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        return bool(self._keeps) or self._plain.remembers
+
+    def _capture(self) -> bool:
+        """Record the module as it is now. False: it must be called."""
+        try:
+            with untouched(self._model), torch.no_grad(), exploring(self._kind):
+                self._captures.append(self._recorded())
+        except NotCaptured as reason:
+            self.why = str(reason)
+        except Exception as cause:  # whatever a module makes of being recorded: it is called
+            self.why = f"recording it raised {cause!r}"
+        else:
+            self.why = None
+        return self.why is None
+
+    def _recorded(self) -> tuple[Captured, list[Key]]:
+        plain, probes = self._plain, [self._first, *(varied(self._first, by) for by in (0.1, 1, 3))]
+        if isinstance(plain, CallPolicy):
+            return Captured([self._model], lambda *inputs: plain.forward(inputs), probes), []
+        size, columns = plain._size, len(self._first)
+        _, kept = plain.answer(tuple(self._first), {}, size)
+        given = {k: v for k, v in kept.items() if isinstance(v, Tensor) and tuple(v.shape[: len(size)]) == size}
+
+        def recorded(finds: Sequence[Key], leaves: Sequence[Key]) -> Captured:
+            def step(*inputs: Tensor) -> Sequence[Any]:
+                values, now = plain.answer(inputs[:columns], dict(zip(finds, inputs[columns:])), size)
+                return [*values, *(now[key] for key in leaves)]
+
+            held = [given[key] for key in finds]
+            return Captured([self._model], step, [[*probe, *(h.clone() for h in held)] for probe in probes])
+
+        # Of all that it wrote at the last step it may look for little, mostly for nothing.
+        found, keys = recorded(list(given), []), []  # type: ignore[var-annotated]
+        while (read := [list(given)[at - columns] for at in found.used if at >= columns]) != keys:
+            found, keys = recorded(list(given), read), read
+        return (recorded(keys, keys), keys) if keys else (found, keys)
+
+    def begin(self, slot: Slot) -> None:
+        self._plain.begin(slot)
+        self._checks, self._rows = [], []
+        self._rollouts += 1
+        self._compares = self._rollouts in _COMPARED
+        before = self._active
+        self._active = next((c for c, _ in self._captures if c.bind()), None)
+        if self._active is None and self.why is None and len(self._captures) < _MOST and self._capture():
+            self._active = self._captures[-1][0]
+            self._active.bind()
+        if self._active is not None and self._active is not before:
+            self._keeps = next(keys for c, keys in self._captures if c is self._active)
+            used = self._active.used
+            self._pick = operator.itemgetter(*used) if len(used) > 1 else lambda inputs: [inputs[i] for i in used]
+        self._halves = self._in_two(slot)
+
+    def _in_two(self, slot: Slot) -> Halves | None:
+        """The step without what nobody looks at before the rollout ends, where that is worth it."""
+        short = slot.layout.steps < _SHORT
+        if self._active is None or self.looked_at is None or self._keeps or self._compares or self._whole or short:
+            return None
+        return self._active.halves([i for i, key in enumerate(self.outputs) if key in self.looked_at])
+
+    def act(self, row: Row) -> None:
+        halves = self._halves
+        if halves is not None:
+            values = halves.run(*self._pick(row.inputs))
+            for value, column in zip(values, row.outputs):
+                column[...] = value
+            self._rows.append(values)
+            return None
+        active = self._active
+        if active is None:
+            return self._plain.act(row)
+        inputs = row.inputs
+        if self._keeps:
+            kept: dict[Key, Any] = self._plain._kept  # type: ignore[union-attr]
+            if not kept:  # it begins: the module itself finds nothing
+                return self._plain.act(row)
+            inputs = (*inputs, *(kept[key] for key in self._keeps))
+        if self._compares:
+            self._compares = False
+            if not self._still(active, inputs):
+                return self._plain.act(row)
+        values = active.run(*self._pick(inputs))
+        ours = len(self._readers)
+        for value, read, column in zip(values, self._readers, row.outputs):
+            column[...] = read(value)
+        if self._keeps:
+            self._plain._kept = dict(zip(self._keeps, values[ours : active.outputs]))  # type: ignore[union-attr]
+        if active.checks:
+            self._checks.append((row.inputs, values[active.outputs :]))
+        return None
+
+    def _still(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
+        """Whether module and replay agree about this step."""
+        state = torch.get_rng_state()
+        agree = active.agrees(inputs)
+        torch.set_rng_state(state)
+        if not agree:
+            self.why = "its replay gave other numbers in a later rollout"
+            _log.warning("%s is called at each step from now on: %s", type(self._model).__name__, self.why)
+            self._captures, self._active = [], None
+        return agree
+
+    def end(self, slot: Slot, steps: int) -> None:
+        self._plain.end(slot, steps)
+        if self._halves is not None:
+            self._finish(self._halves, slot, steps)
+        elif self._active is not None and self._active.checks:
+            for t, (inputs, values) in enumerate(self._checks[:steps]):
+                if any(check.read(value) != check.value for check, value in zip(self._active.checks, values)):
+                    self._refused(inputs, t)
+        self._checks, self._rows = [], []
+
+    def _finish(self, halves: Halves, slot: Slot, steps: int) -> None:
+        """Compute and write what was left to the end."""
+        columns, same = halves.finish(self._rows[:steps], check=self._rollouts in _RECOMPUTED)
+        if not same:
+            self._whole = True  # torch computes these columns otherwise than their rows: row by row from now on
+        keys = list(self.outputs)
+        for column, at, moves in zip(columns, halves.rest, halves.moves):
+            into = slot.arrays[keys[at]][:steps]
+            into[...] = self._readers[at](column).reshape(into.shape if moves else into.shape[1:])
+        for check, column in zip(halves.checks, columns[len(halves.rest) :]):
+            wrong = column != check.value
+            if bool(wrong.any()):
+                t = int(wrong.nonzero()[0])
+                self._refused(tuple(slot.layout.tensor(k, slot.arrays[k][t]) for k in self.inputs), t)
+
+    def _refused(self, inputs: tuple[Tensor, ...], t: int) -> None:
+        """Let the module say what its distribution has against what it was given at step `t`."""
+        with torch.no_grad():
+            self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
+        raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        self._plain.forget(lanes)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        return self._plain.forward(inputs)
+
+
+def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether a module neither changes nor keeps what it is given: by reading its code, and by watching it once."""
+    if not isinstance(model, nn.Module) or why_not(model) is not None:
+        return False
+    try:
+        refuse_hooks([model])
+        with untouched(model):
+            record(lambda *given: list(tensors_in(model(*given))), inputs)
+    except Exception:  # whatever it makes of being watched
+        return False
+    return True
+
+
+def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
+    """Other values of the same kinds: what is captured must do the same with these."""
+    found = []
+    for value in values:
+        if value.dtype.is_floating_point:
+            found.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+        elif value.dtype is torch.uint8:
+            found.append(torch.randint_like(value, 256))
+        else:  # the same numbers elsewhere: an index stays one, a one-hot choice too
+            found.append(value.reshape(-1)[torch.randperm(value.numel())].reshape(value.shape))
+    return found
+
+
+def captured(policy: Any, model: Any, columns: Mapping[Key, Any], kind: InteractionType | None) -> Any:
+    """`policy` by the torch calls its `model` makes, if that is possible; `policy` itself if not."""
+    if not isinstance(model, nn.Module):
+        return policy
+    plain = policy
+    if isinstance(policy, FlatPolicy) and policy.opaque:  # flat, but for modules of the user's own
+        plain = policy.as_module()
+    if not isinstance(plain, (CallPolicy, TensorDictPolicy)):
+        return policy
+    if plain.device is not None and plain.device.type != "cpu":
+        return policy
+    first = [columns[key] for key in plain.inputs]
+    if not all(isinstance(value, Tensor) for value in first):
+        return policy
+    why = why_not(model)
+    if why is None:
+        made = CapturedPolicy(plain, model, [value.clone() for value in first], kind)
+        if made.captured:
+            return made
+        why = made.why
+    _log.info("%s is called at each step: %s", type(model).__name__, why)
+    policy.why = why
+    return policy

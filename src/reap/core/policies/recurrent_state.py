@@ -1,0 +1,136 @@
+"""RecurrentState: what a recurrent policy carries from step to step, as columns beside the observations.
+
+    row t      hidden, is_init ──► policy ──► ("next", hidden)
+                    ▲                              │
+    row t+1         └────────── copied ◄───────────┘      a lane that is reset: the first carry again, is_init True
+
+To the loop a carry is one more observation: `RecurrentState` wraps the env and adds the leaves, the policy writes
+their `next`. So the state that acted is delivered with every frame, and a trajectory can be replayed offline from its
+own rows.
+
+A policy declares its carry as an attribute, one lane's first value by key:
+
+    class Recurrent(nn.Module):
+        carry = {"hidden": torch.zeros(32)}
+        def forward(self, observation, hidden):
+            ...
+            return action, hidden            # actions first, then anything else, the new carry last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
+from reap.errors import UsageError, WrongArgument
+from reap.spec import READY, Key, Leaf, as_key, show
+
+IS_INIT: Key = ("is_init",)
+
+
+def carry_of(policy: Any) -> dict[Key, Tensor]:
+    """The carry a policy and its parts declare: key → one lane's first value. Empty for policies without memory."""
+    parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    found: dict[Key, Tensor] = {}
+    for part in parts:
+        declared = getattr(part, "carry", None)
+        if isinstance(declared, Mapping):
+            for key, first in declared.items():
+                if not isinstance(first, Tensor):
+                    raise WrongArgument(f"carry {key!r} must be a tensor, one lane's first value; got {first!r}")
+                found[as_key(key)] = first.detach().cpu()
+        elif callable(getattr(part, "make_tensordict_primer", None)) and _writes_next(
+            part
+        ):  # TorchRL's recurrent modules
+            primers = part.make_tensordict_primer().primers
+            for key in primers.keys(True, True):
+                found[as_key(key)] = primers[key].zero().detach().cpu()
+    return found
+
+
+def _writes_next(part: Any) -> bool:
+    """Whether a module writes a next value: others with a primer (a dropout's mask) write what they have begun."""
+    return any(as_key(key)[0] == "next" for key in getattr(part, "out_keys", ()))
+
+
+def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
+    """`env` with room for the policy's carry and, if it reads that, `is_init`; `env` itself when it needs neither."""
+    parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    asks = any(as_key(key) == IS_INIT for part in parts for key in getattr(part, "in_keys", ()))
+    return RecurrentState(env, carry) if carry or (asks and IS_INIT not in env.spec.observation) else env
+
+
+class RecurrentState(Wrapped):
+    """Adds `is_init` and the carry's leaves to an env's observations."""
+
+    def __init__(self, env: Env, carry: Mapping[Key, Tensor]) -> None:
+        own = env.spec.observation
+        clash = [key for key in carry if key in own]
+        if clash:
+            raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
+        added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
+        added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
+        for key, first in carry.items():
+            if first.dtype is torch.bfloat16:
+                raise UsageError(f"the carry {show(key)} is bfloat16, which NumPy cannot hold; keep it as float32")
+        spec = dataclasses.replace(env.spec, observation={**own, **added}, side=env.spec.side | added.keys())
+        super().__init__(env, spec)
+        self._own = len(own)
+        self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
+        self._flag = self._own if IS_INIT in added else None
+        # What every lane remembers, kept only where a step may make no frame of it. Where lanes come as they are ready,
+        # such a step was a reset: what they find then is the beginning, always.
+        shapes = [(spec.lanes, *leaf.shape) for leaf in added.values()]
+        self._now = [np.broadcast_to(first, shape).copy() for first, shape in zip(self._first, shapes)]
+        self._gaps = spec.rows != "whole"
+        self._lane = list(own).index(READY) if READY in own else None
+        self.has_after_step = env.has_after_step or self._lane is not None
+        self._in_hand = np.zeros(0, np.int64)
+        self._on_the_way = [np.repeat(first[None], spec.all_lanes, 0) for first in self._carried(self._first)]
+
+    def _carried(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        return leaves[self._flag is not None :]
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._own], seeds)
+        chosen = list(lanes)
+        for array, now, first in zip(into[self._own :], self._now, self._first):
+            array[chosen] = now[chosen] = first
+        if self._lane is not None:
+            self._in_hand = into[self._lane].copy()
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if self._flag is not None:
+            row.next[self._flag][...] = False
+        if self._lane is None:
+            ended = self._env.step(lanes, row)
+        else:  # whoever comes back is not who was sent: each lane finds its own memory again
+            there = self._in_hand >= 0  # at some positions nobody may stand
+            for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
+                kept[self._in_hand[there]] = new[there]
+            ended = self._env.step(lanes, row)
+            self._in_hand = row.next[self._lane].copy()
+            for kept, new in zip(self._on_the_way, self._carried(row.next[self._own :])):
+                new[...] = kept[self._in_hand]
+        if self._gaps and row.mask is not None:
+            absent = ~row.mask  # no frame was made here: whoever acts next finds what was remembered
+            for array, now in zip(row.next[self._own :], self._now):
+                array[absent] = now[absent]
+                if self._lane is None:
+                    now[...] = array
+        return ended
+
+    def after_step(self, row: Row) -> None:
+        if self._env.has_after_step:
+            self._env.after_step(row)
+        if self._lane is not None and row.done.any():  # such lanes begin anew without the loop's doing
+            for after, first in zip(row.after[self._own :], self._first):
+                after[row.done] = first

@@ -1,0 +1,1 @@
+"""Envs of other libraries as lanes, one library per file."""

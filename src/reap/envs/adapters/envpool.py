@@ -1,0 +1,226 @@
+"""EnvPool: its C++ envs as lanes.
+
+EnvPool resets an ended env on its next step, and can reset or step any subset of its envs when used synchronously. So
+the loop's resets are passed on, and no step is spent on them. Asynchronous pools (`batch_size < num_envs`) answer
+whoever is ready: there the step that resets is masked, and core/lanes/ready.py takes it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.rollout import check_names
+from reap.core.slot import Row
+from reap.envs.base import EnvBase
+from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.spaces import Actions, Observations, fit
+from reap.errors import ReapError, UsageError, WorkerRaised, WrongArgument, missing
+from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype
+
+
+def is_envpool(thing: Any) -> bool:
+    """An env made by `envpool.make`, without importing envpool to find out."""
+    return all(hasattr(thing, name) for name in ("recv", "send", "async_reset", "all_env_ids"))
+
+
+class EnvPoolLanes(Env):
+    """An EnvPool env, one lane for each of its envs, all in step."""
+
+    def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
+        self.env = env
+        self._count = int(env.spec.config.num_envs)
+        self._every = np.arange(self._count)
+        self._observations = Observations(env.observation_space, categorical=categorical)
+        self._actions = Actions(env.action_space, categorical=categorical)
+        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self.spec = EnvSpec(
+            observation={**self._observations.leaves, **self._info},
+            action=self._actions.leaves,
+            lanes=self._count,
+            batched=True,
+            side=frozenset(self._info),
+        )
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.batch_decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        if seeds is not None:
+            self._seed(seeds)
+        chosen = np.asarray(lanes, np.int32)
+        try:
+            observation, info = self.env.reset(chosen)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self._write(observation, info, into)
+
+    def _seed(self, seeds: Sequence[int]) -> None:
+        """A pool is seeded when it is made (its `seed` does nothing): another one like it takes its place."""
+        spec, config = type(self.env.spec), self.env.spec.config._asdict()
+        if "env_seed" not in config:
+            raise UsageError("this EnvPool takes its seed when it is made: envpool.make(…, seed=…)")
+        config["env_seed"] = [int(seed) % 2**31 for seed in seeds]
+        old, self.env = self.env, type(self.env)(spec(spec.gen_config(**config)))
+        old.close()
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        actions = self._decode(*row.action)
+        try:
+            if len(lanes) == self._count:
+                observation, reward, terminated, truncated, info = self.env.step(actions)
+            else:
+                chosen = np.asarray(lanes, np.int32)
+                observation, reward, terminated, truncated, info = self.env.step(actions[chosen], chosen)
+            at = self._write(observation, info, row.next)
+            row.reward[at] = reward
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        done = terminated | truncated
+        if not done.any():
+            return []
+        row.terminated[at], row.truncated[at], row.done[at] = terminated, truncated, done
+        return sorted(self._every[at][done].tolist())
+
+    def _write(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> Any:
+        """Write what came back; returns which lanes it was: a slice when all of them, in order."""
+        ids = info["env_id"]
+        whole = len(ids) == self._count and bool((ids == self._every).all())
+        at: Any = slice(None) if whole else ids
+        self._put(observation, info, arrays, at, len(ids))
+        return at
+
+    def _put(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
+        self._observations.write_some(observation, arrays, at, count)
+        first = len(self._observations.leaves)
+        for array, (key, leaf) in zip(arrays[first:], self._info.items()):
+            value = info.get(key[0])
+            wanted = (count, *leaf.shape)
+            array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {key[0]!r}")
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class EnvPoolReady(EnvPoolLanes):
+    """An asynchronous EnvPool env: of its envs, `batch_size` answer at a time, whichever are ready."""
+
+    def __init__(self, env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> None:
+        super().__init__(env, categorical=categorical, info_keys=info_keys)
+        self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds those that answered
+        own = self.spec
+        check_names(own, {READY})
+        self._lane = len(own.observation)
+        self.spec = dataclasses.replace(
+            own,
+            observation={**own.observation, READY: Leaf((), torch.int64)},
+            lanes=self._count,
+            ready_of=self._lanes,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=own.side | {READY},
+        )
+        self._over = np.zeros(self._lanes, bool)  # the next answer of such a lane is that of a reset
+        self._in_hand: np.ndarray[Any, Any] = np.arange(self._lanes, dtype=np.int32)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """All lanes begin anew; `into` gets the first that are ready."""
+        try:
+            if seeds is None:
+                self._gather()
+            else:
+                self._seed(seeds)
+            self.env.async_reset()
+            observation, _, _, _, info = self.env.recv()
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        self._receive(observation, info, into)
+        self._over[:] = True  # the others will answer the reset first
+        self._over[self._in_hand] = False
+
+    def _gather(self) -> None:
+        """Wait until no lane is on its way. The pool answers `batch_size` at a time: for it some are sent again."""
+        while away := self._lanes - len(self._in_hand):
+            again = max(self._count - away, 0)
+            if again:
+                action = np.zeros((again, *self.env.action_space.shape), self.env.action_space.dtype)
+                self.env.send(action, self._in_hand[:again])
+            self._in_hand = np.concatenate([self._in_hand[again:], self.env.recv()[4]["env_id"]])
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        try:
+            self.env.send(self._decode(*row.action), self._in_hand)
+            observation, reward, terminated, truncated, info = self.env.recv()
+            self._receive(observation, info, row.next)
+            row.reward[:] = reward
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        began = self._over[self._in_hand]
+        assert row.mask is not None
+        row.mask[began] = False
+        done = (terminated | truncated) & ~began
+        self._over[self._in_hand] = done
+        if done.any():
+            row.terminated[:], row.truncated[:], row.done[:] = terminated & done, truncated & done, done
+        return []  # nobody is to be reset: the pool does it
+
+    def _receive(self, observation: Any, info: Mapping[str, Any], arrays: Rows) -> None:
+        self._in_hand = np.array(info["env_id"], np.int32)
+        self._put(observation, info, arrays, slice(None), self._count)
+        arrays[self._lane][:] = self._in_hand
+
+
+def envpool_lanes(env: Any, *, categorical: bool = False, info_keys: InfoKeys = ()) -> EnvPoolLanes:
+    """The adapter for a pool: in step, or as they are ready."""
+    config = env.spec.config
+    ready = int(config.batch_size) not in (0, int(config.num_envs))
+    return (EnvPoolReady if ready else EnvPoolLanes)(env, categorical=categorical, info_keys=info_keys)
+
+
+class EnvPoolEnv(EnvBase):
+    """An EnvPool task as lanes, by its id. With `batch_size` below `num_envs`, lanes are stepped as they are ready.
+
+    >>> env = EnvPoolEnv("CartPole-v1", num_envs=256)
+
+    Args:
+        task: an EnvPool id, or what `envpool.make` returned.
+        num_envs: how many lanes.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        info_keys: info entries to keep as columns, as for `GymEnv`.
+        **make_kwargs: go to `envpool.make`.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        num_envs: int | None = None,
+        *,
+        categorical_action_encoding: bool = False,
+        info_keys: InfoKeys = (),
+        device: Any = None,
+        **make_kwargs: Any,
+    ) -> None:
+        if isinstance(task, str):
+            try:
+                import envpool
+            except ImportError:
+                raise missing("envpool", "envpool") from None
+            task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
+        elif make_kwargs or num_envs is not None:
+            extra = sorted(make_kwargs) or ["num_envs"]
+            raise WrongArgument(f"{extra} go to envpool.make; a finished pool takes none")
+        lanes = envpool_lanes(task, categorical=categorical_action_encoding, info_keys=info_keys)
+        super().__init__(lanes, device=device)

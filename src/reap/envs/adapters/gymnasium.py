@@ -1,0 +1,235 @@
+"""Gymnasium: `gym.Env`s as lanes, and `GymEnv`, the env people type.
+
+GymLanes   N separate envs stepped one after another, written straight into slot rows
+GymEnv     one of them, from an id or an env
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.registration import EnvSpec as Registered
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.adapters.gymnasium_checks import unchecked_step
+from reap.envs.adapters.gymnasium_vector import VectorLanes
+from reap.envs.base import EnvBase
+from reap.envs.gym_registry import registered
+from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.spaces import Actions, Observations, fit
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+
+
+class GymLanes(Env):
+    """N `gym.Env`s with the same spaces, one lane each."""
+
+    def __init__(
+        self,
+        envs: Sequence[gym.Env[Any, Any]],
+        *,
+        categorical: bool = False,
+        info_keys: InfoKeys = (),
+        batched: bool = False,
+    ) -> None:
+        if not envs:
+            raise UsageError("an env needs at least one lane")
+        self.envs = list(envs)
+        if len({id(env) for env in self.envs}) < len(self.envs):
+            raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
+        self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
+        first = self.envs[0]
+        for lane, env in enumerate(self.envs[1:], 1):
+            for what in ("observation_space", "action_space"):
+                mine, theirs = getattr(first, what), getattr(env, what)
+                if mine != theirs:
+                    raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
+        self._observations = Observations(first.observation_space, categorical=categorical, loose=True)
+        self._actions = Actions(first.action_space, categorical=categorical)
+        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._info_at = len(self._observations.leaves)
+        self.spec = EnvSpec(
+            observation={**self._observations.leaves, **self._info},
+            action=self._actions.leaves,
+            lanes=len(self.envs),
+            batched=batched,
+            side=frozenset(self._info),
+        )
+        self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+        self._at: Any = [-1]
+
+    def report_lane(self, memory: Any) -> None:
+        self._at = memory
+
+    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
+        """These lanes and those of `others` as one batched env."""
+        for other in others:
+            if other._settings != self._settings:
+                raise SpecMismatch(f"lanes are encoded differently: {self._settings} and {other._settings}")
+        return GymLanes([e for lanes in (self, *others) for e in lanes.envs], batched=True, **self._settings)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        shape, dtype = self._observations.plain
+        lane = 0
+        try:
+            for i, lane in enumerate(lanes):
+                self._at[0] = lane
+                env = self.envs[lane]
+                observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if lane in self._checked and (step := unchecked_step(env)) is not None:
+                    self._steps[lane] = step
+                    self._checked.remove(lane)
+                if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                    into[0][lane] = observation
+                else:
+                    self._observations.write(observation, into, lane)
+                if self._info:
+                    self._write_info(info, into, lane)
+        except ReapError as error:
+            error.at(lane=lane)
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
+        self._at[0] = -1
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        actions = self._decode(*row.action)
+        steps, write, successors, reward = self._steps, self._observations.write, row.next, row.reward
+        first, infos, at = successors[0], self._info, self._at
+        shape, dtype = self._observations.plain
+        ended: list[int] = []
+        lane = 0
+        try:
+            for lane in lanes:
+                at[0] = lane
+                observation, r, terminated, truncated, info = steps[lane](actions[lane])
+                # One array of just the right kind is the common case and a bare row assignment.
+                if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                    first[lane] = observation
+                else:
+                    write(observation, successors, lane)
+                try:
+                    reward[lane] = r
+                except (TypeError, ValueError):
+                    reward[lane] = np.asarray(r).item()  # an array of one number is a number
+                if r is None:  # NumPy would make it NaN
+                    raise SpecMismatch("env.step returned None as the reward")
+                if infos:
+                    self._write_info(info, successors, lane)
+                if terminated or truncated:
+                    row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
+                    ended += [lane]
+        except ReapError as error:
+            error.at(lane=lane)
+            raise
+        except Exception as cause:
+            inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
+            what = "env.step raised" if inside else "what env.step returned cannot be read:"
+            raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
+        at[0] = -1
+        return ended
+
+    def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
+        for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
+            value = info.get(key[0])
+            array[lane] = (
+                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+            )
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
+    """Repeats each action, adds up the rewards, and stops early where the episode ends."""
+
+    def __init__(self, env: gym.Env[Any, Any], times: int) -> None:
+        if times < 1:
+            raise UsageError(f"frame_skip must be at least 1, got {times}")
+        super().__init__(env)
+        self._times = times
+
+    def step(self, action: Any) -> Any:
+        total = 0.0
+        for _ in range(self._times):
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return observation, total, terminated, truncated, info
+
+
+class GymEnv(EnvBase):
+    """A Gymnasium env, from its id or the env itself.
+
+    >>> env = GymEnv("CartPole-v1")
+    >>> env.rollout(3)["observation"].shape
+    torch.Size([3, 4])
+
+    Args:
+        env: a Gymnasium id or its registered spec (further keywords go to `gymnasium.make`), a `gymnasium.Env` or a
+            `VectorEnv`.
+        num_envs: with an id: so many lanes. With `vectorization_mode` they come from `gymnasium.make_vec`.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+        frame_skip: repeat each action this often, adding up rewards.
+        from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
+            `pixels_only=False`.
+        info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
+            (dtype, shape) or a space. Missing entries are zero.
+        device: where tensors used by hand are placed.
+    """
+
+    def __init__(
+        self,
+        env: str | Registered | gym.Env[Any, Any] | gym.vector.VectorEnv[Any, Any, Any],
+        *,
+        num_envs: int | None = None,
+        categorical_action_encoding: bool = False,
+        frame_skip: int | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        info_keys: InfoKeys = (),
+        device: Any = None,
+        **make_kwargs: Any,
+    ) -> None:
+        settings: dict[str, Any] = {"categorical": categorical_action_encoding, "info_keys": info_keys}
+        if isinstance(env, str):
+            env = registered(env)
+        if not isinstance(env, Registered) and (make_kwargs or num_envs is not None):
+            extra = sorted(make_kwargs) or ["num_envs"]
+            raise WrongArgument(f"{extra} go to gymnasium.make; a finished env takes none")
+        if isinstance(env, Registered) and "vectorization_mode" in make_kwargs:
+            env = gym.make_vec(env, num_envs or 1, **make_kwargs)
+        if isinstance(env, gym.vector.VectorEnv):
+            if frame_skip not in (None, 1) or from_pixels:
+                raise UsageError("frame_skip and from_pixels wrap single envs; wrap them before making the vector env")
+            super().__init__(VectorLanes(env, **settings), device=device)
+            return
+        if isinstance(env, Registered):
+            if from_pixels:
+                make_kwargs.setdefault("render_mode", "rgb_array")
+            envs = [gym.make(env, **make_kwargs) for _ in range(num_envs or 1)]
+        elif isinstance(env, gym.Env):
+            envs = [env]
+        else:
+            raise WrongArgument(f"GymEnv takes an id or a gymnasium.Env, got {type(env).__name__}")
+        if frame_skip not in (None, 1):
+            envs = [FrameSkip(one, frame_skip or 0) for one in envs]
+        if from_pixels:
+            envs = [_with_pixels(one, pixels_only) for one in envs]
+        super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+def _with_pixels(env: gym.Env[Any, Any], only: bool) -> gym.Env[Any, Any]:
+    env.reset()  # some envs can render only after a reset, and the wrapper renders to learn the shape
+    return gym.wrappers.AddRenderObservation(env, render_only=only, render_key="pixels", obs_key="observation")

@@ -1,0 +1,359 @@
+"""PettingZoo: several agents in one world.
+
+    group   one lane per world; agents are a dimension: ("agents", "observation") [n, …], ("agents", "action") [n, …],
+            ("next", "agents", "reward") [n, 1], flags of each agent, and ("agents", "mask") [n]: who is there to act
+    lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
+            and it begins anew when it comes back or the world does
+
+    turns   one agent acts at a time (AEC worlds): one lane per agent, see turns.py
+
+Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
+spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import FLAGS, Row
+from reap.envs.adapters.pettingzoo_aec import Agents, TurnLanes
+from reap.envs.base import EnvBase
+from reap.envs.spaces import Actions, Observations
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, missing
+from reap.spec import EnvSpec, Key, Leaf
+
+
+class _Present(NamedTuple):
+    """Who is there, in the env's order."""
+
+    names: list[str]
+    numbers: list[int]
+    at: Any  # the numbers as an index into a column; a slice, if they lie side by side
+    among: frozenset[int]  # the numbers, to compare with those of another time
+
+
+class _World(Agents):
+    """One parallel env: calls that name themselves when they fail."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self._present = _Present([], [], slice(0, 0), frozenset())
+
+    def reset(self, seed: int | None) -> Mapping[str, Any]:
+        try:
+            observations, _ = self.env.reset(seed=seed)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        return observations  # type: ignore[no-any-return]
+
+    def step(self, acting: _Present, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
+        names, numbers, at, _ = acting
+        chosen = dict(zip(names, actions[at] if at.__class__ is slice else [actions[i] for i in numbers]))
+        try:
+            return self.env.step(chosen)[:4]  # type: ignore[no-any-return]
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+
+    def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
+        """SpecMismatch if one of those that have left was neither terminated nor truncated."""
+        for name in [self.names[i] for i in left]:
+            if not over.get(name, False) and not cut.get(name, False):
+                raise SpecMismatch(
+                    f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
+                )
+
+    @property
+    def present(self) -> _Present:
+        """Who is there now: the same object as long as it is the same agents."""
+        names = getattr(self.env, "agents", ())  # some have none before a reset
+        if names != self._present.names:
+            numbers = [self.index[name] for name in names]
+            start, end = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
+            at = slice(start, end) if numbers == list(range(start, end)) else np.array(numbers, np.int64)
+            self._present = _Present(list(names), numbers, at, frozenset(numbers))
+        return self._present
+
+
+class GroupLanes(Env):
+    """Worlds as lanes, agents as a dimension of a group's leaves."""
+
+    has_after_step = True
+
+    def __init__(self, envs: Sequence[Any], *, group: str = "agents", categorical: bool = False, batched: bool = False):
+        self._worlds = [_World(env) for env in envs]
+        self._settings: dict[str, Any] = {"group": group, "categorical": categorical}
+        first = self._worlds[0]
+        if len({id(env) for env in envs}) < len(envs):
+            raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
+        for lane, world in enumerate(self._worlds[1:], 1):
+            first.agree(world, lane)
+        self._observations = Observations(first.observation_space, categorical=categorical)
+        self._actions = Actions(first.action_space, categorical=categorical)
+        count = len(first.names)
+
+        def grouped(leaves: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+            return {
+                (group, *key): Leaf((count, *leaf.shape), leaf.dtype, leaf.space, leaf.one_hot)
+                for key, leaf in leaves.items()
+            }
+
+        flags: dict[Key, Leaf] = {(group, flag): Leaf((count, 1), torch.bool) for flag in FLAGS}
+        self.spec = EnvSpec(
+            observation={**grouped(self._observations.leaves), **flags, (group, "mask"): Leaf((count,), torch.bool)},
+            action=grouped(self._actions.leaves),
+            reward={(group, "reward"): Leaf((count, 1), torch.float32)},
+            lanes=len(self._worlds),
+            batched=batched,
+        )
+        self._leaves = len(self._observations.leaves)
+        self._group = group
+        self._left: list[tuple[int, frozenset[int]]] = []  # who has left in this step, lane by lane
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
+        """These worlds and those of `others` as one batched env."""
+        envs = [world.env for lanes in (self, *others) for world in lanes._worlds]
+        return GroupLanes(envs, batched=True, **self._settings)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        count = len(self._worlds[0].names)
+        single: dict[Key, Leaf] = {}
+        for key, leaf in action.items():
+            if leaf.shape[:1] != (count,):
+                raise SpecMismatch(f"policy writes {key} as {leaf}; {count} agents need [{count}, …]")
+            single[key[1:]] = Leaf(leaf.shape[1:], leaf.dtype)
+        self._decode = self._actions.decoder(single)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        for i, lane in enumerate(lanes):
+            world = self._worlds[lane]
+            try:
+                seen = world.reset(None if seeds is None else int(seeds[i]))
+                for array in into[: self._leaves + 4]:
+                    array[lane] = 0
+                present = world.present
+                self._write(seen, world, present, into, lane)
+                into[self._leaves + 3][lane, present.at] = True
+            except ReapError as error:
+                error.at(lane=lane)
+                raise
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        ended = []
+        done, terminated, truncated, mask = row.next[self._leaves : self._leaves + 4]
+        (reward,) = row.rewards
+        self._left.clear()
+        count = len(self._worlds[0].names)
+        for lane in lanes:
+            world = self._worlds[lane]
+            try:
+                acting = world.present
+                names, _, at, _ = acting
+                seen, earned, over, cut = world.step(acting, self._decode(*[a[lane] for a in row.action]))
+                if len(seen) < count:
+                    for array in row.next[: self._leaves]:
+                        array[lane] = 0
+                self._write(seen, world, acting, row.next, lane)
+                # One write per column, not one per agent, and none for what did not happen: agents may be many.
+                terminated[lane] = truncated[lane] = mask[lane] = done[lane] = False
+                if len(names) < count:
+                    reward[lane] = 0
+                    done[lane] = True  # an agent that is not there has ended
+                    done[lane, at] = False
+                _put_numbers(reward[lane], at, _in_order(earned, names, 0.0))
+                if any(over.values()):
+                    terminated[lane, at, 0] = done[lane, at, 0] = _in_order(over, names, False)
+                if any(cut.values()):
+                    truncated[lane, at, 0] = _in_order(cut, names, False)
+                    done[lane, at] |= truncated[lane, at]
+                alive = world.present
+                mask[lane, alive.at] = True
+                if alive is not acting:
+                    for back in alive.among - acting.among:
+                        done[lane, back] = False
+                    left = acting.among - alive.among
+                    world.check_flags(left, over, cut)
+                    self._left.append((lane, left))
+            except ReapError as error:
+                error.at(lane=lane)
+                raise
+            if not alive.names:
+                row.truncated[lane] = bool(truncated[lane].any())
+                row.terminated[lane] = not row.truncated[lane]
+                row.done[lane] = True
+                ended.append(lane)
+        return ended
+
+    def after_step(self, row: Row) -> None:
+        for lane, agents in self._left:
+            for array in row.after[: self._leaves]:
+                for agent in agents:
+                    array[lane, agent] = 0  # who left has seen its last observation; it is no longer its present one
+
+    def _write(self, seen: Mapping[str, Any], world: _World, present: _Present, arrays: Rows, lane: int) -> None:
+        names, _, at, _ = present
+        shape, dtype = self._observations.plain
+        if shape and at.__class__ is slice and names and list(seen) == names:  # side by side, in order: one write
+            values = list(seen.values())
+            try:
+                if [value.shape for value in values].count(shape) == len(values):
+                    np.concatenate(values, out=arrays[0][lane, at].reshape(-1, *shape[1:]), casting="no")
+                    return
+            except (TypeError, AttributeError):
+                pass  # not all arrays, or of another dtype: one by one
+        views = [array[lane] for array in arrays[: self._leaves]]
+        index, write, only = world.index, self._observations.write, views[0]
+        for name, observation in seen.items():
+            if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
+                only[index[name]] = observation
+            else:
+                write(observation, views, index[name])
+
+    def close(self) -> None:
+        for world in self._worlds:
+            world.env.close()
+
+
+def _in_order(values: Mapping[str, Any], names: list[str], missing: Any) -> list[Any]:
+    return list(values.values()) if list(values) == names else [values.get(name, missing) for name in names]
+
+
+def _put_numbers(column: np.ndarray[Any, Any], at: Any, values: Sequence[Any]) -> None:
+    try:
+        column[at, 0] = values
+    except (TypeError, ValueError):  # an array of one number is a number
+        column[at, 0] = [np.asarray(value).item() for value in values]
+
+
+class AgentLanes(Env):
+    """Agents of one world as lanes."""
+
+    def __init__(self, env: Any, *, categorical: bool = False) -> None:
+        self._world = world = _World(env)
+        self._observations = Observations(world.observation_space, categorical=categorical)
+        self._actions = Actions(world.action_space, categorical=categorical)
+        self.spec = EnvSpec(
+            observation=self._observations.leaves,
+            action=self._actions.leaves,
+            lanes=len(world.names),
+            batched=True,
+            rows="masked",
+            single_steps=False,
+            single_resets=False,
+        )
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        world = self._world
+        whole = seeds is not None or len(lanes) == self.spec.lanes
+        alive = world.present.among
+        if alive and not whole:
+            # Others are still at it: who ended waits, seeing nothing, unless it has been called back already.
+            for lane in lanes:
+                if lane not in alive:
+                    for array in into:
+                        array[lane] = 0
+            return
+        seen = world.reset(None if seeds is None else int(seeds[0]))
+        for array in into[: len(self._observations.leaves)]:
+            array[...] = 0
+        for name, observation in seen.items():
+            self._observations.write(observation, into, world.index[name])
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        world = self._world
+        acting = world.present
+        seen, earned, over, cut = world.step(acting, self._decode(*row.action))
+        for array in row.next[: len(self._observations.leaves)]:
+            array[...] = 0
+        for name, observation in seen.items():
+            self._observations.write(observation, row.next, world.index[name])
+        row.reward[...] = 0
+        row.mask[...] = False  # type: ignore[index]
+        ended = []
+        for name, i in zip(acting.names, acting.numbers):
+            row.mask[i] = True  # type: ignore[index]
+            row.reward[i] = earned.get(name, 0.0)
+            terminated, truncated = over.get(name, False), cut.get(name, False)
+            if terminated or truncated:
+                row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
+                ended.append(i)
+        world.check_flags(acting.among - world.present.among, over, cut)
+        return ended
+
+    def close(self) -> None:
+        self._world.env.close()
+
+
+class PettingZooEnv(EnvBase):
+    """A PettingZoo env.
+
+    >>> env = PettingZooEnv(pistonball_v6.parallel_env())
+
+    Args:
+        env: a parallel env or an AEC env.
+        mode: "group": agents are a dimension of nested leaves; "lanes": each agent is a lane; "turns": each agent is a
+            lane, and they act one after another. By default "turns" for AEC envs that PettingZoo cannot make
+            parallel, else "group".
+        group: the name of the group's entry.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        mode: Literal["group", "lanes", "turns"] | None = None,
+        group: str = "agents",
+        categorical_action_encoding: bool = False,
+        device: Any = None,
+    ) -> None:
+        if mode not in (None, "group", "lanes", "turns"):
+            raise UsageError(f"mode must be 'group', 'lanes' or 'turns', got {mode!r}")
+        if not is_pettingzoo(env):
+            raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
+        lanes: Env
+        if mode == "turns" or (mode is None and turn_based(env) and not _parallelizable(env)):
+            if not turn_based(env):
+                raise UsageError(f"mode='turns' is for AEC envs; in {env} all agents act at once")
+            lanes = TurnLanes([env], categorical=categorical_action_encoding)
+        elif mode == "lanes":
+            lanes = AgentLanes(as_parallel(env), categorical=categorical_action_encoding)
+        else:
+            lanes = GroupLanes([as_parallel(env)], group=group, categorical=categorical_action_encoding)
+        super().__init__(lanes, device=device)
+
+
+def is_pettingzoo(thing: Any) -> bool:
+    """A PettingZoo env of either kind, without importing PettingZoo to find out."""
+    return hasattr(thing, "possible_agents") and callable(getattr(thing, "observation_space", None))
+
+
+def turn_based(env: Any) -> bool:
+    """An AEC env: its agents act one after another."""
+    return hasattr(env, "agent_selection") or hasattr(env, "agent_iter")
+
+
+def _parallelizable(env: Any) -> bool:
+    return bool(env.metadata.get("is_parallelizable", False))
+
+
+def as_parallel(env: Any) -> Any:
+    """A parallel env as it is; an AEC env made parallel."""
+    if not turn_based(env):
+        return env
+    if not _parallelizable(env):
+        raise UsageError(f"{env} is turn-based and PettingZoo cannot make it parallel; use mode='turns'")
+    try:
+        from pettingzoo.utils.conversions import aec_to_parallel
+    except ImportError:
+        raise missing("pettingzoo", "pettingzoo") from None
+    return aec_to_parallel(env)

@@ -1,0 +1,231 @@
+"""PettingZoo's AEC worlds, where one agent acts at a time. One lane per agent, each its own true stream of rows.
+
+    step r      agent 0 moves   its lane: no frame yet; what it saw, and all the policy said, is kept
+    step r+1    agent 1 moves   now agent 0 is on turn again: lane 0's frame, with all that was kept:
+                                (what it saw, its move) → (what it sees now, what it earned meanwhile)
+
+- `("next", observation)` is what the same agent sees when it is on turn again, or at its end; the reward is all it
+  earned since its move, as `last()` counts it; done is the agent's own.
+- A step moves every world by one turn; a lane whose frame is not complete makes none in that step. Such steps are
+  taken out, the lane's later rows move up, and `("collector", "mask")` is False behind them.
+- A move without an answer when a batch ends is a frame of the next one. None is lost, none is made twice.
+- The policy is asked about every lane and heard where it is on turn. A lane that waits shows what its agent last saw;
+  one that has not moved yet, or has ended, shows zeros and an action mask of ones: any choice will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.spaces import Actions, Observations
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+
+AGENT: Key = ("agent",)
+
+
+class Agents:
+    """The agents of one PettingZoo env in a fixed order, and the spaces they share."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.names: list[str] = list(env.possible_agents)
+        if not self.names:
+            raise UsageError("this PettingZoo env has no possible_agents")
+        self.index = {name: i for i, name in enumerate(self.names)}
+        first = self.names[0]
+        self.observation_space, self.action_space = env.observation_space(first), env.action_space(first)
+        for name in self.names[1:]:
+            for what, mine in (("observation_space", self.observation_space), ("action_space", self.action_space)):
+                theirs = getattr(env, what)(name)
+                if theirs != mine:
+                    raise SpecMismatch(f"agent {name!r} has {what} {theirs}, {first!r} has {mine}; they must be equal")
+
+    def agree(self, other: Agents, lane: int) -> None:
+        """SpecMismatch unless `other`, at `lane`, has the same agents and spaces."""
+        if (other.names, other.observation_space) != (self.names, self.observation_space):
+            raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
+
+
+class _Game(Agents):
+    """One AEC env: calls that name themselves when they fail."""
+
+    def reset(self, seed: int | None) -> None:
+        try:
+            self.env.reset(seed=seed)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+
+    def step(self, action: Any) -> None:
+        try:
+            self.env.step(action)
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+
+    def news(self) -> Iterator[tuple[int, Any, Any, bool, bool]]:
+        """Agents that have ended, which leave with this, then the one on turn, if there is one: what `last()` says."""
+        env = self.env
+        while env.agents:
+            name = env.agent_selection
+            seen, earned, terminated, truncated, _ = env.last()
+            yield self.index[name], seen, earned, bool(terminated), bool(truncated)
+            if not (terminated or truncated):
+                return
+            self.step(None)
+
+
+class TurnLanes(Env):
+    """AEC worlds, one lane for each agent of each: world 0's agents first."""
+
+    def __init__(self, envs: Sequence[Any], *, categorical: bool = False) -> None:
+        if len({id(env) for env in envs}) < len(envs):
+            raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
+        self._worlds = [_Game(env) for env in envs]
+        first, *others = self._worlds
+        self._agents = len(first.names)
+        for w, world in enumerate(others, 1):
+            first.agree(world, w * self._agents)
+        self._categorical = categorical
+        self._observations = Observations(first.observation_space, categorical=categorical)
+        self._actions = Actions(first.action_space, categorical=categorical)
+        seen = self._observations.leaves
+        # Whose lane it is, for networks that all agents share; an env that says so itself is believed.
+        self._told: dict[Key, Leaf] = {} if AGENT in seen else {AGENT: Leaf((), torch.int64)}
+        lanes = len(envs) * self._agents
+        self.spec = EnvSpec(
+            observation={**seen, **self._told},
+            action=self._actions.leaves,
+            lanes=lanes,
+            batched=True,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=frozenset(self._told),
+        )
+        self._blank = [1 if key[-1] == "action_mask" else 0 for key in seen]
+        self._now = [np.zeros((lanes, *leaf.shape), numpy_dtype(leaf.dtype)) for leaf in seen.values()]
+        self._turn = np.zeros(len(envs), np.int64)  # the lane on turn, world by world
+        self._waiting = np.zeros(lanes, np.bool_)  # lanes that have moved and do not know yet what came of it
+        self._kept: list[np.ndarray[Any, Any]] = []  # what the policy said when they moved
+        self._looks: list[Any] | None = None
+        self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    def joined(self, others: Sequence[TurnLanes]) -> TurnLanes:
+        """These worlds and those of `others` as one env."""
+        envs = [world.env for lanes in (self, *others) for world in lanes._worlds]
+        return TurnLanes(envs, categorical=self._categorical)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.decoder(action)
+        self._looks = None
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        whole = seeds is not None or len(lanes) == self.spec.lanes
+        first = {lane // self._agents: i for i, lane in reversed(list(enumerate(lanes)))}
+        for w, i in first.items():
+            world, begin = self._worlds[w], w * self._agents
+            mine = slice(begin, begin + self._agents)
+            try:
+                if whole or not world.env.agents:
+                    self._clear(mine)
+                    world.reset(None if seeds is None else int(seeds[i]))
+                    self._begin(world, w)
+                else:  # others are still at it: who ended waits
+                    self._clear([lane for lane in lanes if lane // self._agents == w])
+            except ReapError as error:
+                error.at(lane=begin)
+                raise
+            for array, now in zip(into, self._now):
+                array[mine] = now[mine]
+            if self._told:
+                into[len(self._now)][mine] = range(self._agents)
+
+    def _clear(self, lanes: Any) -> None:
+        self._waiting[lanes] = False
+        for now, blank in zip(self._now, self._blank):
+            now[lanes] = blank
+
+    def _begin(self, world: _Game, w: int) -> None:
+        for agent, seen, _, terminated, truncated in world.news():
+            if not (terminated or truncated):
+                self._turn[w] = w * self._agents + agent
+                self._observations.write(seen, self._now, int(self._turn[w]))
+                return
+        raise SpecMismatch("nobody is on turn after env.reset")
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if self._looks is None:
+            self._make_room(row)
+        turn = self._turn.copy()
+        actions = self._decode(*[array[turn] for array in row.action])
+        for kept, said in zip(self._kept, row.outputs):
+            kept[turn] = said[turn]
+        self._waiting[turn] = True
+        frames: list[int] = []
+        ended: list[int] = []
+        lane = 0
+        try:
+            for w, world in enumerate(self._worlds):
+                lane = int(turn[w])
+                world.step(actions[w])
+                self._hear(world, w, row, frames, ended)
+        except ReapError as error:
+            error.at(lane=lane)
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.last raised, or said what cannot be read: {cause!r}").at(lane=lane) from cause
+        row.mask[...] = False  # type: ignore[index]
+        row.mask[frames] = True  # type: ignore[index]
+        for kept, said in zip(self._kept, row.outputs):
+            said[frames] = kept[frames]
+        for successor, now in zip(row.next, self._now):
+            successor[...] = now
+        if self._told:
+            row.next[len(self._now)].reshape(-1, self._agents)[...] = range(self._agents)
+        return sorted(ended)
+
+    def _hear(self, world: _Game, w: int, row: Row, frames: list[int], ended: list[int]) -> None:
+        """What came of a move: frames of those who ended and of the one on turn, if they had moved before."""
+        begin = w * self._agents
+        for agent, seen, earned, terminated, truncated in world.news():
+            lane = begin + agent
+            over = terminated or truncated
+            if over and not self._waiting[lane]:
+                continue  # it ended before it ever moved: there is no frame to complete
+            if over and seen is None:  # some envs show the dead nothing
+                for now in self._now:
+                    now[lane] = 0
+            else:
+                self._observations.write(seen, self._now, lane)
+            if self._waiting[lane]:
+                self._waiting[lane] = False
+                frames.append(lane)
+                row.reward[lane] = np.asarray(earned).item()
+                if over:
+                    row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
+                    ended.append(lane)
+            if not over:
+                self._turn[w] = lane
+                return
+        left = np.flatnonzero(self._waiting[begin : begin + self._agents])
+        if len(left):
+            raise SpecMismatch(f"agent {world.names[left[0]]!r} left without being terminated or truncated")
+
+    def _make_room(self, row: Row) -> None:
+        """Memory for what the policy says, the first time and when that has changed."""
+        self._looks = [(said.shape, said.dtype) for said in row.outputs]
+        if self._looks == [(kept.shape, kept.dtype) for kept in self._kept]:
+            return
+        if self._waiting.any():
+            raise UsageError("the policy's outputs changed in the middle of a turn-based game; reset the collector")
+        self._kept = [np.zeros_like(said) for said in row.outputs]
+
+    def close(self) -> None:
+        for world in self._worlds:
+            world.env.close()

@@ -1,0 +1,223 @@
+"""PufferLib-style envs: they write into buffers they are given, and the slot's own rows can be those buffers.
+
+    bound once      env.step ──► the env's buffers ──► copied to the row
+    rebindable      env.bind(the row's arrays); env.step ──► the row            the env's write is the only write
+
+A PufferLib env resets inside `step` and overwrites the last observation of an episode: it cannot give true data and is
+refused, unless one accepts `lost_finals="repeat"`. The successor at an end is then the observation acted on, once more,
+and `("next", "final_lost")` marks the row. An env that keeps the truth has two members beside PufferLib's:
+
+    autoreset = False
+    def reset_lanes(self, mask): …      # bool [N]: begin new episodes there, write those rows of self.observations
+
+and, to write into slots directly, a third, called before every step:
+
+    def bind(self, observations, rewards, terminals, truncations): …      # contiguous, [N, …]; to be written in full
+
+`bind` promises to write every observation and reward at every step: what is not written is what the slot's memory held
+before (flags come cleared). `rebind=True` makes the same promise for an env without `bind`, whose attributes of these
+names are then assigned. Between calls the env holds buffers of its own, never a slot's.
+
+What no adapter can see: some C envs of PufferLib reset at a time limit without setting any flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.base import EnvBase
+from reap.envs.spaces import Actions, Observations
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.seeding import fresh_seed, next_seed
+from reap.spec import EnvSpec, Key, Leaf
+
+LOST: Key = ("final_lost",)
+BUFFERS = ("observations", "rewards", "terminals", "truncations")
+_UNTOUCHED = 0xA5  # the bytes of a buffer nobody has written to
+
+
+def is_puffer(thing: Any) -> bool:
+    """An env with PufferLib's buffers, without importing pufferlib to find out."""
+    needed = ("single_observation_space", "single_action_space", "num_agents", *BUFFERS)
+    return all(hasattr(thing, name) for name in needed)
+
+
+class PufferLanes(Env):
+    """A native PufferLib env, one lane for each of its agents."""
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        lost_finals: Literal["error", "repeat"] = "error",
+        rebind: bool = False,
+        categorical: bool = False,
+    ) -> None:
+        name = type(env).__name__
+        if getattr(env, "emulated", False) or getattr(env, "driver_env", env) is not env:
+            raise UsageError(f"{name} is PufferLib's shell around an env; give reap the env inside")
+        if lost_finals not in ("error", "repeat"):
+            raise WrongArgument(f"lost_finals must be 'error' or 'repeat', got {lost_finals!r}")
+        self.env = env
+        self._auto = bool(getattr(env, "autoreset", True))
+        if self._auto and lost_finals == "error":
+            raise UsageError(
+                f"{name} resets inside step, and the last observation of an episode is lost; give it autoreset = False "
+                f"and reset_lanes(mask), or accept repeated ones: PufferLibEnv(env, lost_finals='repeat')"
+            )
+        if not self._auto and not callable(getattr(env, "reset_lanes", None)):
+            raise UsageError(f"{name} has autoreset = False but no reset_lanes(mask) to begin new episodes with")
+        self._count = int(env.num_agents)
+        self._observations = Observations(env.single_observation_space, categorical=categorical)
+        self._actions = Actions(env.single_action_space, categorical=categorical)
+        shape, dtype = self._observations.plain
+        if shape is None:
+            raise UsageError(f"{name}'s observations must be a Box with a shape, not {env.single_observation_space}")
+        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._bind: Callable[..., None] | None = getattr(env, "bind", self._assign if rebind else None)
+        self._own = (
+            np.full((self._count, *shape, np.dtype(dtype).itemsize), _UNTOUCHED, np.uint8).view(dtype)[..., 0],
+            np.zeros(self._count, np.float32),
+            np.zeros(self._count, np.bool_),
+            np.zeros(self._count, np.bool_),
+        )
+        self._seed, self._started, self._closed = fresh_seed(), False, False
+        self._last = np.zeros((self._count, *shape), dtype)  # what was seen last; only where finals are lost
+        self._begun: set[int] = set()  # lanes the env has reset in its last step
+        marks = {LOST: Leaf((1,), torch.bool)} if self._auto else {}
+        self.spec = EnvSpec(
+            observation={**self._observations.leaves, **marks},
+            action=self._actions.leaves,
+            lanes=self._count,
+            batched=True,
+            single_steps=False,
+            single_resets=not self._auto,
+            side=frozenset(marks),
+        )
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._decode = self._actions.batch_decoder(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        chosen = list(lanes)
+        every = len(chosen) == self._count
+        try:
+            if seeds is None and self._begun.issuperset(chosen):
+                into[0][chosen] = self._last[chosen]
+            else:
+                if every and (self._auto or seeds is not None or not self._started):
+                    self._reset_all(seeds)
+                elif not self._auto:
+                    mask = np.zeros(self._count, np.bool_)
+                    mask[chosen] = True
+                    self.env.reset_lanes(mask)
+                else:
+                    raise UsageError(f"{type(self.env).__name__} cannot reset single lanes")
+                self._observations.write_batch(self.env.observations, into[:1], slice(None) if every else chosen)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        if self._auto:
+            into[1][chosen] = False
+            self._last[chosen] = into[0][chosen]
+            self._begun.difference_update(chosen)
+
+    def _reset_all(self, seeds: Sequence[int] | None) -> None:
+        if self._bind is not None and not self._started:
+            self._bind(*self._own)
+        # Always a seed of ours: without one some of PufferLib's envs begin the same numbers again.
+        self._seed = next_seed(self._seed) if seeds is None else int(seeds[0])
+        self.env.reset(self._seed % 2**31)
+        if self._bind is not None and not self._started and (self._own[0].view(np.uint8) == _UNTOUCHED).all():
+            raise UsageError(
+                f"{type(self.env).__name__} does not write into the buffers it is given later; leave out rebind"
+            )
+        self._started = True
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        bind, seen = self._bind, row.next[0]
+        buffers = seen, row.reward, row.terminated, row.truncated
+        try:
+            if bind is not None:
+                bind(*buffers)
+            observation, reward, terminated, truncated, _ = self.env.step(self._decode(*row.action))
+            if bind is None:
+                self._observations.write_batch(observation, row.next[:1], slice(None))
+                row.reward[...] = reward
+            elif any(a is not b for a, b in zip((observation, reward, terminated, truncated), buffers)):
+                raise SpecMismatch("env.step returned other arrays than the buffers it was given to write to")
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        finally:
+            if bind is not None:
+                bind(*self._own)
+        masks = getattr(self.env, "masks", None)
+        if masks is not None and not masks.all():
+            raise UsageError(
+                f"agents {np.flatnonzero(~masks).tolist()} have left; only envs whose agents stay are taken"
+            )
+        done = np.logical_or(terminated, truncated)
+        ended: list[int] = np.flatnonzero(done).tolist()
+        if ended:
+            row.terminated[...], row.truncated[...], row.done[...] = terminated, truncated, done
+        if self._auto:
+            self._lose(ended, row)
+        return ended
+
+    def _lose(self, ended: list[int], row: Row) -> None:
+        """Where an episode ended, `row.next` holds the first observation of another one: keep it back, mark the row."""
+        seen, lost = row.next[0], row.next[1]
+        repeated = self._last[ended]
+        self._last[...] = seen
+        seen[ended] = repeated
+        lost[...] = False
+        lost[ended] = True
+        self._begun = set(ended)
+
+    def _assign(self, *buffers: np.ndarray[Any, Any]) -> None:
+        for name, buffer in zip(BUFFERS, buffers):
+            setattr(self.env, name, buffer)
+
+    def close(self) -> None:
+        if not self._closed:  # C code frees its memory each time it is asked
+            self._closed = True
+            self.env.close()
+
+
+class PufferLibEnv(EnvBase):
+    """A native PufferLib env, or one written to its interface; each agent is a lane.
+
+    >>> collector = Collector(PufferLibEnv(env, lost_finals="repeat"), policy, frames_per_batch=4096 * 64)
+
+    Args:
+        env: has PufferLib's buffers and spaces; see `reap.envs.adapters.puffer` for what it should have beside them.
+        lost_finals: what to do about an env that resets inside `step`: refuse it, or repeat observations and mark them.
+        rebind: the env finds its buffers in its attributes and writes them in full at every step; give it the slot's.
+        categorical_action_encoding: discrete spaces as an index instead of one-hot.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        lost_finals: Literal["error", "repeat"] = "error",
+        rebind: bool = False,
+        categorical_action_encoding: bool = False,
+        device: Any = None,
+    ) -> None:
+        if not is_puffer(env):
+            raise WrongArgument(
+                f"PufferLibEnv takes an env with single_observation_space, single_action_space, num_agents and the "
+                f"buffers {', '.join(BUFFERS)}; {type(env).__name__} lacks some of them"
+            )
+        lanes = PufferLanes(env, lost_finals=lost_finals, rebind=rebind, categorical=categorical_action_encoding)
+        super().__init__(lanes, device=device)

@@ -1,0 +1,223 @@
+"""Envs written in torch: many lanes at once, tensors in, tensors out, on any device.
+
+The protocol is three members and two calls:
+
+    class MyEnv:
+        num_envs = 4096
+        single_observation_space, single_action_space = …   # Gymnasium spaces: what one lane sees and takes
+        def reset(self, mask): …         # bool [N] → observations [N, …]; only masked lanes begin anew
+        def step(self, action): …        # → observation, reward, terminated, truncated, each [N, …]
+
+The env never resets by itself: `step` returns the true successor, and the loop resets the lanes that ended.
+Observations are tensors, or dicts of them as the space says. `seed(int)` is used if it is there. An env with the
+attribute `keeps_nothing = True` is given actions and masks as they are, not copies of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import gymnasium as gym
+import torch
+from torch import Tensor
+
+from reap.core.device.slots import copy_all
+from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.slot import Row
+from reap.envs.base import EnvBase
+from reap.envs.spaces import Actions, Observations
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.spec import EnvSpec, Key, Leaf, show
+
+
+@runtime_checkable
+class TorchBatch(Protocol):
+    """What `TorchEnv` takes; see the module's docstring."""
+
+    @property
+    def num_envs(self) -> int:
+        """How many lanes."""
+
+    @property
+    def single_observation_space(self) -> gym.Space[Any]:
+        """What one lane sees."""
+
+    @property
+    def single_action_space(self) -> gym.Space[Any]:
+        """What one lane takes."""
+
+    def reset(self, mask: Tensor) -> Any:
+        """Begin new episodes where `mask` is True; observations of all lanes, those of the others are not read."""
+
+    def step(self, action: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """One step of every lane: observation, reward, terminated, truncated."""
+
+
+class TorchLanes(Env):
+    """A batch of torch envs as lanes."""
+
+    def __init__(self, env: TorchBatch, *, categorical: bool = True) -> None:
+        self.env = env
+        self._count = int(env.num_envs)
+        self._device = torch.device(getattr(env, "device", "cpu"))
+        self._observations = Observations(env.single_observation_space, categorical=categorical)
+        self._actions = Actions(env.single_action_space, categorical=categorical)
+        if len(self._actions.leaves) != 1:
+            raise UsageError("a torch env takes one action tensor; join the parts of its action space")
+        self.spec = EnvSpec(
+            observation=self._observations.leaves,
+            action=self._actions.leaves,
+            lanes=self._count,
+            batched=True,
+            single_steps=False,
+        )
+        self._scores, self._start = False, 0
+        self.keeps_nothing = bool(getattr(env, "keeps_nothing", False))  # what it is given need be no copy
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        (given,) = action.values()
+        ((key, own),) = self.spec.action.items()
+        self._actions.batch_decoder(action)  # refuses what nobody could read
+        discrete = isinstance(own.space, gym.spaces.Discrete)
+        self._scores = discrete and given.shape not in ((), (1,))
+        self._start = int(own.space.start) if isinstance(own.space, gym.spaces.Discrete) else 0
+        if not discrete and given.shape != own.shape:
+            raise SpecMismatch(f"policy writes {show(key)} as {given}, the env takes {own}")
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self.seed(lanes, seeds)
+        chosen = torch.as_tensor(list(lanes))
+        mask = torch.zeros(self._count, dtype=torch.bool)
+        mask[chosen] = True
+        try:
+            observation = self.env.reset(mask.to(self._device))
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        for array, (key, value) in zip(into, self._tensors(observation)):
+            torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """Seed the env, if it can be: one number for all lanes."""
+        if seeds is not None and hasattr(self.env, "seed"):
+            self.env.seed(int(seeds[0]))
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        try:
+            action = self.decoded(torch.from_numpy(row.action[0]).to(self._device))
+            observation, reward, terminated, truncated = self.env.step(action)
+            for array, (key, value) in zip(row.next, self._tensors(observation)):
+                torch.from_numpy(array).copy_(self._fit(key, value))
+            torch.from_numpy(row.reward).copy_(reward.reshape(self._count))
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        done = (terminated | truncated).reshape(self._count)
+        if not bool(done.any()):
+            return []
+        torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
+        torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
+        torch.from_numpy(row.done).copy_(done)
+        return done.nonzero().reshape(-1).tolist()
+
+    def decoded(self, action: Tensor) -> Tensor:
+        """An action as the env takes it, the env's own to keep."""
+        if self._scores:
+            action = action.argmax(-1)
+        if self._start:
+            return action + self._start
+        return action if self.keeps_nothing else action.clone()
+
+    def on_device(self) -> DeviceEnv | None:
+        return None if self._device.type == "cpu" else DeviceTorchLanes(self)
+
+    def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
+        found = []
+        for key, path in zip(self.spec.observation, self._observations.paths):
+            value = observation
+            for part in path:
+                value = value[part]
+            found.append((key, value))
+        return found
+
+    def _fit(self, key: Key, value: Tensor) -> Tensor:
+        leaf = self.spec.observation[key]
+        if tuple(value.shape) != (self._count, *leaf.shape) or value.dtype is not leaf.dtype:
+            got = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            raise SpecMismatch(
+                f"env returned {show(key)} as {got}, its space says {leaf} for each of {self._count} lanes"
+            )
+        return value
+
+    def close(self) -> None:
+        close = getattr(self.env, "close", None)
+        if close is not None:
+            close()
+
+
+class DeviceTorchLanes(DeviceEnv):
+    """The same lanes, with rows on their device: no observation or action ever visits the host."""
+
+    def __init__(self, lanes: TorchLanes) -> None:
+        self._lanes = self.behind = lanes
+        self.spec = lanes.spec
+        self.device, self.holders = lanes._device, [lanes.env]
+        self.pending_seeds = lanes.pending_seeds
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._lanes.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._lanes.seed(lanes, seeds)
+        mask = torch.ones(self.spec.lanes, dtype=torch.bool, device=self.device)
+        if len(lanes) < self.spec.lanes:
+            mask.zero_()
+            mask[torch.as_tensor(list(lanes), device=self.device)] = True
+        self._begin(mask, into)
+
+    def _begin(self, mask: Tensor, into: Sequence[Any]) -> None:
+        try:
+            observation = self._lanes.env.reset(mask)
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        for column, (key, value) in zip(into, self._lanes._tensors(observation)):
+            where = mask.reshape(-1, *[1] * (column.ndim - 1))
+            torch.where(where, self._lanes._fit(key, value), column, out=column)
+
+    def step(self, lanes: Sequence[int], row: Any) -> list[int]:
+        count = self.spec.lanes
+        try:
+            observation, reward, terminated, truncated = self._lanes.env.step(self._lanes.decoded(row.action[0]))
+            made = [self._lanes._fit(key, value) for key, value in self._lanes._tensors(observation)]
+            into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
+            copy_all(into, [*made, reward.reshape(count), terminated.reshape(count), truncated.reshape(count)])
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        torch.logical_or(row.terminated, row.truncated, out=row.done)
+        return []
+
+    def after_step(self, row: Any) -> None:
+        self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.after)
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+class TorchEnv(EnvBase):
+    """A batch of envs written in torch.
+
+    >>> collector = Collector(TorchEnv(my_env), policy, frames_per_batch=4096 * 32)
+
+    Args:
+        env: follows the protocol in `reap.envs.adapters.torch_native`.
+        categorical_action_encoding: discrete spaces as an index (the default here) or one-hot.
+    """
+
+    def __init__(self, env: TorchBatch, *, categorical_action_encoding: bool = True, device: Any = None) -> None:
+        if not isinstance(env, TorchBatch):
+            needed = "num_envs, single_observation_space, single_action_space, reset(mask) and step(action)"
+            raise WrongArgument(f"TorchEnv takes an object with {needed}; {type(env).__name__} lacks some of them")
+        super().__init__(TorchLanes(env, categorical=categorical_action_encoding), device=device)

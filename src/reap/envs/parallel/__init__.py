@@ -1,0 +1,1 @@
+"""Lanes stepped by threads and processes: ParallelEnv, AsyncEnvPool and what is behind them."""

@@ -1,0 +1,182 @@
+"""Asynchronous lanes: lanes in threads or processes as an env that answers whoever is ready (see core/lanes/ready.py).
+
+    row t     positions  [ group 5 | group 0 | group 7 ]     what the policy decides about, and is sent
+              next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
+    row t+1   positions  [ group 3 | group 5 |    ·    ]
+
+Rows are as wide as the most groups taken at a time. A position nobody stands at holds a copy of the first, lane -1, and
+is no frame: a policy of one shape may compute it, others leave out most of them (core/policies/buckets.py). Who will be
+ready cannot be known when results are written, so they come through the row that the workers and the env share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.lanes.stream import ENV_INDEX
+from reap.core.policies.recurrent_state import carry_of
+from reap.core.rollout import check_names
+from reap.core.slot import Layout, Row, Slot
+from reap.envs.parallel.env_child import STEP
+from reap.envs.parallel.lane_workers import LaneWorkers
+from reap.errors import SpecMismatch, UsageError
+from reap.spec import READY, Key, Leaf
+
+
+class ReadyLanes(Env):
+    """The lanes of workers, those of `least` to `most` groups at a time."""
+
+    has_after_step = True
+    elsewhere = True
+
+    def __init__(self, lane_workers: LaneWorkers, least: int, most: int) -> None:
+        self.lane_workers, self._least, self._most = lane_workers, least, most
+        sizes = {last - first for first, last in lane_workers.bounds}
+        if len(sizes) != 1:
+            lane_workers.close()
+            raise UsageError(f"lanes that come as they are ready need as many in every worker, not {sorted(sizes)}")
+        self._each = each = sizes.pop()
+        self._lanes = [np.arange(first, last) for first, last in lane_workers.bounds]
+        spec = lane_workers.spec
+        try:
+            check_names(spec, {READY, ENV_INDEX})
+        except SpecMismatch:
+            lane_workers.close()
+            raise
+        self._show(spec.observation)
+        self.spec = dataclasses.replace(
+            spec,
+            observation=self._observation,
+            lanes=most * each,
+            ready_of=spec.lanes,
+            rows="skipping",
+            single_steps=False,
+            single_resets=False,
+            side=spec.side | {READY},
+        )
+        self.draws = lane_workers.traits.draws
+        self._in_hand: list[int] = []  # groups, in the order of their positions
+        self._lanes_in_hand = np.zeros(0, np.int64)
+        self._answered: deque[int] = deque()  # not handed out yet
+        self._just_reset: deque[int] = deque()  # begun anew, not handed out yet
+        self._began: tuple[Any, Any] | None = None
+
+    def _show(self, keys: Iterable[Key]) -> None:
+        """Which leaves of the workers' are to be seen, and where ours is among them."""
+        whole = self.lane_workers.spec.observation
+        self._observation = {**{key: whole[key] for key in keys}, READY: Leaf((), torch.int64)}
+        self._shown = [n for n, key in enumerate(whole) if key in self._observation]
+        self._lane = len(self._shown)  # our leaf's place in a row
+
+    def bind_policy(self, model: Any) -> None:
+        """What the policy carries and the env primes is kept here, lane by lane: the env has it elsewhere."""
+        whole = self.lane_workers.spec
+        kept = [key for key in carry_of(model) if key in whole.primed]
+        self._show([key for key in whole.observation if key not in kept])
+        self.spec = dataclasses.replace(
+            self.spec, observation=self._observation, primed=frozenset(whole.primed.difference(kept))
+        )
+
+    def filled(self) -> int:
+        return len(self._lanes_in_hand)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self.lane_workers.expect(action)
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        return Slot(layout, index)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
+        self.lane_workers.begin(seeds)
+        self._answered.clear()
+        groups = range(len(self._lanes))
+        self._take_in_hand(list(groups[: self._most]))
+        self._just_reset = deque(groups[self._most :])
+        firsts = [self.lane_workers.first[n] for n in self._shown]
+        for array, first in zip(into, (*firsts, np.arange(self.lane_workers.spec.lanes))):
+            array[: len(self._lanes_in_hand)] = first[self._lanes_in_hand]
+
+    def _take_in_hand(self, groups: list[int]) -> None:
+        self._in_hand = groups
+        if self._each == 1:  # the group is its lane
+            self._lanes_in_hand = np.array(groups)
+        else:
+            self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
+
+    def draw(self, row: Row) -> None:
+        self._answered += self.lane_workers.draw(self._in_hand)
+        own = self._lanes_in_hand
+        for given, drawn in zip(row.action, self.lane_workers.row().action):
+            given[: len(own)] = drawn[own]
+            given[len(own) :] = given[0]  # nobody stands there
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        self._row, shared, own = row, self.lane_workers.row(), self._lanes_in_hand
+        for mine, given in zip(shared.action, row.action):
+            mine[own] = given[: len(own)]
+        self.lane_workers.ring(self._in_hand, STEP)
+
+    def recv(self) -> list[int]:
+        row, began = self._row, self._just_reset
+        assert row.mask is not None
+        if began:  # their first observations are all there is of them yet
+            self._take_in_hand([began.popleft() for _ in range(min(len(began), self._most))])
+            self._put(row, self.lane_workers.first)
+            row.mask[:] = False
+            self._began = None
+            return []
+        answered = self._answered
+        if self._least <= len(answered) < self._most and self.lane_workers.away:
+            answered += self.lane_workers.answered(within=0)
+        while len(answered) < self._least:
+            answered += self.lane_workers.answered()
+        self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
+        shared, own = self.lane_workers.row(), self._lanes_in_hand
+        count = len(own)
+        self._put(row, shared.next)
+        if count < self.spec.lanes:
+            row.mask[count:] = False
+        for mine, theirs in zip(row.rewards, shared.rewards):
+            mine[:count] = theirs[own]
+        done = shared.done[own]
+        self._began = None
+        if done.any():
+            row.done[:count], row.terminated[:count] = done, shared.terminated[own]
+            row.truncated[:count] = shared.truncated[own]
+            for flag in (shared.done, shared.terminated, shared.truncated):
+                flag[own] = False
+            at = np.flatnonzero(done)
+            self._began = at, own[at]
+        if self.lane_workers.traits.has_after_step:  # agents may have begun anew without their lane
+            self._began = np.arange(count), own
+        return []  # nobody is to be reset: the workers have done it
+
+    def _put(self, row: Row, values: Rows) -> None:
+        """Observations of the lanes in hand; positions nobody stands at see what the first one sees."""
+        own = self._lanes_in_hand
+        count = len(own)
+        observations, numbers = row.next[: self._lane], row.next[self._lane]  # others may wrap us and add theirs
+        for array, n in zip(observations, self._shown):
+            array[:count] = values[n][own]
+        numbers[:count] = own
+        if count < self.spec.lanes:
+            for array in observations:
+                array[count:] = array[:1]  # one cell, whatever lies in it
+            numbers[count:] = -1
+
+    def after_step(self, row: Row) -> None:
+        if self._began is not None:
+            at, lanes = self._began
+            for after, n in zip(row.after, self._shown):
+                after[at] = self.lane_workers.first[n][lanes]
+
+    def close(self) -> None:
+        self.lane_workers.close()

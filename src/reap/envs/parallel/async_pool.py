@@ -1,0 +1,428 @@
+"""AsyncEnvPool, for people: envs in threads or processes, sent to one by one, answering as they are ready.
+
+    async_step_send(td) ──► actions into the row everybody sees ──► worker 0 ┐
+                                                              └───► worker 1 ├──► async_step_recv(min_get=2)
+                                                              └───► worker 2 ┘     the first two, in order of arrival
+
+A worker that holds several envs steps those it was asked for together. Nothing is pickled on the way: actions and
+results lie in memory both sides see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from reap import arguments
+from reap._system.affinity import Masks, masks
+from reap._system.forks import guard, refuse_all
+from reap._system.processes import StartMethod
+from reap.core.assemble import tree_of
+from reap.core.columns.assemble_ragged import frame
+from reap.core.columns.object_columns import ObjectColumn
+from reap.core.device.devices import named_device
+from reap.core.slot import FLAGS
+from reap.envs.base import EnvBase
+from reap.envs.parallel.async_lanes import ReadyLanes
+from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
+from reap.envs.parallel.lane_workers import LaneWorkers
+from reap.envs.parallel.process_workers import MOST_HANDS, ProcessWorkers, ThreadedProcessWorkers
+from reap.envs.parallel.thread_workers import ThreadWorkers
+from reap.envs.serial import one_each
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.seeding import chain
+from reap.spec import Key, Leaf, show
+
+_BACKENDS = ("threading", "multiprocessing")
+
+
+class AsyncEnvPool(EnvBase):
+    """Envs that run elsewhere and answer as they are ready.
+
+    >>> pool = AsyncEnvPool([lambda: GymEnv("CartPole-v1")] * 8, backend="multiprocessing")
+    >>> td = pool.reset()
+    >>> pool.async_step_send(pool.rand_action(td))
+    >>> first = pool.async_step_recv(min_get=2)      # whoever was first, at least two: see first["env_index"]
+
+    Args:
+        create_env_fns: one factory (or Gymnasium id) for each env.
+        backend: "threading", for envs that wait; "multiprocessing", for envs that compute.
+        envs_per_worker: how many envs share a thread or process at most; as many in each.
+        worker_threads: each env of a process in a thread of its own there: for envs that wait, beside a busy policy.
+        min_ready: for collectors: the policy decides about at least so many envs at a time,
+        max_ready: and at most so many, whoever is ready; None: half of them.
+        create_env_kwargs: keywords for the factories, one mapping or a list.
+        timeout: seconds an env may take for one answer before it is reported as stuck; None: for ever.
+        max_frames_per_traj: truncate episodes at this length and add `step_count`.
+        start_method: how processes start, "forkserver" or "spawn".
+        num_sub_threads: torch threads of each process.
+        worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
+    """
+
+    def __init__(
+        self,
+        create_env_fns: Any,
+        *,
+        backend: str = "threading",
+        envs_per_worker: int = 1,
+        worker_threads: bool = False,
+        min_ready: int = 1,
+        max_ready: int | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        max_frames_per_traj: int | None = None,
+        start_method: StartMethod = "forkserver",
+        num_sub_threads: int = 1,
+        worker_affinity: Masks | None = None,
+        device: Any = None,
+    ) -> None:
+        if not isinstance(create_env_fns, (list, tuple)) or not create_env_fns:
+            raise WrongArgument(f"create_env_fns must be a list with one factory per env, got {create_env_fns!r}")
+        arguments.one_of("backend", backend, _BACKENDS)
+        arguments.flag("worker_threads", worker_threads)
+        arguments.one_of("start_method", start_method, ("forkserver", "spawn"))
+        _whole("envs_per_worker", envs_per_worker)
+        arguments.seconds("timeout", timeout)
+        _whole("min_ready", min_ready)
+        _whole("max_ready", max_ready, none=True)
+        _whole("num_sub_threads", num_sub_threads)
+        _whole("max_frames_per_traj", max_frames_per_traj, least=None, none=True)
+        place = named_device("device", device)
+        made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
+        most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
+        each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
+        shares = [made[at : at + each] for at in range(0, len(made), each)]
+        if worker_threads and backend == "threading":
+            raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
+        cores = None
+        if worker_affinity is not None:
+            if backend == "threading":
+                raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
+            cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
+        limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
+        lane_workers: LaneWorkers
+        if backend == "threading":
+            lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit)
+        else:
+            kind = ThreadedProcessWorkers if worker_threads else ProcessWorkers
+            lane_workers = kind(
+                shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads, cores=cores
+            )
+        self._lane_workers = lane_workers
+        self.num_envs = lane_workers.spec.lanes
+        groups = len(lane_workers.bounds)
+        least = -(-min_ready * groups // self.num_envs)
+        most = groups if max_ready is None else max(1, max_ready * groups // self.num_envs)
+        half = -(-groups // 2)  # the policy decides about one half while the other is stepping
+        super().__init__(
+            ReadyLanes(lane_workers, min(least, groups), min(max(half, least), most, groups)), device=place
+        )
+        self._group_of = [group for group, (first, last) in enumerate(lane_workers.bounds) for _ in range(first, last)]
+        self._action: dict[Key, Leaf] | None = None
+        self._begun = np.zeros(self.num_envs, bool)
+        self._failure: str | None = None
+        guard(self)
+        self._restart_book()
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the envs, and what they answer, are its owner's."""
+        self._failure = why
+        refuse_all(self, why)
+
+    def _restart_book(self) -> None:
+        self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
+        self._asked: dict[int, tuple[int, list[int]]] = {}  # groups under way: what for, and which lanes
+        self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: what, lane
+        self._ready: dict[int, deque[int]] = {SOME: deque(), BEGIN: deque()}  # lanes that have answered
+        self._busy: dict[int, int] = {}  # lanes under way or not received yet, and what for
+        self._fresh = np.zeros(self.num_envs, bool)  # begun anew; the first observation waits
+
+    @property
+    def batch_size(self) -> torch.Size:
+        """[N]: a dimension of envs."""
+        return torch.Size([self.num_envs])
+
+    # ---- all together ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> TensorDictBase:
+        """Begin new episodes in all envs and wait for them."""
+        self._alive()
+        self._idle("reset")
+        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
+        with self._failing():
+            self._lane_workers.begin(seeds)
+        self._restart_book()
+        self._begun[:] = True
+        return self._first_of(list(range(self.num_envs)))
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """One step of all envs; the result goes under "next"."""
+        self._idle("step")
+        self.async_step_send(tensordict, range(self.num_envs))
+        back = self.async_step_recv(min_get=self.num_envs)
+        order = torch.argsort(back["env_index"])
+        return tensordict.set("next", back["next"][order])
+
+    # ---- as they are ready ----------------------------------------------------------------------------------------
+
+    def async_step_send(self, tensordict: TensorDictBase, env_index: Any = None) -> None:
+        """Let some envs step with the actions in `tensordict` `[k]`: those of `env_index`, or of its entry, or all."""
+        self._alive()
+        lanes = self._lanes_for(tensordict, env_index)
+        self._may_step(lanes)  # first: the actions and flags of those under way lie in the row that is written below
+        td = tensordict if tensordict.ndim else tensordict.unsqueeze(0)
+        actions = self._actions(td, lanes)
+        row = self._lane_workers.row()
+        for array, value in zip(row.action, actions.values()):
+            array[lanes] = value.reshape(len(lanes), *array.shape[1:])
+        for n, lane in enumerate(lanes):
+            self._given[lane] = td, n
+        self._order(SOME, lanes)
+
+    def async_step_recv(
+        self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
+    ) -> TensorDictBase:
+        """What was sent, and what came of it under "next", of at least `min_get` envs, in the order of their answers.
+
+        With `env_index`: of those. `max_get` leaves further ones for the next call. After `timeout` seconds without
+        enough answers: `NotReady`, a TimeoutError; those that came stay for the next call.
+        """
+        lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
+        row, at = self._lane_workers.row(), np.array(lanes)
+        spec = self._lane_workers.spec
+        columns: dict[Key, Any] = {(flag,): getattr(row, flag)[:, None] for flag in FLAGS}
+        columns.update(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
+        following = self._tensordict({key: array[at] for key, array in columns.items()}, lanes)
+        given = [self._given.pop(lane) for lane in lanes]
+        out = _rows_of(given)
+        out.set("env_index", torch.from_numpy(at))
+        over = at[row.done[at]]
+        self._fresh[over] = True
+        for flag in (row.done, row.terminated, row.truncated):
+            flag[over] = False
+        return out.set("next", following)
+
+    def async_reset_send(
+        self, tensordict: TensorDictBase | None = None, env_index: Any = None, *, seeds: Any = None
+    ) -> None:
+        """Begin new episodes in some envs: those of `env_index`, or of the entry of `tensordict`, or all.
+
+        `seeds`: one for each of them, in that order; without, those of `set_seed`, if it was called before.
+        """
+        self._alive()
+        lanes = self._lanes_for(tensordict, env_index)
+        given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
+        self._at_rest(lanes)
+        self._order(BEGIN, lanes, given)
+        self._begun[lanes] = True
+
+    def async_reset_recv(
+        self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
+    ) -> TensorDictBase:
+        """First observations of at least `min_get` envs, in the order of their answers; the rest as for steps."""
+        return self._first_of(self._receive(BEGIN, min_get, max_get, env_index, timeout))
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _pending(self, lanes: Sequence[int]) -> list[int]:
+        """What `set_seed` has left for these envs."""
+        pending = self.lanes_env.pending_seeds
+        return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
+
+    def _at_rest(self, lanes: Sequence[int]) -> None:
+        busy = [lane for lane in lanes if lane in self._busy]
+        if busy:
+            raise WrongState(f"env {busy[0]} is under way already; receive what it answers before sending to it again")
+
+    def _may_step(self, lanes: Sequence[int]) -> None:
+        self._at_rest(lanes)
+        for lane in lanes:
+            if not self._begun[lane]:
+                who = f"env {lane} has begun no episode" if self._begun.any() else "no env has begun an episode"
+                raise WrongState(f"{who}; call reset() or async_reset_send() first")
+        for first, last in () if self._lane_workers.spec.single_steps else self._lane_workers.bounds:
+            if 0 < len({lane for lane in lanes if first <= lane < last}) < last - first:
+                raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
+
+    def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
+        if what == BEGIN:
+            self._lane_workers.seed(lanes, seeds)
+            if self.lanes_env.pending_seeds is not None:  # each is used once
+                begun = {*lanes}
+                self.lanes_env.pending_seeds = [
+                    UNSEEDED if lane in begun else seed for lane, seed in enumerate(self.lanes_env.pending_seeds)
+                ]
+        given = dict(zip(lanes, seeds))
+        for lane in lanes:
+            self._busy[lane] = what
+            if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker has begun it when the last one ended
+                self._ready[BEGIN].append(lane)
+            else:
+                self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
+            self._fresh[lane] = False
+        for group in {self._group_of[lane] for lane in lanes}:
+            self._ring(group)
+
+    def _ring(self, group: int) -> None:
+        """The next orders of a group, all of one kind, if it is idle."""
+        queue = self._queue.get(group)
+        if not queue or group in self._asked:
+            return
+        what, lanes = queue[0][0], []
+        while queue and queue[0][0] == what:
+            lanes.append(queue.popleft()[1])
+        self._asked[group] = what, lanes
+        with self._failing():
+            self._lane_workers.ring([group], what, lanes)
+
+    def _receive(
+        self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
+    ) -> list[int]:
+        self._alive()
+        if timeout is not None and timeout != 0 and not _is_time(timeout):
+            raise UsageError(f"timeout must be a number of seconds ≥ 0 or None, got {timeout!r}")
+        _whole("min_get", min_get, least=None)
+        _whole("max_get", max_get, none=True)
+        if max_get is not None and max_get < min_get:
+            raise UsageError(f"max_get is {max_get}, below min_get, which is {min_get}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        name = "async_step" if what == SOME else "async_reset"
+        pending = {lane for lane, why in self._busy.items() if why == what}
+        wanted = pending if env_index is None else set(_numbers(env_index, self.num_envs))
+        least = len(wanted) if env_index is not None else min_get
+        if not wanted <= pending or not 1 <= least <= len(wanted):
+            raise WrongState(
+                f"{name}_recv waits for {least} answers, but {len(wanted & pending)} were sent for by {name}_send"
+            )
+        ready = self._ready[what]
+        while (came := sum(lane in wanted for lane in ready)) < least:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with self._failing():
+                answered = self._lane_workers.answered(left)
+            if not answered:
+                raise NotReady(
+                    f"{name}_recv waited {timeout} s for {least} answers, {came} came; they stay for the next call"
+                )
+            for group in answered:
+                kind, lanes = self._asked.pop(group)
+                self._ready[kind].extend(lanes)
+                self._ring(group)
+        found = [lane for lane in ready if lane in wanted][:max_get]
+        self._ready[what] = deque(lane for lane in ready if lane not in set(found))
+        for lane in found:
+            del self._busy[lane]
+        return found
+
+    def _first_of(self, lanes: list[int]) -> TensorDictBase:
+        columns = {
+            key: array[lanes] for key, array in zip(self._lane_workers.spec.observation, self._lane_workers.first)
+        }
+        columns.update({(flag,): np.zeros((len(lanes), 1), bool) for flag in FLAGS})
+        return self._tensordict(columns, lanes).set("env_index", torch.tensor(lanes))
+
+    def _tensordict(self, columns: Mapping[Key, np.ndarray[Any, Any]], lanes: Sequence[int]) -> TensorDictBase:
+        observation = self._lane_workers.spec.observation
+        loose = {key: observation[key] for key in columns if key in observation and observation[key].loose}
+        leaves = {key: torch.from_numpy(array) for key, array in columns.items() if key not in loose}
+        if not loose:
+            return TensorDict(tree_of(leaves), batch_size=[len(lanes)], device=self.device)
+        cells = {key: ObjectColumn(leaf, columns[key], True).clone() for key, leaf in loose.items()}
+        return frame({**leaves, **cells}, loose, len(lanes), self.device)
+
+    def _lanes_for(self, td: TensorDictBase | None, env_index: Any) -> list[int]:
+        if td is not None and not isinstance(td, TensorDictBase):
+            raise WrongArgument(f"tensordict must be a TensorDict, got {type(td).__name__}")
+        if env_index is None and td is not None:
+            env_index = td.get("env_index", None)
+        lanes = list(range(self.num_envs)) if env_index is None else _numbers(env_index, self.num_envs)
+        if td is not None and td.ndim and len(lanes) != td.batch_size[0]:
+            raise SpecMismatch(f"{len(lanes)} envs are sent to, but the tensordict is {list(td.batch_size)}")
+        return lanes
+
+    def _actions(self, td: TensorDictBase, lanes: Sequence[int]) -> dict[Key, np.ndarray[Any, Any]]:
+        values = {}
+        for key in self._lane_workers.spec.action:
+            value = td.get(key, None)
+            if value is None:
+                raise WrongArgument(f"a step needs {show(key)} in the tensordict; it holds {list(td.keys(True))}")
+            values[key] = value.detach().cpu()
+        looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
+        if looks != self._action:
+            if self._asked or SOME in self._busy.values():  # answers that were not received lie in the row, too
+                raise WrongState("actions look different from those that are under way; receive what was sent first")
+            self._action = None  # until everybody has understood
+            self._lane_workers.expect(looks)
+            self._action = looks
+        return {key: value.numpy() for key, value in values.items()}
+
+    def _alive(self) -> None:
+        if self.is_closed:
+            raise WrongState(f"{type(self).__name__} is closed; make a new one")
+        if self._failure is not None:
+            raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An env that failed is told of once; others' answers may be lost with it, so that nobody waits again."""
+        try:
+            yield
+        except ReapError as error:
+            self._failure = str(error).partition("\n")[0]
+            raise
+
+    def _idle(self, what: str) -> None:
+        if self._busy:
+            raise WrongState(f"{what}() is for all envs, but env {min(self._busy)} is under way; receive it first")
+
+
+def _whole(name: str, value: Any, *, least: int | None = 1, none: bool = False) -> None:
+    if value is None and none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" ≥ {least}"
+        raise UsageError(f"{name} must be a whole number{bound}, got {value!r}")
+
+
+def _is_time(seconds: Any) -> bool:
+    return not isinstance(seconds, bool) and isinstance(seconds, (int, float)) and seconds > 0
+
+
+def _numbers(env_index: Any, count: int) -> list[int]:
+    """Envs by number: one, several, a tensor, or what a tensordict keeps such things in."""
+    given = env_index.tolist() if hasattr(env_index, "tolist") else env_index
+    lanes = [given] if isinstance(given, int) else list(given)
+    if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < count for n in lanes):
+        raise UsageError(f"env_index must hold numbers between 0 and {count - 1}, got {lanes}")
+    if len(set(lanes)) != len(lanes):
+        raise UsageError(f"env_index names an env twice: {lanes}")
+    return lanes
+
+
+def _seeds(given: Any, count: int) -> list[int]:
+    """A seed for each env."""
+    seeds = given.tolist() if hasattr(given, "tolist") else given
+    seeds = [seeds] if isinstance(seeds, int) else list(seeds)
+    if len(seeds) != count:
+        raise UsageError(f"seeds must hold one number for each env that is sent to, {count} here; got {len(seeds)}")
+    return [chain(seed, 1)[0][0] for seed in seeds]
+
+
+def _rows_of(given: Sequence[tuple[TensorDictBase, int]]) -> TensorDictBase:
+    """Rows of several tensordicts, in this order."""
+    sources: dict[int, tuple[TensorDictBase, list[int], list[int]]] = {}
+    for n, (td, row) in enumerate(given):
+        _, rows, places = sources.setdefault(id(td), (td, [], []))
+        rows.append(row)
+        places.append(n)
+    parts = [td.exclude("next", "env_index")[rows] for td, rows, _ in sources.values()]
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.argsort(torch.tensor([n for _, _, places in sources.values() for n in places]))
+    return torch.cat(parts)[order]

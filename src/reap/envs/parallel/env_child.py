@@ -1,0 +1,261 @@
+"""The other side of ParallelEnv: what runs in a process that holds lanes.
+
+    order pipe ──► slot, step ──► env.step on its lanes of that row ──► lanes that ended begin anew ──► one byte back
+
+The env is the very class users have in one process; its rows merely lie in shared memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reap._system.affinity import Cores, settle_on
+from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap._system.pickling import dumps
+from reap._system.processes import Raised, send
+from reap.core.env import Env, Rows
+from reap.core.shared_slots import SharedFile
+from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.envs.accept import as_env
+from reap.envs.serial import joined
+from reap.envs.step_limit import StepLimit
+from reap.envs.torchrl.lanes import torchrl_cells
+from reap.errors import SpecMismatch, UsageError
+from reap.seeding import fresh_seed, seed_process
+from reap.spec import EnvSpec, Key, Leaf
+
+ORDER = struct.Struct("iii")  # what, slot, step
+# a step of all lanes, of some; a message; new episodes in some; …; random actions for all
+STEP, SOME, CALL, BEGIN, PING, END, DRAW = range(7)
+UNSEEDED = -1
+DONE, FAILED = b"\1", b"\2"
+FDS = 5  # order pipe, reply and three files; what follows is the host's
+PONG = 16  # plus the token of the question
+
+
+class Traits(NamedTuple):
+    """What a group of lanes does beside stepping (see `Env`): the last word on what is seen next, random actions."""
+
+    has_after_step: bool
+    draws: bool
+
+
+class LooseValues(NamedTuple):
+    """What has no place in shared memory, of lanes that were stepped or begun: leaf by leaf, successors and firsts."""
+
+    lanes: list[int]
+    leaves: list[tuple[Any, Any]]
+
+
+def built(makers: Any, limit: int | None = None) -> Env:
+    """The lanes of one group as one env; episodes end after `limit` steps, if there is one."""
+    env = joined(makers) if len(makers) > 1 else torchrl_cells(as_env(*makers[0]))
+    spec = env.spec
+    if any(leaf.loose for leaf in spec.reward.values()):
+        env.close()
+        also = "" if len(makers) == 1 else "; of envs that share a worker text and objects, too"
+        raise UsageError(
+            f"what this env returns has no fixed shape (ragged tensors, lazy stacks, tensorclasses, actions that are "
+            f"no tensors{also}), so it cannot be taken step by step; take SerialEnv, or a collector with workers "
+            f"(MultiSyncCollector)"
+        )
+    if env.has_after_step and (spec.rows != "whole" or spec.ready_of is not None):
+        env.close()
+        raise UsageError(f"{type(env).__name__} cannot be run elsewhere; give it to a collector as it is")
+    return env if limit is None else StepLimit(env, limit)
+
+
+def loose_leaves(spec: EnvSpec) -> list[int]:
+    """Which observations are texts, objects or ragged: they travel as messages, not in shared memory."""
+    return [n for n, leaf in enumerate(spec.observation.values()) if leaf.loose]
+
+
+def firsts_in(block: np.ndarray[Any, Any], layout: Layout) -> list[np.ndarray[Any, Any]]:
+    """First observations of all lanes in shared memory; those without bytes beside it."""
+    slot = Slot(layout, 0, layout.arrays(block))
+    return [slot.arrays[key][0] for key in layout.columns]
+
+
+def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows) -> None:
+    """One step of `lanes`; those that ended begin anew at once: they will be wanted, and others may still be stepping.
+
+    `into` gets first observations; of an env that tidies what every lane sees next, as agents may begin anew alone.
+    """
+    ended = env.step(lanes, row)
+    if env.has_after_step:
+        at = list(lanes)
+        for array, successor in zip(into, row.next):
+            array[at] = successor[at]
+        following = Row()
+        following.after = tuple(into)
+        env.after_step(following)
+    if ended:
+        env.reset(ended, into)
+
+
+def choices(file: SharedFile, lanes: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Which lanes are meant, where not all are; and with which seeds episodes begin, `UNSEEDED` for none."""
+    block = file.map(9 * lanes)
+    return block[8 * lanes :].view(np.bool_), block[: 8 * lanes].view(np.int64)
+
+
+def begin_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any, Any]) -> None:
+    """New episodes in `lanes`, each with its seed if it was given one."""
+    seeded = [lane for lane in lanes if seeds[lane] != UNSEEDED]
+    if seeded:
+        env.reset(seeded, into, seeds[seeded].tolist())
+    if len(seeded) < len(lanes):
+        env.reset([lane for lane in lanes if seeds[lane] == UNSEEDED], into)
+
+
+def serve(
+    connection: Connection,
+    fds: Sequence[int],
+    make: Callable[[Connection, Sequence[int]], EnvChild],
+    threads: int,
+    cores: Cores | None,
+) -> None:
+    """The life of a child: its host is built, says what it is like, serves until nobody rings; its errors are told."""
+    order_fd, reply, *files = fds[:FDS]
+    host = None
+    try:
+        settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
+        torch.set_num_threads(threads)
+        seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
+        host = make(connection, fds)
+        host.files = [SharedFile(fd=fd) for fd in files]
+        settle()
+        send(connection, (host.spec, host.traits))
+        host.serve(order_fd)
+    except TOLD_TO_GO:
+        raise
+    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+        with contextlib.suppress(OSError):
+            send(connection, Raised.of(error, "the env"))
+            os.write(reply, FAILED)
+    finally:
+        try:
+            no_more_goodbyes()
+        finally:  # the one goodbye there is may be said in this very moment
+            if host is not None:
+                host.close()
+
+
+class EnvChild(abc.ABC):
+    """Lanes of a child, and the memory it shares with the parent: files of rows, of first observations, of choices."""
+
+    files: list[SharedFile]
+
+    def __init__(self, spec: EnvSpec, traits: Traits, connection: Connection, fds: Sequence[int]) -> None:
+        self.spec, self.traits, self._connection, self._reply = spec, traits, connection, fds[1]
+        self._keys = RowKeys(spec)
+
+    def serve(self, order_fd: int) -> None:
+        """Do what the order pipe says until nobody is there to ring it."""
+        while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
+            what, place, step = ORDER.unpack(data)
+            if what == CALL:
+                name, arguments, number = self._connection.recv()
+                try:
+                    value = getattr(self, f"do_{name}")(*arguments)
+                except SpecMismatch as refused:  # as it was: another may be asked for
+                    send(self._connection, Raised.of(refused))
+                else:
+                    send(self._connection, (number, value))
+            else:
+                self._obey(what, place, step)
+
+    def do_begin(self, first: int, lanes: int) -> None:
+        """Which lanes of all are ours: from now on `_first` and `_some` are what the parent sees."""
+        self._from, self._to = first, first + self.spec.lanes
+        layout = Layout(self.spec.observation, 1, lanes, batched=True)
+        firsts = firsts_in(self.files[1].map(max(layout.nbytes, 1)), layout)
+        self._first = [first[self._from : self._to] for first in firsts]
+        some, seeds = choices(self.files[2], lanes)
+        self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
+
+    def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int, env: EnvSpec) -> list[Row]:
+        """Rows of a slot, of our lanes from `first` to `last`, which are one env."""
+        arrays = layout.arrays(self.files[0].map(end)[start : start + layout.nbytes])
+        own = slice(self._from + first, self._from + last)
+        lanes = Layout(layout.columns, layout.steps, last - first, batched=env.batched, look=env.look)
+        slot = Slot(lanes, 0, {key: array[:, own] for key, array in arrays.items()})
+        return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
+
+    def _answered(self, what: int, token: int) -> bool:
+        """Whether this was a question after the orders before it, which are done."""
+        if what == PING:
+            os.write(self._reply, bytes([PONG + token]))
+        return what == PING
+
+    def _done(self) -> None:
+        os.write(self._reply, DONE)
+
+    def _obey(self, what: int, place: int, step: int) -> None:
+        """Whatever is no message; nothing, where lanes are told otherwise."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        """A new slot, called `place`, in these bytes."""
+
+    @abc.abstractmethod
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        """How actions will look."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the envs."""
+
+
+class LanesChild(EnvChild):
+    """All lanes as one env, in the child's own thread."""
+
+    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+        self._env = built(makers, limit)
+        super().__init__(self._env.spec, Traits(self._env.has_after_step, self._env.draws), connection, fds)
+        self._rows: dict[int, list[Row]] = {}
+        self._loose = loose_leaves(self.spec)
+
+    def _obey(self, what: int, place: int, step: int) -> None:
+        if self._answered(what, step):
+            return
+        chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
+        if what == BEGIN:
+            begin_some(self._env, chosen, self._first, self._seeds)
+        elif what == DRAW:
+            self._env.draw(self._rows[place][step])
+        else:
+            advance(self._env, chosen, self._rows[place][step], self._first)
+        if not self._loose:
+            self._done()
+            return
+        stepped = self._rows[place][step].next if what in (STEP, SOME) else None
+        told = LooseValues(
+            list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose]
+        )
+        packed = dumps(told, "an observation")  # before it says that it is done: it may fail
+        self._done()  # before what it says: who does not listen yet would leave us waiting
+        self._connection.send_bytes(packed)
+
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        self._rows[place] = self._rows_of(layout, start, end, 0, self.spec.lanes, self.spec)
+
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """New episodes in `lanes`."""
+        self._env.reset(lanes, self._first, seeds)
+
+    def close(self) -> None:
+        self._env.close()

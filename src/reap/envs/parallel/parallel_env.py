@@ -1,0 +1,78 @@
+"""ParallelEnv, for people: so many lanes, in so many processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reap._system.forks import guard, refuse_all
+from reap._system.processes import StartMethod
+from reap.arguments import one_of, seconds, whole
+from reap.core.device.devices import named_device
+from reap.envs.base import EnvBase
+from reap.envs.parallel.async_lanes import ReadyLanes
+from reap.envs.parallel.process_lanes import ProcessLanes
+from reap.envs.parallel.process_workers import ProcessWorkers
+from reap.envs.serial import one_each
+from reap.errors import UsageError, WrongArgument
+
+
+class ParallelEnv(EnvBase):
+    """Envs in processes of their own, as lanes of one.
+
+    >>> env = ParallelEnv(4, lambda: GymEnv("CartPole-v1"))
+    >>> collector = Collector(env, policy, frames_per_batch=400)      # batches [4, 100]
+
+    Args:
+        num_envs: how many lanes.
+        create_env_fn: a factory, a Gymnasium id, or a list with one per lane.
+        num_workers: how many processes share the lanes; one per lane if not given.
+        ready: step the lanes of so many processes at a time, whichever are ready; None: all in step. A slow lane then
+            holds nobody up until the batch is to be whole. For collectors only.
+        create_env_kwargs: keywords for the factories, one mapping or a list.
+        timeout: seconds a process may take for one step before it is reported as stuck; None: for ever.
+        start_method: "forkserver" or "spawn".
+        num_sub_threads: torch threads of each process.
+    """
+
+    def __init__(
+        self,
+        num_envs: int | None = None,
+        create_env_fn: Any = None,
+        *,
+        num_workers: int | None = None,
+        ready: int | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+        start_method: StartMethod = "forkserver",
+        num_sub_threads: int = 1,
+        device: Any = None,
+    ) -> None:
+        lanes = num_workers if num_envs is None else num_envs  # as keywords, TorchRL calls the lanes workers
+        if create_env_fn is None:
+            raise WrongArgument("ParallelEnv needs create_env_fn: a factory, or one per lane")
+        seconds("timeout", timeout)
+        one_of("start_method", start_method, ("forkserver", "spawn"))
+        whole("num_sub_threads", num_sub_threads)
+        place = named_device("device", device)
+        made = one_each("num_envs", lanes, create_env_fn, create_env_kwargs)
+        count = len(made) if num_workers is None else num_workers
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(made):
+            raise UsageError(f"num_workers must lie between 1 and the {len(made)} lanes, got {count!r}")
+        bounds = np.linspace(0, len(made), count + 1).astype(int)
+        shares = [made[a:b] for a, b in itertools.pairwise(bounds)]
+        options: dict[str, Any] = {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
+        if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
+            raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
+        if ready is None:
+            super().__init__(ProcessLanes(shares, **options), device=place)
+        else:
+            super().__init__(ReadyLanes(ProcessWorkers(shares, **options), ready, ready), device=place)
+        guard(self)
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes are its owner's."""
+        refuse_all(self, why)

@@ -1,0 +1,504 @@
+"""Lanes in child processes, the policy here. One message per process and step.
+
+    policy ──► row t (a slot both sides see) ──┬─ order: slot, t ──► child 0: the usual env class, on its lanes of row t
+                                               └─ order: slot, t ──► child 1
+    row t+1 ◄── copy ◄── row t ◄── results written in place, one byte back from each
+
+A child resets a lane as soon as it ended and keeps the first observation ready, so the loop's reset costs no message.
+Where a row is not in shared memory (an env used by hand, a slot of somebody else), actions and results go through one
+row that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reap._system.affinity import Cores
+from reap._system.forks import guard, refuse_all
+from reap._system.interrupts import Interrupts
+from reap._system.pickling import dumps, pack
+from reap._system.processes import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to, until_ready
+from reap.core.env import Env, Rows
+from reap.core.policy import RandomActions
+from reap.core.rollout import columns_of
+from reap.core.shared_slots import SharedFile
+from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.envs.parallel.env_child import (
+    BEGIN,
+    CALL,
+    DONE,
+    DRAW,
+    ORDER,
+    PING,
+    PONG,
+    SOME,
+    STEP,
+    UNSEEDED,
+    EnvChild,
+    LanesChild,
+    LooseValues,
+    Traits,
+    choices,
+    firsts_in,
+    loose_leaves,
+    serve,
+)
+from reap.envs.parallel.lane_workers import joint_spec, joint_traits
+from reap.errors import ReapError, UsageError, WorkerSilent
+from reap.spec import EnvSpec, Key, Leaf, show
+
+_DEADLINE = 5.0  # seconds within which `close` has ended every child
+_STEP = 1.0  # seconds of those that a child has for the step it is in: nobody takes its answer, and so it goes
+
+_TOKENS = 200
+
+
+def _alone(things: Sequence[Any]) -> Any:
+    """The only one, if there is but one: so errors name it."""
+    return things[0] if all(one is things[0] for one in things) else things
+
+
+class EnvProcess:
+    """A child process and its lanes, `[first, last)` of all."""
+
+    def __init__(self, child: Child, order_fd: int, reply: int) -> None:
+        self.child, self.order_fd, self.reply = child, order_fd, reply
+        self.inbox: deque[Any] = deque()
+        self.spec: EnvSpec
+        self.traits: Traits
+        self.first = self.last = 0
+        self.owes = False  # a step was sent, its answer has not come; or it is not known
+        self.silent = False  # it took too long
+        self.asked = 0  # messages so far
+
+
+class ProcessLanes(Env):
+    """Envs in child processes as lanes of one."""
+
+    elsewhere = True
+
+    def __init__(
+        self,
+        makers: Sequence[Sequence[tuple[Any, Mapping[str, Any]]]],
+        *,
+        timeout: float | None = None,
+        start_method: StartMethod = "forkserver",
+        threads: int = 1,
+        limit: int | None = None,
+        host: Callable[..., EnvChild] = LanesChild,
+        wires: Callable[[int, int], Sequence[int]] | None = None,
+        cores: Sequence[Cores] | None = None,
+        cells: bool = False,
+    ) -> None:
+        self._timeout, self._limit, self._host = timeout, limit, host
+        self._wires = wires  # further descriptors for a child: of its number, and that of its envs
+        self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
+        self._cores = cores  # where each child runs; None: anywhere
+        self._files: list[SharedFile] = []
+        self.remotes: list[EnvProcess] = []
+        self._owner, self._failed = os.getpid(), False
+        self._action: dict[Key, Leaf] | None = None
+        self._by_hand: Slot | None = None
+        self._end, self._places = 0, 0
+        self._token = 0  # of the last settling
+        guard(self)
+        try:
+            with enough_room("processes for the lanes"):
+                self._begin(makers, start_method, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def in_fork(self, why: str) -> None:
+        """Called in a fork: the processes, and what they answer, are its owner's."""
+        refuse_all(self, why)
+
+    def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
+        for name in ("reap-rows", "reap-first", "reap-some"):
+            self._files.append(SharedFile(name))
+        self._slots, self._firsts, self._control = self._files
+        for n, own in enumerate(makers):
+            self.remotes.append(self._start(n, own, start, threads))
+        for remote in self.remotes:
+            remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        self._join()
+        for remote in self.remotes:
+            self._call(remote, "begin", remote.first, self.spec.lanes)
+
+    def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> EnvProcess:
+        make = functools.partial(self._host, makers=makers, limit=self._limit)
+        cores = None if self._cores is None else self._cores[n]
+        target = pack(
+            functools.partial(serve, make=make, threads=threads, cores=cores),
+            "create_env_fn",
+            {
+                "create_env_fn": _alone([maker[0] for maker in makers]),
+                "create_env_kwargs": _alone([maker[1] for maker in makers]),
+            },
+        )
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
+            theirs, order_fd = os.pipe()
+            handed.callback(os.close, theirs)
+            ours.callback(os.close, order_fd)
+            reply, answer = os.pipe()
+            handed.callback(os.close, answer)
+            ours.callback(os.close, reply)
+            fds = [theirs, answer, *(file.fd for file in self._files)]
+            fds += self._wires(n, len(makers)) if self._wires is not None else ()
+            child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
+            ours.pop_all()
+        return EnvProcess(child, order_fd, reply)
+
+    def _join(self) -> None:
+        self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
+        self.traits = joint_traits([remote.traits for remote in self.remotes])
+        self.has_after_step, self.draws = self.traits
+        self._loose = loose_leaves(self.spec)
+        if self._loose and not self._cells:
+            keys = list(self.spec.observation)
+            raise UsageError(
+                f"{', '.join(show(keys[n]) for n in self._loose)} has no fixed shape (text, an object or ragged), so "
+                f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
+                f"workers (MultiSyncCollector)"
+            )
+        for remote, (first, last) in zip(self.remotes, bounds):
+            remote.first, remote.last = first, last
+        lanes = self.spec.lanes
+        self._keys = RowKeys(self.spec)
+        layout = Layout(self.spec.observation, 1, lanes, batched=True)
+        self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
+        self._some, self._seeds = choices(self._control, lanes)
+        self._seeds[:] = UNSEEDED
+        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
+
+    # ---- talking --------------------------------------------------------------------------------------------------
+
+    def order(self, remote: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
+        """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
+        self.choose(remote.first, remote.last, lanes)
+        place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
+        remote.owes = True
+        self._ring(remote, what, place)
+
+    def ping(self, remote: EnvProcess, token: int) -> None:
+        """Let a child answer with this token when it has done all it was told."""
+        remote.owes = False
+        self._ring(remote, PING, 0, token)
+
+    def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
+        """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
+        if lanes is not None:
+            self._some[first:last] = False
+            self._some[[lane for lane in lanes if first <= lane < last]] = True
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """With which seeds `lanes` begin, when they are next told to through the order pipe."""
+        self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
+
+    def place(self, what: int) -> int:
+        """The number of the slot everybody sees; new episodes need none."""
+        return 0 if what == BEGIN else self._exchange().place or 0
+
+    def _ring(self, remote: EnvProcess, what: int, place: int = 0, step: int = 0) -> None:
+        self.write(remote, ORDER.pack(what, place, step))
+
+    def write(self, remote: EnvProcess, orders: bytes) -> None:
+        """Orders, as the child reads them."""
+        try:
+            os.write(remote.order_fd, orders)
+        except BrokenPipeError:
+            raise self.gone(remote) from None
+
+    def gone(self, remote: EnvProcess) -> ReapError:
+        """Why a child does not answer: what it said last, or how it ended."""
+        self._failed = True
+        self._hear(remote)
+        if not remote.inbox:
+            remote.child.gone(1.0)
+            self._hear(remote)
+        for message in remote.inbox:
+            if isinstance(message, Raised):
+                return self._named(message.unpack(), remote)
+        return remote.child.death().at(worker=self._name(remote))
+
+    def _name(self, remote: EnvProcess) -> str:
+        lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
+        return f"of {lanes}{remote.child.label}"
+
+    def _named(self, error: ReapError, remote: EnvProcess) -> ReapError:
+        if error.lane is not None:
+            error.lane += remote.first
+        return error.at(worker=self._name(remote))
+
+    def _wait(self, remote: EnvProcess, fd: int) -> None:
+        if self._timeout is not None and not until_ready([fd, remote.child.sentinel], within=self._timeout):
+            raise self.silence_of(remote)
+
+    def silence_of(self, remote: EnvProcess) -> WorkerSilent:
+        """The error for a child that has not answered for too long."""
+        self._failed = True
+        remote.silent = True
+        return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
+
+    def finish(self, remote: EnvProcess) -> None:
+        """Wait for the byte a child owes for a step."""
+        self._wait(remote, remote.reply)
+        self.take(remote)
+
+    def _settle(self, remote: EnvProcess) -> None:
+        """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
+
+        So it is asked something it was never asked before: who has answered that has answered all that came before.
+        """
+        self._token = self._token % _TOKENS + 1
+        self._ring(remote, PING, 0, self._token)
+        while True:
+            self._wait(remote, remote.reply)
+            if self._read(remote) == self._token:
+                break
+        remote.owes = False  # not before: this may be broken off too
+
+    def take(self, remote: EnvProcess) -> int:
+        """The byte a child owes, which is there: 0, or the token of what it was asked."""
+        token = self._read(remote)
+        remote.owes = False
+        return token
+
+    def _read(self, remote: EnvProcess) -> int:
+        if not self._loose:
+            return self._byte(remote)
+        with Interrupts().held():  # the byte and what belongs to it are taken together
+            token = self._byte(remote)
+            if not token:
+                self._put_cells(remote, self._answer(remote))
+            return token
+
+    def _byte(self, remote: EnvProcess) -> int:
+        data = os.read(remote.reply, 1)
+        if data != DONE and (not data or data[0] < PONG):
+            raise self.gone(remote)
+        return 0 if data == DONE else data[0] - PONG
+
+    def _put_cells(self, remote: EnvProcess, told: LooseValues) -> None:
+        """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
+        lanes = [remote.first + lane for lane in told.lanes]
+        for n, (stepped, first) in zip(self._loose, told.leaves):
+            self.first[n][lanes] = first
+            if stepped is not None:
+                self.shared_row().next[n][lanes] = stepped
+
+    def _hear(self, remote: EnvProcess) -> None:
+        remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]
+
+    def _answer(self, remote: EnvProcess, grace: float = 0.0) -> Any:
+        """The next message, which is also what an error comes as."""
+        line, sentinel = remote.child.line, remote.child.sentinel
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout + grace
+        while True:
+            gone = remote.child.gone()  # asked first: what it said before is all there then
+            self._hear(remote)
+            if remote.inbox:
+                break
+            if gone:
+                raise self.gone(remote)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            waiting = [] if line.flush() else [line.fileno()]
+            if not until_ready([line.fileno(), sentinel], waiting, left):
+                raise self.silence_of(remote)
+        message = remote.inbox.popleft()
+        if isinstance(message, Raised):
+            self._failed = True
+            raise self._named(message.unpack(), remote)
+        return message
+
+    def _call(self, remote: EnvProcess, name: str, *arguments: Any) -> Any:
+        if remote.owes:
+            self._settle(remote)
+        return self._done(remote, self._ask(remote, name, arguments))
+
+    def _ask(self, remote: EnvProcess, name: str, arguments: Any) -> int:
+        """Send a message; returns the number its answer will have."""
+        with Interrupts().held():  # the order pipe and what it rings for belong together
+            remote.asked += 1
+            self._ring(remote, CALL)
+            remote.child.line.say(dumps((name, arguments, remote.asked), name))
+            return remote.asked
+
+    def _done(self, remote: EnvProcess, number: int) -> Any:
+        """Wait for the answer of this number. Others are to questions that were broken off (Ctrl-C)."""
+        while True:
+            answered, value = self._answer(remote)
+            if answered == number:
+                return value
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        return self._shared_slot(layout, index)
+
+    def _shared_slot(self, layout: Layout, index: int) -> Slot:
+        start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
+        with layout.needing_memory():
+            block = self._slots.map(self._end)[start : start + layout.nbytes]
+        slot = Slot(layout, index, layout.arrays(block))
+        slot.block = block
+        slot.place, self._places = self._places, self._places + 1
+        bare = Layout(
+            {k: Leaf(v.shape, v.dtype) for k, v in layout.columns.items()}, layout.steps, layout.lanes, batched=True
+        )
+        for remote in self.remotes:
+            self._call(remote, "slot", slot.place, bare, start, self._end)
+        return slot
+
+    def _exchange(self) -> Slot:
+        """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
+        if self._by_hand is None:
+            assert self._action is not None
+            policy = RandomActions(self._action)
+            columns = columns_of(self.spec, policy, ids=False, mask=False, version=False)
+            self._by_hand = self._shared_slot(Layout(columns, 1, self.spec.lanes, batched=True), 0)
+        return self._by_hand
+
+    def shared_row(self) -> Row:
+        """The one row of that slot."""
+        (row,) = self._exchange().cut(self._keys, self.first)
+        return row
+
+    # ---- the env --------------------------------------------------------------------------------------------------
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        if self._action == dict(action):
+            return
+        bare = {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
+        self._action = None  # until everybody has understood
+        for remote in self.remotes:
+            self._call(remote, "expect", bare)
+        self._action, self._by_hand = dict(action), None
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        chosen = list(lanes)
+        wanted = [lane for lane in chosen if seeds is not None or not self._fresh[lane]]
+        if wanted:
+            given = dict(zip(chosen, seeds)) if seeds is not None else None
+            self.begin(wanted, given)
+        self._fresh[chosen] = False
+        for array, first in zip(into, self.first):
+            array[chosen] = first[chosen]
+
+    def begin(self, lanes: Sequence[int], seeds: Mapping[int, int] | None) -> None:
+        """New episodes in `lanes`; first observations are in `first` when this returns."""
+        asked = []
+        for remote in self.remotes:
+            own = [lane for lane in lanes if remote.first <= lane < remote.last]
+            if own:
+                if remote.owes:
+                    self._settle(remote)
+                theirs = None if seeds is None else [seeds[lane] for lane in own]
+                asked.append((remote, self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))))
+        for remote, number in asked:
+            self._done(remote, number)
+
+    def draw(self, row: Row) -> None:
+        shared = row if row.place is not None else self.shared_row()
+        assert shared.place is not None
+        for remote in self.remotes:
+            if remote.owes:
+                self.finish(remote)
+            remote.owes = True
+            self._ring(remote, DRAW, *shared.place)
+        for remote in self.remotes:
+            self.finish(remote)
+        if shared is not row:
+            for mine, theirs in zip(row.action, shared.action):
+                mine[...] = theirs
+
+    def after_step(self, row: Row) -> None:
+        """What every lane sees next lies in `first` with the answer."""
+        for after, following in zip(row.after, self.first):
+            after[...] = following
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        shared = row
+        if row.place is None:
+            self._exchange().clear_flags()
+            shared = self.shared_row()
+            for mine, given in zip(shared.action, row.action):
+                mine[...] = given
+        self._sent = lanes, row
+        self._shared = shared
+        assert shared.place is not None
+        place, step = shared.place
+        all_of_them = len(lanes) == self.spec.lanes
+        if not all_of_them:
+            self._some[:] = False
+            self._some[list(lanes)] = True
+        for remote in self.remotes:
+            if remote.owes:
+                self._settle(remote)
+            if all_of_them or self._some[remote.first : remote.last].any():
+                remote.owes = True
+                self._ring(remote, STEP if all_of_them else SOME, place, step)
+
+    def recv(self) -> list[int]:
+        for remote in self.remotes:
+            if remote.owes:
+                self.finish(remote)
+        _, row = self._sent
+        shared = self._shared
+        if shared is not row:
+            self._copy(shared, row)
+        done = row.done
+        if not done.any():
+            return []
+        self._fresh |= done
+        ended: list[int] = np.flatnonzero(done).tolist()
+        return ended
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        self.send(lanes, row)
+        return self.recv()
+
+    def _copy(self, shared: Row, row: Row) -> None:
+        lanes, _ = self._sent
+        at: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
+        for mine, theirs in zip((*row.next[: len(shared.next)], *row.rewards), (*shared.next, *shared.rewards)):
+            mine[at] = theirs[at]
+        for mine, theirs in (
+            (row.done, shared.done),
+            (row.terminated, shared.terminated),
+            (row.truncated, shared.truncated),
+        ):
+            mine[at] = theirs[at]
+
+    def close(self) -> None:
+        if self._owner != os.getpid():
+            return
+        with Interrupts().held():  # a few seconds at most; interrupted, it would leave children to themselves
+            self._close()
+
+    def _close(self) -> None:
+        children, self.remotes = self.remotes, []
+        for remote in children:
+            if remote.silent:
+                remote.child.signal(signal.SIGTERM)
+            os.close(remote.order_fd)
+            os.close(remote.reply)
+            remote.child.line.close()
+        gone = functools.partial(end, [remote.child for remote in children], patience=_STEP, deadline=_DEADLINE)
+        see_to(gone, LINGER if self._failed else None)
+        for file in self._files:
+            file.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

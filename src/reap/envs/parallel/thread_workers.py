@@ -1,0 +1,231 @@
+"""Lanes stepped by threads of this process: one per group. For envs that wait (for a simulator, a socket, a GPU).
+
+Threads share the interpreter: envs that compute in Python step one after another, whatever their number, and are better
+kept in processes. A thread cannot be ended from outside either: an env that hangs is reported, and its thread left
+behind when the workers are closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from reap._system.fork_server import wake_in_time
+from reap._system.interrupts import Interrupts
+from reap.core.env import Env
+from reap.core.policy import RandomActions
+from reap.core.rollout import columns_of, current_for
+from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.envs.parallel.env_child import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
+from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
+from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.spec import Key, Leaf
+
+_DEADLINE, _SOON = 5.0, 0.5  # seconds a thread has to end, and one that was silent before
+
+
+class Orders(Protocol):
+    """Where a thread waits for what to do, with which lanes (None: all), and a token to answer with; None: to end."""
+
+    def get(self) -> tuple[int, Sequence[int] | None, int] | None: ...
+
+    def put(self, order: Any) -> None: ...
+
+
+class EnvThread:
+    """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
+
+    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
+        self.number, self.first, self.last = number, 0, 0
+        self._makers, self._limit, self.answers = makers, limit, answers
+        self.silent = False  # whether it was found to be: nobody waits for it any more
+        self.orders: Orders = orders
+        self.env: Env
+        self.row: Row
+        self.into: list[np.ndarray[Any, Any]] = []
+        self.seeds = np.zeros(0, np.int64)
+        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        wake_in_time()
+        try:
+            env = self.env = built(self._makers, self._limit)
+        except BaseException as error:
+            self.answers.put((self.number, _told(error), 0))
+            return
+        try:
+            self.answers.put((self.number, None, 0))
+            while (order := self.orders.get()) is not None:
+                try:
+                    self._obey(env, order[0], order[1])
+                except BaseException as error:
+                    self.answers.put((self.number, _told(error), 0))
+                else:
+                    self.answers.put((self.number, None, order[2]))
+        finally:
+            env.close()
+
+    def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
+        chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
+        if what == BEGIN:
+            begin_some(env, chosen, self.into, self.seeds)
+        elif what == DRAW:
+            env.draw(self.row)
+        elif what != PING:
+            advance(env, chosen, self.row, self.into)
+
+    @property
+    def name(self) -> str:
+        lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
+        return f"of {lanes} (thread {self.thread.name})"
+
+    def stack(self) -> str:
+        """Where the thread is right now."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+def _told(error: BaseException) -> Exception:
+    """sys.exit() and the like end no thread: somebody waits for its answer."""
+    if isinstance(error, Exception):
+        return error
+    told = WorkerRaised(f"the env raised {error!r}")
+    told.__cause__ = error
+    return told
+
+
+class ThreadWorkers(LaneWorkers):
+    """Lanes in threads."""
+
+    def __init__(
+        self,
+        makers: Makers,
+        *,
+        timeout: float | None = None,
+        limit: int | None = None,
+        orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
+    ) -> None:
+        super().__init__()
+        self.timeout = timeout
+        self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
+        self._action: dict[Key, Leaf] | None = None
+        self._row: Row | None = None
+        self.threads: list[EnvThread] = []
+        try:
+            for n, own in enumerate(makers):
+                self._away[n] = time.monotonic()
+                self.threads.append(EnvThread(n, own, limit, self.queue, orders(n)))
+                self.answered()  # one after another: imports that go in circles fail when threads meet in them
+            self.spec, self.bounds = joint_spec([worker.env.spec for worker in self.threads])
+            self.traits = joint_traits([Traits(worker.env.has_after_step, worker.env.draws) for worker in self.threads])
+        except BaseException:
+            self.close()
+            raise
+        self.first = current_for(self.spec.observation, self.spec.lanes)
+        self._seeds = np.full(self.spec.lanes, UNSEEDED)
+        for worker, (first, last) in zip(self.threads, self.bounds):
+            worker.first, worker.last = first, last
+            worker.into = [array[first:last] for array in self.first]
+            worker.seeds = self._seeds[first:last]
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        if self._action == dict(action):
+            return
+        self._action = None  # until everybody has understood
+        columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
+        whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
+        keys = RowKeys(self.spec)
+        for worker in self.threads:
+            worker.env.expect(action)
+            spec = worker.env.spec
+            layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
+            own = Slot(layout, 0, {key: array[:, worker.first : worker.last] for key, array in whole.arrays.items()})
+            (worker.row,) = own.cut(keys, worker.into)
+        (self._row,) = whole.cut(keys, self.first)
+        self._action = dict(action)
+        self.expecting = True
+
+    def row(self) -> Row:
+        assert self._row is not None
+        return self._row
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
+
+    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+        worker = self.threads[group]
+        own = None if lanes is None else [lane for lane in lanes if worker.first <= lane < worker.last]
+        worker.orders.put((what, own, 0))
+
+    def _ping(self, group: int, token: int) -> None:
+        self.threads[group].orders.put((PING, None, token))
+
+    def _answers(self, wait: float | None) -> list[tuple[int, int]]:
+        answers, found = self.queue, []
+        if answers.empty():
+            try:
+                found.append(answers.get(wait != 0, wait))
+            except queue.Empty:
+                return []
+        found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
+        for group, error, _ in found:
+            if error is not None:
+                raise self._named(error, self.threads[group])
+        return [(group, token) for group, _, token in found]
+
+    @staticmethod
+    def _named(error: Exception, worker: EnvThread) -> ReapError:
+        if not isinstance(error, ReapError):
+            told = WorkerRaised(f"the env raised {error!r}")
+            told.__cause__ = error
+            error = told
+        if error.lane is not None:
+            error.lane += worker.first
+        return error.at(worker=worker.name)
+
+    def _stack_of(self, group: int) -> str:
+        return self.threads[group].stack()
+
+    def _silence_of(self, group: int, timeout: float) -> ReapError:
+        worker = self.threads[group]
+        worker.silent = True
+        error = WorkerSilent(f"sent nothing for {timeout:.1f} s (timeout={timeout}); its stack:\n{worker.stack()}")
+        return error.at(worker=worker.name)
+
+    def close(self) -> None:
+        with Interrupts().held():  # a few seconds at most; interrupted, it would leave envs open
+            self._close()
+
+    def _close(self) -> None:
+        threads, self.threads = self.threads, []
+        for worker in threads:
+            worker.orders.put(None)
+        # Where one hangs, others may, too: somebody waits to be told of it.
+        until = time.monotonic() + (_SOON if any(worker.silent for worker in threads) else _DEADLINE)
+        others = [
+            worker for worker in threads if worker.thread is not threading.current_thread()
+        ]  # a finalizer runs anywhere
+        for worker in others:
+            worker.thread.join(max(0.0, until - time.monotonic()))
+        for worker in others:
+            if worker.thread.is_alive():
+                warnings.warn(
+                    f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
+                    f"it is left behind, at:\n{worker.stack()}",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()

@@ -1,0 +1,112 @@
+"""A child process whose envs each have a thread: for envs that wait, away from the policy's interpreter.
+
+    parent ──► the thread's own pipe ──► it steps on its lanes of the shared row ──► its number through the reply pipe
+
+Orders go straight to the thread, answers straight back: a frame costs two wake-ups, one for the order and one for what
+the env waits for. The main thread only listens for messages, when memory or actions change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from reap._system.processes import Raised, send
+from reap.core.slot import Layout, Row
+from reap.envs.parallel.env_child import BEGIN, DRAW, END, FDS, ORDER, SOME, STEP, EnvChild
+from reap.envs.parallel.thread_workers import ThreadWorkers
+from reap.errors import ReapError
+from reap.spec import Key, Leaf
+
+ANSWER = struct.Struct("ii")  # the number of a group, counted within its process; and a token, if it was asked for one
+RAISED = -1
+
+
+class OrderPipe:
+    """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
+
+    def __init__(self, host: ThreadedChild, number: int, theirs: int, ours: int) -> None:
+        self._host, self._number, self._from, self._to = host, number, theirs, ours
+
+    def get(self) -> tuple[int, Sequence[int] | None, int] | None:
+        """The next order; None: to end."""
+        what, place, token = ORDER.unpack(os.read(self._from, ORDER.size))
+        return None if what == END else self._host.order(self._number, what, place, token)
+
+    def put(self, order: None) -> None:
+        """Send the thread home."""
+        os.write(self._to, ORDER.pack(END, 0, 0))
+
+
+class ThreadedChild(EnvChild):
+    """Lanes of a child, in threads."""
+
+    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+        ends = zip(fds[FDS::2], fds[FDS + 1 :: 2])
+        pipes = [OrderPipe(self, number, *both) for number, both in enumerate(ends)]
+        lane_workers = self._lane_workers = ThreadWorkers(
+            [[one] for one in makers], limit=limit, orders=pipes.__getitem__
+        )
+        super().__init__(lane_workers.spec, lane_workers.traits, connection, fds)
+        self._rows: dict[int, list[Row]] = {}
+        self._pipe = _Answers(connection, self._reply, [first for first, _ in lane_workers.bounds])
+
+    def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
+        """What a thread is to do, asked by itself."""
+        thread, lanes = self._lane_workers.threads[number], None
+        if what in (SOME, BEGIN):
+            lanes = (thread.first + np.flatnonzero(self._some[thread.first : thread.last])).tolist()
+        if what in (STEP, SOME, DRAW):
+            thread.row = self._rows[place][number]
+        return what, lanes, token
+
+    def do_begin(self, first: int, lanes: int) -> None:
+        super().do_begin(first, lanes)
+        for thread in self._lane_workers.threads:
+            thread.into = [array[thread.first : thread.last] for array in self._first]
+            thread.seeds = self._seeds[thread.first : thread.last]
+            thread.answers = self._pipe
+
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        threads = self._lane_workers.threads
+        self._rows[place] = [
+            self._rows_of(layout, start, end, thread.first, thread.last, thread.env.spec)[0] for thread in threads
+        ]
+
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        for thread in self._lane_workers.threads:
+            thread.env.expect(action)
+
+    def close(self) -> None:
+        self._lane_workers.close()
+
+
+class _Answers:
+    """Where threads put their answers: a number in the reply pipe, an error in the connection before it."""
+
+    def __init__(self, connection: Connection, reply: int, firsts: Sequence[int]) -> None:
+        self._connection, self._reply, self._firsts = connection, reply, firsts
+        self._lock = threading.Lock()
+
+    def put(self, answer: tuple[int, Exception | None, int]) -> None:
+        """Called by the threads."""
+        number, error, token = answer
+        with contextlib.suppress(OSError):  # nobody is there any more, and so will we not be
+            self._put(number, error, token)
+
+    def _put(self, number: int, error: Exception | None, token: int) -> None:
+        if error is None:
+            os.write(self._reply, ANSWER.pack(number, token))
+            return
+        if isinstance(error, ReapError) and error.lane is not None:
+            error.lane += self._firsts[number]
+        with self._lock:
+            send(self._connection, Raised.of(error, "the env"))
+            os.write(self._reply, ANSWER.pack(RAISED, 0))

@@ -1,0 +1,110 @@
+"""StepLimit: episodes cut after so many steps, with the count as a column.
+
+Wraps any env; the loop knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
+from reap.errors import UsageError
+from reap.spec import EnvSpec, Key, Leaf
+
+STEP_COUNT: Key = ("step_count",)
+
+
+class StepLimit(Wrapped):
+    """Truncates after `limit` steps and reports the count as `key`: 0 at a reset, counted up by each step."""
+
+    def __init__(self, env: Env, limit: int, key: Key = STEP_COUNT) -> None:
+        if key in env.spec.observation:
+            raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
+        self._limit = limit
+        spec = env.spec
+        observation = {**spec.observation, key: Leaf((1,), torch.int64)}
+        if not spec.single_resets:
+            where = "" if spec.ready_of is None else ": give max_frames_per_traj to the AsyncEnvPool itself"
+            raise UsageError(f"max_frames_per_traj resets single lanes, which this env cannot do{where}")
+        super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
+        self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
+        self._count = np.zeros(spec.lanes, np.int64)
+        places = {key: n for n, key in enumerate(spec.observation)}
+        groups = [key[:-1] for key in places if len(key) > 1 and key[-1] == "truncated"]
+        self._groups = [(places[(*group, "truncated")], places[(*group, "done")]) for group in groups]
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._at], seeds)
+        self._count[list(lanes)] = 0
+        into[self._at][list(lanes)] = 0
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        ended = self._env.step(lanes, row)
+        count = self._count
+        if row.mask is not None:  # only frames count
+            count[[lane for lane in lanes if row.mask[lane]]] += 1
+        elif len(lanes) == len(count):
+            count += 1
+        else:
+            count[list(lanes)] += 1
+        row.next[self._at][:, 0] = count
+        over = count >= self._limit
+        if over.any():
+            for lane in np.flatnonzero(over).tolist():
+                if lane in lanes:
+                    row.truncated[lane] = row.done[lane] = True
+                    for truncated, done in self._groups:  # agents that were still at it
+                        row.next[truncated][lane] |= ~row.next[done][lane]
+                        row.next[done][lane] = True
+                    if lane not in ended:
+                        ended.append(lane)
+            ended.sort()
+        return ended
+
+    def on_device(self) -> DeviceEnv | None:
+        there = self._env.on_device()
+        return None if there is None else DeviceStepLimit(there, self.spec, self._limit)
+
+
+class DeviceStepLimit(DeviceEnv):
+    """The same where rows are tensors on the env's device."""
+
+    def __init__(self, env: DeviceEnv, spec: EnvSpec, limit: int) -> None:
+        self._env = self.behind = env
+        self.spec, self._limit = spec, limit
+        self.device, self.holders = env.device, [*env.holders, self]
+        self.pending_seeds = env.pending_seeds
+        self._at = len(env.spec.observation)
+        self.count = torch.zeros(spec.lanes, dtype=torch.int64, device=env.device)
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Sequence[Any], seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._at], seeds)
+        chosen = torch.as_tensor(list(lanes), device=self.device)
+        self.count[chosen] = 0
+        into[self._at][chosen] = 0
+
+    def step(self, lanes: Sequence[int], row: Any) -> list[int]:
+        self._env.step(lanes, row)
+        self.count += 1
+        row.next[self._at].copy_(self.count[:, None])
+        row.truncated |= self.count >= self._limit
+        torch.logical_or(row.terminated, row.truncated, out=row.done)
+        return []
+
+    def after_step(self, row: Any) -> None:
+        self._env.after_step(row)
+        self.count.masked_fill_(row.done, 0)
+        row.after[self._at].copy_(self.count[:, None])
+
+    def close(self) -> None:
+        self._env.close()

@@ -1,0 +1,640 @@
+"""TorchRL's transformed envs without TorchRL's step: what transforms ask of torch is recorded once and replayed.
+
+    row.outputs, root ──► inverse transforms ──► Gymnasium (reap's lanes) ──► transforms ──► row.next, rewards, flags
+                          └───────────────────── one recorded function ──────────────┘           │
+                                                                           next root  ◄──────────┘
+
+The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
+core/capture/recorder.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
+`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets, as it always does.
+
+Only TorchRL's own transforms that keep nothing in Python are captured (`TRANSFORMS`); a subclass, or one of the user's,
+leaves the env to TorchRL's step. One that is changed between two rollouts is recorded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
+from reap.core.capture.replay import Captured
+from reap.core.env import Env, Rows
+from reap.core.policies.as_policy import untouched
+from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.slot import FLAGS, Row
+from reap.envs.torchrl.by_hand import replaced
+from reap.envs.torchrl.rows import Columns, TorchRLRows
+from reap.errors import ReapError, WorkerRaised
+from reap.spec import Key, Leaf, as_key
+
+Array = np.ndarray[Any, Any]
+
+_METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
+_RESETS = 4  # so often the same lanes ended together before their reset is recorded
+_PATTERNS = 64  # so many sets of lanes are told apart
+_TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
+
+
+# Transforms whose steps are functions of tensors, and resets too but for `_RESET_IN_PYTHON`, by reading them.
+# fmt: off
+TRANSFORMS = frozenset(
+    {
+        "ActionMask", "ActionScaling", "BinarizeReward", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform",
+        "Compose", "Crop", "DTypeCastTransform", "DoubleToFloat", "EndOfLifeTransform", "ExcludeTransform",
+        "FlattenObservation", "FrameSkipTransform", "GrayScale", "InitTracker", "NoopResetEnv", "ObservationNorm",
+        "PermuteTransform", "RandomTruncationTransform", "RenameTransform", "Resize", "RewardClipping",
+        "RewardScaling", "RewardSum", "SelectTransform", "SignTransform", "SqueezeTransform", "Stack", "StepCounter",
+        "TargetReturn", "TensorDictPrimer", "TimeMaxPool", "ToTensorImage", "TrajCounter", "UnsqueezeTransform",
+        "VecNorm", "VecNormV2"
+    }
+)
+# fmt: on
+# Resets that step the env, count in Python or draw as many numbers as lanes begin: they are TorchRL's always.
+_RESET_IN_PYTHON = ("NoopResetEnv", "RandomTruncationTransform", "TrajCounter")
+_REPEATS = "FrameSkipTransform"
+_ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
+
+
+def captured_whole(part: Any) -> bool:
+    """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
+    kind = type(part)
+    where = kind.__module__
+    if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
+        return False
+    return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
+
+
+def _calls_a_function(primer: Any) -> bool:
+    """Whether a primer asks a function of the user's for its values."""
+    values = [getattr(primer, "default_value", None)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif callable(value):
+            return True
+    return False
+
+
+class Base:
+    """The innermost env, stepped by reap: called by the recorded step in place of its TorchRL `_step`."""
+
+    def __init__(self, env: Any, lanes: Env) -> None:
+        self.env, self.lanes = env, lanes
+        self.size = tuple(env.batch_size)
+        self.keys: list[Any] = []  # of what its step returns
+        self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
+        self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
+        self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
+        self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
+        self._flags: list[tuple[Any, Tensor]] = []
+        self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
+        self.begin_due = lambda: self.begin(self.due)
+        self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
+        self._reset_at: dict[Key, int] = {}
+        self._rows: list[tuple[Row, tuple[Array, ...]]] = []
+        self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
+        self._turn = 0
+        self.locks: Sequence[Any] = ()
+        self.fresh = False  # whether each step's results need memory of their own
+
+    def watched(self, td: TensorDictBase) -> TensorDictBase:
+        """TorchRL's own step, whose results are kept for the recording."""
+        result: TensorDictBase = type(self.env)._step(self.env, td)
+        self.keys = sorted(result.keys(True, True), key=str)
+        self.stepped = [result.get(key).clone() for key in self.keys]
+        return result
+
+    def stand_in(self, td: TensorDictBase) -> TensorDictBase:
+        """`given`, as TorchRL's step would return it; noted as a call of `step`."""
+        self.asked = [td.get(key) for key in self.env.action_keys]
+        made = foreign(self.step, self.asked, lambda: [value.clone() for value in self.given])
+        result = TensorDict({}, batch_size=td.batch_size, device=self.env.device)
+        for key, value in zip(self.keys, made):
+            result.set(key, value)
+        return result
+
+    def watched_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """TorchRL's own reset, whose results are kept: a lane that is not reset later is shown as it is now."""
+        result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
+        self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
+        self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
+        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
+        self.first = [result.get(key).clone() for key in self.reset_keys]
+        return result
+
+    def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        """What TorchRL's reset returns, with the lanes reset by reap; noted as a call of `begin`."""
+        self.due = tuple(self._marked(td))
+        made = foreign(self.begin_due, (), lambda: [torch.from_numpy(array) for array in self.begin(self.due)])
+        result = TensorDict({}, batch_size=self.size, device=self.env.device)
+        for key, value in (*zip(self.reset_keys, made), *self._flags):
+            result.set(key, value if key in self.reset_keys else value.clone())
+        return result
+
+    def _marked(self, td: TensorDictBase | None) -> list[int]:
+        lanes = range(self.lanes.spec.lanes)
+        mark = None if td is None else td.get("_reset", None)
+        if mark is None:
+            return list(lanes)
+        chosen = unrecorded(lambda: mark.reshape(len(lanes), -1).any(-1).tolist())
+        return [lane for lane in lanes if chosen[lane]]
+
+    def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
+        """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
+        if self.given:
+            return [value.numpy().copy() for value in self.given]
+        into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
+        self.lanes.reset(lanes, into)
+        at = list(lanes)
+        for key, array in zip(self.lanes.spec.observation, into):
+            mine = self.first[self._reset_at[key]]
+            mine.reshape(array.shape).numpy()[at] = array[at]
+        return [value.numpy().copy() for value in self.first]
+
+    def prepare(self) -> None:
+        """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
+        spec, dims = self.lanes.spec, len(self.size)
+        keys = [as_key(key) for key in self.env.action_keys]
+        self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
+        self._shapes = [(spec.lanes, *a.shape[dims:]) for a in self.asked]
+        self._rows = []
+        for _ in range(2):
+            row = Row()
+            row.next = tuple(leaf.column(spec.lanes) for leaf in spec.observation.values())
+            row.rewards = tuple(leaf.column(spec.lanes) for leaf in spec.reward.values())
+            row.reward = row.rewards[0][:, 0]
+            flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
+            row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
+            arrays: dict[Key, Any] = dict(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
+            arrays.update({(flag,): array for flag, array in flags.items()})
+            tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
+            results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
+            if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
+                raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
+            self._rows.append((row, tuple(t.numpy() for t in results)))
+
+    def step(self, *actions: Array) -> tuple[Array, ...]:
+        """One step of all lanes. What is returned is written over by the next step but one."""
+        if self.given:
+            return tuple(value.numpy().copy() for value in self.given)
+        self._turn ^= 1
+        row, results = self._rows[self._turn]
+        row.done[:] = row.terminated[:] = row.truncated[:] = False
+        self._act(row, actions)
+        for lock in self.locks:  # others may use shared statistics while this env computes
+            lock.release()
+        try:
+            self.lanes.step(range(self.lanes.spec.lanes), row)
+        finally:
+            for lock in self.locks:
+                lock.acquire()
+        return tuple([array.copy() for array in results]) if self.fresh else results
+
+    def _act(self, row: Row, actions: Sequence[Array]) -> None:
+        """Show the lanes their actions."""
+        row.action = tuple(map(np.ndarray.reshape, actions, self._shapes))
+
+
+@dataclass
+class _Reset:
+    """How lanes are reset."""
+
+    captured: Captured
+    mask: Tensor  # which lanes; the recording looks at it
+    due: list[tuple[int, ...]]  # of each base
+    bound: int = -1  # to which rollout
+    runs: dict[bytes, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)  # bound in it, by lanes
+    proved: bool = False  # whether it was seen to hold for another mask
+
+
+class CapturedRows(TorchRLRows):
+    """A transformed env over `bases`, whose step is captured after the first."""
+
+    def __init__(
+        self, env: Any, root: TensorDictBase, columns: Columns, bases: Sequence[Base], transformed: Sequence[Any]
+    ) -> None:
+        self._leaves: Sequence[Array] | None = None  # the root's values by `_root_keys`, where newer than `_root`
+        self._root_keys: list[Any] = []
+        super().__init__(env, root, columns)
+        self._bases, self._transformed = bases, transformed
+        self._run: Callable[..., tuple[Any, ...]] | None = None
+        self._captured: Captured | None = None
+        self._tries, self._rollouts = 0, 0
+        self._alike = True  # whether resets of some lanes of one base differ in the mask alone
+        self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
+        self.why: str | None = "it is captured after its first step"
+        self._acted: list[Key] = []  # the policy's outputs when it was recorded
+        self._locks: list[Any] = []
+        self._asked_by: dict[int, _Lives] = {}  # by transform: how the lives are asked for
+        self._shown_at: list[int] = []  # where among the root's values each observation is
+
+    def explain(self) -> str:
+        if not self.captures:
+            return "TorchRL steps it"
+        whole = "reap steps what is inside, and replays the torch calls of its transforms"
+        return whole if self.why is None else f"TorchRL steps it: {self.why}"
+
+    @property
+    def root(self) -> TensorDictBase:
+        """What the policy sees next, as TorchRL has it."""
+        if self._leaves is not None:
+            root = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
+            for key, value in zip(self._root_keys, self._leaves):
+                root.set(key, torch.from_numpy(value))
+            self._root, self._leaves = root, None
+        return self._root
+
+    @root.setter
+    def root(self, root: TensorDictBase) -> None:
+        self._root, self._leaves = root, None
+
+    def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
+        return policy if self.captures else super().wrap_policy(policy)
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        if self._captured is None:
+            return super().looks_at(outputs)
+        root = len(self._root_keys)
+        return [*self.spec.action, *(self._acted[i - root] for i in self._captured.used if i >= root)]
+
+    def set_policy_keys(self, outputs: Sequence[Key]) -> None:
+        super().set_policy_keys(outputs)
+        self._rollouts += 1
+        if self._asked_by:
+            for ask in self._asked_by.values():
+                ask.look()
+        if self._captured is None:
+            return
+        if {*outputs}.issuperset(self.looks_at(outputs)) and {*outputs} <= {*self._acted} and self._rebound():
+            self._choose()
+        else:
+            self._captured = self._run = None  # somebody changed a transform: it is recorded again
+            self._resets.clear()
+
+    def _overridden(self) -> bool:
+        """Whether somebody put a method of his own in the place of one that would not be called."""
+        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
+        return any(replaced(env, _METHODS) for env in envs)
+
+    def _rebound(self) -> bool:
+        assert self._captured is not None
+        if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
+            return False
+        if self._transforms() != self._relied_on or not self._captured.bind():
+            return False
+        for base in self._bases:
+            base.prepare()  # somebody may have used the env by hand since
+        self._run, self._tries = self._captured.run, 0
+        return True
+
+    def _transforms(self) -> list[Any]:
+        return [env.transform for env in self._transformed]
+
+    def _parts(self, *names: str) -> list[Any]:
+        """The transforms of these kinds."""
+        return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Let what transforms ask the env be noted as calls, not as the answers of the moment."""
+        asking = self._parts(_ASKS)
+        for part in asking:
+            vars(part)["_get_lives"] = functools.partial(self._lives, part)
+        try:
+            yield
+        finally:
+            for part in asking:
+                del vars(part)["_get_lives"]
+
+    def _lives(self, part: Any) -> Tensor:
+        ask = self._asked_by.setdefault(id(part), _Lives(part))
+        (lives,) = foreign(ask, (), lambda: [torch.from_numpy(array) for array in ask()])
+        return lives
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if self._run is None:
+            return self._torchrl_step(lanes, row)
+        leaves = self._leaves
+        if leaves is None:
+            found = [self._root.get(key, None) for key in self._root_keys]
+            if any(value is None for value in found):
+                return self._plain_step(lanes, row)  # a reset dropped something: TorchRL knows what comes next
+            leaves = [value.numpy() for value in found]
+        outputs = [array.copy() for array in row.outputs] if self._copies else row.outputs
+        try:
+            for lock in self._locks:
+                lock.acquire()
+            try:
+                values = self._run(*self._pick((*leaves, *outputs)))
+            finally:
+                for lock in self._locks:
+                    lock.release()
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+        # Whoever wraps us has added leaves of his own behind ours.
+        for array, value in zip((*row.next[: self._mine], *row.rewards), values):
+            array[...] = value if self._flat else value.reshape(array.shape)
+        done = values[self._done_at]
+        self._leaves = values[self._after_at : self._after_to]
+        if 1 not in done.tobytes():
+            self._ended = []
+            return self._ended
+        try:
+            self._begin_where(done)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+        over = done.reshape(self.spec.lanes)
+        row.done[:] = over
+        for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
+            if flag in self._flag_at:
+                column[:] = values[self._flag_at[flag]].reshape(self.spec.lanes)
+        self._ended = np.flatnonzero(over).tolist()
+        return self._ended
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        leaves = self._leaves
+        if leaves is None or seeds is not None or lanes is not self._ended:
+            return super().reset(lanes, into, seeds)
+        for at, array in zip(self._shown_at, into):  # they have begun anew already
+            array[lanes] = leaves[at].reshape(array.shape)[lanes]
+        self._unused, self._ended = False, []
+        return None
+
+    def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
+
+    def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step."""
+        assert self._leaves is not None
+        driver = self.driver
+        try:
+            self._begin_lanes(done)
+        finally:
+            self.driver = driver  # they were moved by us, not by hand
+
+    def _begin_lanes(self, done: Array) -> None:
+        assert self._leaves is not None
+        # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
+        partly = self._alike and len(self._bases) == 1 and not done.all()
+        pattern = b"" if partly else done.tobytes()
+        known = self._resets.get(pattern, 0)
+        if isinstance(known, _Reset) and self._prepared(known, done):
+            with _held(self._locks):
+                self._leaves = known.captured.run(*[self._leaves[i] for i in known.captured.used])
+            return
+        before = [torch.from_numpy(array) for array in self._leaves]
+        with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            self.root = self.env.maybe_reset(self.root)
+        known = self._resets.get(pattern, 0)
+        count = 1 if isinstance(known, _Reset) else known + 1
+        if 0 < count < _RESETS or len(self._resets) >= _PATTERNS or self._parts(*_RESET_IN_PYTHON):
+            self._resets[pattern] = count
+            return
+        self._resets[pattern] = -1  # not tried again, if it fails
+        if count == _RESETS:
+            with contextlib.suppress(Exception):  # whatever transforms make of a recording: TorchRL resets
+                mask, due = torch.from_numpy(done.copy()), [base.due for base in self._bases]
+                captured = self._recorded(self._reset_of(mask), self._first_of(before))
+                self._resets[pattern] = _Reset(captured, mask, due)
+
+    def _prepared(self, reset: _Reset, done: Array) -> bool:
+        """Get a recorded reset ready for these lanes. False: TorchRL must make this one."""
+        for base, due in zip(self._bases, reset.due):
+            base.due = due
+        if done.all() or len(self._bases) > 1 or not self._alike:
+            if reset.bound != self._rollouts:
+                reset.bound = self._rollouts if reset.captured.bind() else -1
+            return reset.bound == self._rollouts
+        self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
+        mask, lanes = reset.mask.numpy(), done.tobytes()
+        other = mask.tobytes() != lanes
+        mask[...] = done
+        anew = reset.bound != self._rollouts
+        if anew:
+            reset.runs.clear()
+        elif reset.proved and lanes in reset.runs:
+            reset.captured.run = reset.runs[lanes]
+            return True
+        if not reset.captured.bind(look=anew):
+            self._alike = not other  # it is the mask that decides, if another one was bound
+            return False
+        reset.bound, reset.runs[lanes] = self._rollouts, reset.captured.run
+        if other and not reset.proved:  # that the mask decides nothing else is looked at once
+            probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
+            state = torch.get_rng_state()
+            try:
+                reset.proved = reset.captured.agrees(probe)
+            finally:
+                self._bases[0].given = ()
+                torch.set_rng_state(state)
+            if not reset.proved:
+                self._alike = False
+                return False
+        return True
+
+    def _first_of(self, before: Sequence[Tensor]) -> list[Tensor]:
+        """What a reset is recorded with: the root, and what each base would begin with."""
+        return [*before, *(value for base in self._bases for value in base.first)]
+
+    def _reset_of(self, over: Tensor) -> Callable[..., list[Tensor]]:
+        """TorchRL's `maybe_reset` of the lanes that are `over`."""
+        env = self.env
+        sizes = [len(base.first) for base in self._bases]
+
+        def reset(*values: Tensor) -> list[Tensor]:
+            td = TensorDict({}, batch_size=env.batch_size, device=env.device)
+            for key, value in zip(self._root_keys, values):
+                td.set(key, over.clone() if key == "done" else value)
+            at = len(self._root_keys)
+            for base, size in zip(self._bases, sizes):
+                base.given, at = values[at : at + size], at + size
+            with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}), self._asking():
+                root = env.maybe_reset(td)
+            return [root.get(key) for key in self._root_keys]
+
+        return reset
+
+    def _recorded(self, call: Callable[..., list[Tensor]], first: Sequence[Tensor]) -> Captured:
+        transforms = self._transforms()
+        with contextlib.ExitStack() as stack:
+            for transform in transforms:
+                stack.enter_context(untouched(transform))
+            try:
+                probes = [first, *(_varied(first, by) for by in (1, 2, 3))]
+                return Captured(transforms, call, probes, writes=True, arrays=True)
+            finally:
+                for base in self._bases:
+                    base.given = ()
+
+    def _plain_step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        """TorchRL's step; lanes that end are reset as always, so that it is known what each began with."""
+        with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
+            return super().step(lanes, row)
+
+    def _torchrl_step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        """TorchRL's step, and the recording of the next ones."""
+        if not self.captures or self._overridden():
+            return super().step(lanes, row)
+        if self._tries >= _TRIES:
+            return self._plain_step(lanes, row)
+        before = self.root.copy()
+        with _in_place_of("_step", {base: base.watched for base in self._bases}):
+            ended = self._plain_step(lanes, row)
+        self._tries += 1
+        driver = self.driver
+        try:
+            self._capture(before, row)
+            self.why = None
+        except NotCaptured as reason:
+            self.why, self._tries = str(reason), _TRIES
+        except Exception as cause:  # whatever transforms make of a recording: TorchRL steps on
+            self.why, self._tries = f"recording it raised {cause!r}", _TRIES
+        finally:
+            self.driver = driver  # they were moved by us, not by hand
+        return ended
+
+    def _capture(self, before: TensorDictBase, row: Row) -> None:
+        env, outputs = self.env, list(self._outputs)
+        own = {as_key(key) for key in outputs}
+        own -= self.spec.observation.keys()  # a policy may write over what an env carries
+        self._root_keys = [key for key in before.keys(True, True) if as_key(key) not in own]
+        sizes = [len(base.stepped) for base in self._bases]
+        observation, rewards = list(self.spec.observation), list(self.spec.reward)
+
+        def step(*values: Tensor) -> list[Tensor]:
+            td = TensorDict({}, batch_size=env.batch_size, device=env.device)
+            for key, value in zip((*self._root_keys, *outputs), values):
+                td.set(key, value)
+            at = len(self._root_keys) + len(outputs)
+            for base, size in zip(self._bases, sizes):
+                base.given, at = values[at : at + size], at + size
+            with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
+                stepped = env.step(td)
+            next_ = stepped.get("next")
+            root = env._step_mdp(stepped)
+            if env._post_step_mdp_hooks is not None:
+                stepped, root = env._post_step_mdp_hooks(stepped, root)
+            found = [next_.get(key) for key in (*observation, *rewards)]
+            found += [next_.get(flag) for flag in self._flags]
+            found += [root.get(key) for key in self._root_keys]
+            return [*found, *(action for base in self._bases for action in base.asked)]
+
+        self._acted = [as_key(key) for key in outputs]
+        leaves = [before.get(key) for key in self._root_keys]
+        acted = [torch.from_numpy(array.copy()) for array in row.outputs]
+        first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
+        transforms = self._transforms()
+        captured = self._recorded(step, first)
+        for base in self._bases:
+            base.prepare()
+        self._captured, self._run, self._relied_on = captured, captured.run, transforms
+        flags_at = len(observation) + len(rewards)
+        self._flag_at = {flag: flags_at + i for i, flag in enumerate(self._flags)}
+        self._done_at = self._flag_at["done"]
+        self._after_at = flags_at + len(self._flags)
+        self._after_to = self._after_at + len(self._root_keys)
+        # What a step leaves for the next in the memory of what it was given must be memory of its own.
+        self._copies = any(captured.aliases[self._after_at : self._after_to])
+        self._fresh = self._copies or bool(self._parts(_REPEATS))  # several steps in one: each keeps its own results
+        locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
+        self._locks = list(locks.values())
+        for base in self._bases:
+            base.locks, base.fresh = self._locks, self._fresh
+        self._mine, self._flat = len(observation), len(env.batch_size) <= 1
+        self._shown_at = [[as_key(key) for key in self._root_keys].index(key) for key in observation]
+        self._choose()
+
+    def _choose(self) -> None:
+        """Find what the recorded step takes among the root's values and the policy's outputs, as they are now."""
+        assert self._captured is not None
+        outputs = [as_key(key) for key in self._outputs]
+        root = len(self._root_keys)
+        places = [i if i < root else root + outputs.index(self._acted[i - root]) for i in self._captured.used]
+        self._pick = operator.itemgetter(*places) if len(places) > 1 else lambda given: [given[i] for i in places]
+
+
+class _Lives:
+    """Asks how many lives are left, as an EndOfLifeTransform does.
+
+    The way to the game is looked for before each rollout: TorchRL looks for it at each step, which takes 0.5 ms.
+    """
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self.look()
+
+    def look(self) -> None:
+        """Find the game, if it is a single one of Gymnasium's."""
+        (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
+        self._game = None
+        if first == "unwrapped" and self._names and isinstance(vars(base).get("_env"), gym.Env):
+            self._game = base._env.unwrapped
+
+    def __call__(self) -> tuple[Array]:
+        if self._game is None:
+            return (np.asarray(type(self._part)._get_lives(self._part), np.int64),)
+        found: Any = self._game
+        for name in self._names:
+            found = getattr(found, name)
+        return (np.asarray(found() if callable(found) else found, np.int64),)
+
+
+def watching_resets(bases: Sequence[Base], call: Callable[[], Any]) -> Any:
+    """What `call` returns, which lets TorchRL reset envs; each base learns what came of it."""
+    with _in_place_of("_reset", {base: base.watched_reset for base in bases}):
+        return call()
+
+
+@contextlib.contextmanager
+def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Iterator[None]:
+    """Let TorchRL's code call these in place of `_step` or `_reset` of each base."""
+    for base, stand_in in stand_ins.items():
+        base.env.__dict__[verb] = stand_in
+    try:
+        yield
+    finally:
+        for base in stand_ins:
+            del base.env.__dict__[verb]
+
+
+@contextlib.contextmanager
+def _held(locks: Sequence[Any]) -> Iterator[None]:
+    """Hold the locks of shared statistics."""
+    for lock in locks:
+        lock.acquire()
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.release()
+
+
+def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
+    """Other values of the same kinds: a step that is captured must be the same for these."""
+    varied = []
+    for value in values:
+        if value.dtype is torch.bool:
+            varied.append(torch.rand(value.shape) < 0.5)
+        elif value.dtype.is_floating_point:
+            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+        elif value.dtype is torch.uint8:
+            varied.append(torch.randint_like(value, 256))
+        else:  # a one-hot action stays one
+            varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
+    return varied

@@ -1,0 +1,271 @@
+"""TorchRL's envs: every `EnvBase`, as it is.
+
+    a bare GymEnv, or a SerialEnv of them     the Gymnasium envs inside are stepped directly (GymLanes)
+    tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
+    text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
+
+TorchRL decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent or a lane begins
+anew when the env says so, and transforms see what they always see. Only this file imports torchrl, when one of its envs
+is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import gymnasium as gym
+import torch
+from tensordict import TensorDictBase
+
+from reap._system.pickling import before_packing
+from reap.core.env import Env
+from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
+from reap.envs.step_limit import STEP_COUNT, StepLimit
+from reap.envs.torchrl.by_hand import handed_out, taken_back
+from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watching_resets
+from reap.envs.torchrl.frames import TorchRLFrames
+from reap.envs.torchrl.rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec
+from reap.errors import UsageError, WrongState
+from reap.spec import Key, as_key, show_keys
+
+
+def is_torchrl(source: Any) -> bool:
+    """Whether this is an env of TorchRL's."""
+    return any(c.__name__ == "EnvBase" and c.__module__.startswith("torchrl.") for c in type(source).__mro__)
+
+
+def _share_state(creator: Any) -> None:
+    """Have what an `EnvCreator` gives to all its envs in shared memory, as it is asked to: statistics of a VecNorm."""
+
+    def share(state: Any) -> None:
+        for value in state.values():
+            if isinstance(value, Mapping):
+                share(value)
+            elif isinstance(value, torch.Tensor):
+                value.share_memory_()  # type: ignore[no-untyped-call]
+
+    if getattr(creator, "_share_memory", True):
+        share(creator.state_dict())
+
+
+before_packing("torchrl.envs.env_creator", "EnvCreator", _share_state)
+
+
+def torchrl_lanes(
+    env: Any, kwargs: Mapping[str, Any] | None = None, limit: int | None = None, count: Key = STEP_COUNT
+) -> Env:
+    """A TorchRL env as lanes the engine can step; episodes of at most `limit` steps, counted under `count`."""
+    if kwargs:
+        if not hasattr(env, "update_kwargs"):
+            raise WrongState(f"create_env_kwargs {sorted(kwargs)} need a factory; this {type(env).__name__} is made")
+        env.update_kwargs(dict(kwargs))
+    inside, left = _gymnasium(env), None
+    if inside is None and _is_parallel(env):
+        from reap.envs.torchrl.parallel import NotTakenOver, parallel_lanes  # whose processes ask for lanes again
+
+        try:
+            inside = parallel_lanes(env)
+        except NotTakenOver as reason:
+            left = str(reason)
+    if inside is not None:
+        return inside if limit is None else StepLimit(inside, limit, count)
+    return _stepped(env if limit is None else _limited(env, limit, count), left=left)
+
+
+def torchrl_joined(parts: Sequence[TorchRLEnv]) -> Env:
+    """Single envs, each made already, as lanes of one that TorchRL steps one after another."""
+    from torchrl.envs import SerialEnv
+
+    env = SerialEnv(len(parts), [lambda env=part.env: env for part in parts])
+    return _stepped(env, torch.stack([part.root for part in parts]))  # begun already, each by itself
+
+
+def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = None) -> Env:
+    """TorchRL steps; rows where everything has its place in a row, frames where not.
+
+    `root`: where it is, if begun. `left`: why nobody else steps what is inside, if that is known.
+    """
+    _ = env.output_spec  # before the reset: primers find their shapes in whichever comes first
+    bases: list[Base] = []
+    transformed: list[Any] = []
+    if root is None and left is None:
+        left = _not_inside(env, bases, transformed)
+        if left is None and transformed:
+            found = _captured(env, bases, transformed)
+            if found is not None:
+                return found
+    if root is None:
+        root = env.reset()
+    columns = columns_of(env, root)
+    made = TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
+    made.left = left
+    return made
+
+
+def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> Env | None:
+    """A transformed env whose transforms can be captured, if all it reports has its place in a row."""
+    root = watching_resets(bases, env.reset)
+    columns = columns_of(env, root)
+    if columns is not None and "done" in columns.flags and not columns.ends:
+        return CapturedRows(env, root, columns, bases, transformed)
+    for base in bases:
+        if _is_parallel(base.env):
+            base.lanes.close()  # TorchRL's own workers do what is left
+    return None
+
+
+def torchrl_cells(env: Env) -> Env:
+    """An env whose frames would be kept whole, with texts and objects as columns where that is all they need."""
+    if not isinstance(env, TorchRLFrames) or env.spec.batched:
+        return env
+    columns = columns_of(env.env, env.root, cells=True)
+    return env if columns is None else TorchRLCells(env.env, env.root, columns)
+
+
+def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | None:
+    """Find the innermost envs and the transformed ones around them; or say why reap cannot step them itself."""
+    from torchrl.envs import SerialEnv, TransformedEnv
+
+    lanes = _gymnasium(env)
+    if lanes is not None:
+        bases.append(Base(env, lanes))
+        return None
+    if type(env) is TransformedEnv:
+        transformed.append(env)
+        for part in env.transform.modules():
+            if not captured_whole(part):
+                return f"{type(part).__name__} is none of the transforms reap can replay"
+        return _not_inside(env.base_env, bases, transformed)
+    if type(env) is SerialEnv:
+        reasons = (_not_inside(one, bases, transformed) for one in env._envs)
+        return next((reason for reason in reasons if reason is not None), None)
+    if _is_parallel(env):
+        return _parallel_inside(env, bases, transformed)
+    return f"{type(env).__name__} is no Gymnasium env that reap can step itself"
+
+
+def _parallel_inside(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
+    """Take a ParallelEnv below transforms over; or say why not."""
+    from reap.envs.torchrl.parallel import NotTakenOver, ParallelBase, parallel_lanes
+
+    # Its workers carry these from step to step, and would be told what a transform out here makes of them.
+    carried = set(map(as_key, env.full_state_spec.keys(True, True)))
+    around = [part for outer in transformed for part in outer.transform.modules() if hasattr(part, "out_keys")]
+    written = {as_key(key) for part in around for key in _writes(part)}
+    if carried & written:
+        return f"a transform around ParallelEnv writes {show_keys(sorted(carried & written))}, which its workers carry"
+    try:
+        lanes = parallel_lanes(env)
+    except NotTakenOver as reason:
+        return str(reason)
+    bases.append(ParallelBase(env, lanes))
+    return None
+
+
+def _writes(transform: Any) -> Iterator[Any]:
+    """The keys a transform may write: all it names, but those it only reads."""
+    yield from transform.out_keys or ()  # some look them up when they are asked
+    for name, value in vars(transform).items():
+        if name not in ("in_keys", "_in_keys"):
+            for key in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(key, (str, tuple)):
+                    yield key
+
+
+def _is_parallel(env: Any) -> bool:
+    from torchrl.envs import ParallelEnv
+
+    return type(env) is ParallelEnv
+
+
+def _limited(env: Any, limit: int, count: Key) -> Any:
+    """The env with episodes of at most so many steps, counted by TorchRL's own transform."""
+    from torchrl.envs import StepCounter, TransformedEnv
+
+    if count[0] in env.observation_spec.keys(True, True):
+        raise UsageError("max_frames_per_traj adds 'step_count', which the env has already; leave one of them out")
+    return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
+
+
+class WrappedGym(GymLanes):
+    """The Gymnasium envs inside TorchRL's; closing and state are the outer env's."""
+
+    def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
+        super().__init__(envs, categorical=categorical, batched=batched)
+        self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
+        self.outer = outer
+
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
+    def joined(self, others: Sequence[GymLanes]) -> GymLanes:
+        lanes = super().joined(others)
+        lanes.spec = replace(lanes.spec, look=replace(lanes.spec.look, contiguous=True))
+        return lanes
+
+    def bind_policy(self, model: Any) -> None:
+        give_spec(model, self.outer)
+
+    def close(self) -> None:
+        taken_back(self.outer)
+        self.outer.close(raise_if_closed=False)
+
+
+def _gymnasium(env: Any) -> Env | None:
+    """The Gymnasium envs inside, if there is nothing around them and their data would be the same."""
+    from torchrl.envs import GymEnv, GymWrapper, SerialEnv
+
+    one = type(env) in (GymEnv, GymWrapper)
+    if one:
+        inside = [env]
+    elif type(env) is SerialEnv:
+        if env.is_closed:
+            env.start()
+        inside = list(env._envs)
+    else:
+        return None
+    raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
+    if len(raw) < len(inside):
+        return None
+    kinds = {bool(child._categorical_action_encoding) for child in inside}
+    if len(kinds) != 1:
+        return None
+    try:
+        lanes = WrappedGym(env, raw, categorical=kinds.pop(), batched=not one)
+    except UsageError:  # spaces only TorchRL can read, or envs that differ
+        return None
+    fake = env.fake_tensordict()
+    return lanes if _looks(lanes.spec.observation, lanes.spec.action) == _looks_of(fake, len(env.batch_size)) else None
+
+
+def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
+    if type(env) not in kinds:
+        return None
+    inner = env._env
+    plain = (
+        isinstance(inner, gym.Env)
+        and not env.batch_size
+        and not env.info_dict_reader
+        and getattr(env, "_convert_actions_to_numpy", True)
+        and (env.device is None or env.device.type == "cpu")
+    )
+    if not plain:
+        return None
+    skip = int(getattr(env, "frame_skip", 1) or 1)
+    return FrameSkip(inner, skip) if skip > 1 else inner
+
+
+def _looks(observation: Mapping[Any, Any], action: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: (leaf.shape, leaf.dtype) for key, leaf in {**observation, **action}.items()}
+
+
+def _looks_of(fake: TensorDictBase, dims: int) -> dict[Any, Any]:
+    """Shapes and dtypes of the root of a TensorDict, flags left out."""
+    found = {}
+    for key, value in fake.exclude("next", "done", "terminated", "truncated").items(True, True):
+        path = (key,) if isinstance(key, str) else key
+        found[path] = (tuple(value.shape[dims:]), value.dtype if isinstance(value, torch.Tensor) else None)
+    return found

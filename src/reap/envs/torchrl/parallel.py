@@ -1,0 +1,404 @@
+"""TorchRL's ParallelEnv on reap's env processes.
+
+    collecting   row of a slot ──► reap's env processes ──► the same row        (ProcessLanes; TorchRL sees nothing)
+    by hand      env.reset(), env.step(td), env.state_dict(), env.any_attribute
+                    └──► TorchRL's own parent code ──► Channel ──► the same processes, which answer as its workers would
+
+The env object stays the user's. Its workers are ours: TorchRL's are never started, and where `set_seed` has started
+them already, but nothing else was done with them, ours take their place with the same seeds. It is TorchRL's own again
+when the lanes are closed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from reap._system.processes import Raised
+from reap.core.capture.recorder import NotCaptured
+from reap.core.policy import RandomActions
+from reap.core.rollout import columns_of
+from reap.core.slot import Layout, Row, RowKeys
+from reap.envs.parallel.process_lanes import ProcessLanes
+from reap.envs.torchrl.by_hand import handed_out, replaced, taken_back
+from reap.envs.torchrl.captured import Array, Base
+from reap.envs.torchrl.rows import give_spec
+from reap.errors import UsageError, WorkerError, WrongState
+from reap.spec import Key, Leaf, as_key, show_keys
+
+_MOVES = ("reset", "step", "step_and_maybe_reset", "seed")  # commands after which lanes are elsewhere
+_OWN = ("_shutdown_workers", "_wait_for_workers")  # what we put into the object in place of its class's
+_HERE = (  # what it has while its workers are there
+    *("_seeded_by_reset", "parent_channels", "_workers", "shared_tensordicts", "shared_tensordict_parent"),
+    *("_shared_tensordict_parent_next", "_shared_tensordict_parent_root"),
+)
+_HOOKED = (
+    *("step", "_step", "reset", "_reset", "step_and_maybe_reset", "maybe_reset", "set_seed", "close", "rand_action"),
+    *("_start_workers", "_create_td", "state_dict", "load_state_dict"),
+)
+
+
+class NotTakenOver(UsageError):
+    """This ParallelEnv is left to TorchRL, for the reason it says."""
+
+
+class NeedsOwnProcess(NotTakenOver):
+    """So many of these envs cannot be in one process: nobody knows what they share there."""
+
+
+class Recipe(NamedTuple):
+    """How a process makes the env of one of TorchRL's workers."""
+
+    make: Callable[..., Any]
+    keywords: Mapping[str, Any]
+    seed: int | None  # it is seeded with this, as TorchRL's worker was
+    running: bool  # TorchRL's worker was there already
+    shared: bool  # it shares its process with others
+
+
+def parallel_lanes(env: Any) -> ParallelLanes:
+    """A TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` where that would not be the same."""
+    running = _refused(env)
+    seeds = list(env._seeds) if running and env._seeds is not None else [None] * env.num_workers
+    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        lanes = _started(env, min(env.num_workers, most), seeds, running)
+    except NeedsOwnProcess:
+        lanes = _started(env, env.num_workers, seeds, running)
+    if running:
+        env.close()
+    lanes.take_over()
+    return lanes
+
+
+def _refused(env: Any) -> bool:
+    """Whether TorchRL's workers are running; `NotTakenOver` for what is known before any env is made."""
+    own = vars(env)
+    if replaced(env, _HOOKED):
+        raise NotTakenOver("somebody has replaced one of its methods")
+    if not own.get("_owns_workers", True):
+        raise NotTakenOver("it is a view of another one's workers")
+    if not own.get("_use_buffers") or own.get("share_individual_td"):
+        raise NotTakenOver("its workers' results have no fixed place in memory")
+    if len(env.batch_size) > 2:
+        raise NotTakenOver("the lanes of each of its workers are in several dimensions")
+    if env.device is not None and env.device.type != "cpu":
+        raise NotTakenOver(f"its results are on {env.device}")
+    if not all(map(callable, env.create_env_fn)):
+        raise NotTakenOver("it was made from finished envs")
+    if env.is_closed:
+        return False
+    first = env._env_tensordict
+    untouched = own.get("_sync_m2w_value") is None and all(
+        torch.equal(value, first.get(key)) for key, value in env.shared_tensordict_parent.items(True, True)
+    )
+    if not untouched:  # the first step or reset finds out how its devices are synchronised
+        raise NotTakenOver("its workers were running already, and have made steps or resets")
+    return True
+
+
+def _started(env: Any, processes: int, seeds: Sequence[int | None], running: bool) -> ParallelLanes:
+    from reap.envs.torchrl.parallel_child import TorchRLChild  # which asks for lanes again, in the process
+
+    shared = processes < env.num_workers
+    recipes = [
+        Recipe(make, dict(keywords), seed, running, shared)
+        for make, keywords, seed in zip(env.create_env_fn, env.create_env_kwargs, seeds)
+    ]
+    bounds = np.linspace(0, len(recipes), processes + 1).astype(int)
+    shares: list[Any] = [recipes[a:b] for a, b in itertools.pairwise(bounds)]
+    start = "spawn" if env._mp_start_method == "spawn" else "forkserver"
+    try:
+        return ParallelLanes(env, shares, host=TorchRLChild, start_method=start, threads=env.num_sub_threads)
+    except NotTakenOver:
+        raise
+    except (UsageError, WorkerError) as cause:  # what only a fork could take along, envs that differ: TorchRL may try
+        raise NotTakenOver(f"in a process of reap's its envs could not be made: {cause}") from cause
+
+
+class ParallelLanes(ProcessLanes):
+    """The workers of TorchRL's `outer`, as lanes."""
+
+    def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
+        self.outer: Any = None  # before there is something to close
+        super().__init__(shares, **options)
+        if _looks(self.spec.observation, self.spec.action) != _looks_of(outer):
+            self.close()
+            raise NotTakenOver("its workers' results have other shapes or types than it says")
+        self.outer = outer
+        size = tuple(outer.batch_size)
+        look = replace(self.spec.look, contiguous=True, dims=size if len(size) > 1 else None)
+        self.spec = replace(self.spec, look=look)  # as from TorchRL's collectors
+        self._each = self.spec.lanes // outer.num_workers  # lanes of a worker
+        self.draws = False
+        self._of = [(remote, n) for remote, share in zip(self.remotes, shares) for n in range(len(share))]
+        self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and its number
+        self.stepped_by: str | None = None  # how the last step was made: in a "row", or by TorchRL's "command"
+        self._captures = True
+        self._carried = frozenset(map(as_key, outer.full_state_spec.keys(True, True)))
+
+    def take_over(self) -> None:
+        """From now on TorchRL's object sees our processes as its workers."""
+        env, count = self.outer, self.outer.num_workers
+        env._create_td()
+        env.parent_channels = [Channel(self, n) for n in range(count)]
+        env._workers = [WorkerProcess(self, n) for n in range(count)]
+        env._events = [LoadedEvent(self, n) for n in range(count)]
+        env.event, env._timeout = None, env.shutdown_timeout
+        for name in _OWN:
+            vars(env)[name] = _Instead(self, name)
+        vars(env)["_seeded_by_reset"] = True
+        env.is_closed = False
+        env.set_spec_lock_()
+
+    def let_go(self) -> None:
+        """It is TorchRL's own again, and closed."""
+        env, self.outer = self.outer, None
+        if env is None or not isinstance(vars(env).get(_OWN[0]), _Instead):
+            return
+        for name in _OWN:
+            del vars(env)[name]
+        for name in _HERE:
+            vars(env).pop(name, None)
+        env._events = None
+        taken_back(env)
+        env.is_closed = True
+
+    # ---- TorchRL's commands -----------------------------------------------------------------------------------------
+
+    def tell(self, worker: int, command: Any, data: Any) -> None:
+        """Send a command of TorchRL's to one of its workers."""
+        shared = self.outer.shared_tensordicts[worker]
+        root = shared.exclude("next")
+        if command == "reset":
+            keys, keywords = data
+            data = (root.select(*keys, strict=False).clone() if keys else None), keywords
+        elif command in ("step", "step_and_maybe_reset"):
+            passed = (data or {}).get("next_td_passthrough_keys")
+            data = root.clone()
+            if passed is not None:
+                data.set("next", shared.get("next").select(*passed).clone())
+        remote, number = self._of[worker]
+        if remote.owes:
+            self._settle(remote)
+        if command in _MOVES:
+            self._fresh[worker * self._each : (worker + 1) * self._each] = False
+            self.stepped_by = "command" if command.startswith("step") else None
+        self._asked[worker] = command, self._ask(remote, "torchrl", (number, command, data))
+
+    def heard(self, worker: int) -> Any:
+        """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
+        command, number = self._asked.pop(worker)
+        answer = self._done(self._of[worker][0], number)
+        if isinstance(answer, Raised):
+            raise self._named(answer.unpack(), self._of[worker][0])
+        (value,) = answer
+        env = self.outer
+        shared = env.shared_tensordicts[worker]
+        if command == "reset":
+            shared.update_(value, keys_to_update=list(env._selected_reset_keys))
+        elif command in ("step", "step_and_maybe_reset"):
+            next_, root = value
+            shared.get("next").update_(next_)
+            shared.exclude("next").update_(root)
+        elif command == "seed":
+            return "seeded", value
+        name = "_".join(command) if isinstance(command, (tuple, list)) else command
+        return (name if command == "state_dict" else f"{name}_done"), value
+
+    def hear_all(self) -> None:
+        """Wait for everybody who was told something."""
+        for worker in list(self._asked):
+            self.heard(worker)
+
+    # ---- the env ----------------------------------------------------------------------------------------------------
+
+    @property
+    def captures(self) -> bool:
+        return self._captures
+
+    @captures.setter
+    def captures(self, captures: bool) -> None:
+        if captures != self._captures:
+            self._captures = captures
+            for remote in self.remotes:
+                self._call(remote, "capture", captures)
+
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
+    def bind_policy(self, model: Any) -> None:
+        give_spec(model, self.outer)
+
+    def set_policy_keys(self, outputs: Sequence[Key]) -> None:
+        told = [key for key in outputs if key in self._carried]
+        if told:
+            raise UsageError(
+                f"the policy writes {show_keys(told)}, which TorchRL's ParallelEnv would hand to its workers as their "
+                f"own; write it under another name, or take SerialEnv"
+            )
+
+    def explain(self) -> str:
+        inside = self._call(self.remotes[0], "explain")
+        return f"TorchRL's ParallelEnv in {len(self.remotes)} env processes of reap's; there {inside}"
+
+    def send(self, lanes: Sequence[int], row: Row) -> None:
+        self.stepped_by = "row"
+        super().send(lanes, row)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.outer.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.outer.load_state_dict(state)
+
+    def close(self) -> None:
+        super().close()
+        if self._owner == os.getpid():
+            self.let_go()
+
+
+class Channel:
+    """What TorchRL takes for the pipe to one of its workers."""
+
+    def __init__(self, lanes: ParallelLanes, worker: int) -> None:
+        self._lanes, self._worker = weakref.ref(lanes), worker
+
+    def send(self, message: tuple[Any, Any]) -> None:
+        self._there().tell(self._worker, *message)
+
+    def recv(self) -> Any:
+        return self._there().heard(self._worker)
+
+    def close(self) -> None:
+        pass
+
+    def _there(self) -> ParallelLanes:
+        lanes = self._lanes()
+        if lanes is None or lanes.outer is None:
+            raise WrongState("the collector this ParallelEnv was given to is shut down; its processes have ended")
+        return lanes
+
+
+class LoadedEvent(Channel):
+    """What TorchRL takes for the event a worker sets when it has loaded a state."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.recv()
+        return True
+
+    def clear(self) -> None:
+        pass
+
+
+class WorkerProcess(Channel):
+    """What TorchRL takes for a worker's process. Of its death we tell ourselves when something is asked of it."""
+
+    _closed = False
+    exitcode = None
+
+    def is_alive(self) -> bool:
+        return self._lanes() is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process its env lives in."""
+        pid: int | None = self._there()._of[self._worker][0].child.pid
+        return pid
+
+
+class _Instead:
+    """One of our methods in the object, in place of its class's; a copy of the object has none."""
+
+    def __init__(self, lanes: ParallelLanes, name: str) -> None:
+        self._lanes, self._name = weakref.ref(lanes), name
+
+    def __call__(self, workers: Sequence[int] = ()) -> None:
+        lanes = self._lanes()
+        if lanes is not None:
+            lanes.close() if self._name == "_shutdown_workers" else lanes.hear_all()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a ParallelEnv a collector is using cannot be pickled or copied; shut the collector down first")
+
+
+class ParallelBase(Base):
+    """A ParallelEnv that was taken over, below transforms."""
+
+    lanes: ParallelLanes
+
+    def __init__(self, env: Any, lanes: ParallelLanes) -> None:
+        super().__init__(env, lanes)
+        self._memory: tuple[Any, list[Row], dict[Key, np.ndarray[Any, Any]]] | None = None
+
+    def begin(self, lanes: Sequence[int]) -> Sequence[Array]:
+        """TorchRL's shows lanes that are not reset as their last step has left them.
+
+        But those of a worker that resets others of its lanes are zeros.
+        """
+        if self.given:
+            return super().begin(lanes)
+        if self.lanes.stepped_by == "row":
+            last = dict(zip(self.keys, self._rows[self._turn][1]))
+            values = [torch.from_numpy(last[key]) for key in self.reset_keys]
+        elif self.lanes.stepped_by == "command":
+            next_ = self.env.shared_tensordict_parent.get("next")
+            values = [next_.get(key) for key in self.reset_keys]
+        else:
+            values = []
+        for mine, value in zip(self.first, values):
+            mine.copy_(value)
+        self.lanes.stepped_by = None
+        if len(self.size) > 1:
+            workers = sorted({lane // self.size[1] for lane in lanes})
+            for mine in self.first:
+                mine[workers] = 0
+        return super().begin(lanes)
+
+    def prepare(self) -> None:
+        """Make room for a step's results where the processes see it, twice."""
+        spec, dims = self.lanes.spec, len(self.size)
+        keys = [as_key(key) for key in self.env.action_keys]
+        action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
+        self.lanes.expect(action)
+        if self._memory is None or self._memory[0] != action:
+            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
+            slot = self.lanes.make_slot(Layout(columns, 2, spec.lanes, batched=True), 0)
+            self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
+        _, rows, arrays = self._memory
+        self._rows = []
+        for n, row in enumerate(rows):
+            found = [arrays[("next", *as_key(key))][n] for key in self.keys]
+            results = tuple(array.reshape(*self.size, *array.shape[1:]) for array in found)
+            kinds = [(t.shape, t.dtype) for t in map(torch.from_numpy, results)]
+            if kinds != [(t.shape, t.dtype) for t in self.stepped]:
+                raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
+            self._rows.append((row, results))
+
+    def _act(self, row: Row, actions: Sequence[Array]) -> None:
+        for mine, given in zip(row.action, actions):  # in memory that the processes share
+            mine[...] = given.reshape(mine.shape)
+
+
+def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
+    return {key: (leaf.shape, leaf.dtype) for key, leaf in {**observation, **action}.items()}
+
+
+def _looks_of(env: Any) -> dict[Key, Any]:
+    """Shapes and dtypes of what TorchRL says its env is like, flags left out."""
+    fake: TensorDictBase = env.fake_tensordict().exclude("next", "done", "terminated", "truncated")
+    dims = len(env.batch_size)
+    return {
+        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
+        for key, value in fake.items(True, True)
+    }

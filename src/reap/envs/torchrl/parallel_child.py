@@ -1,0 +1,237 @@
+"""The other side of a TorchRL ParallelEnv that runs on reap's env processes: what one of them holds.
+
+    order ──► a step of rows ──► each lane's env as reap steps it: Gymnasium's step, captured transforms
+    CALL ──► TorchRL's own commands (reset, step, seed, state_dict, any attribute) ──► the same env, by TorchRL's code
+
+Each lane has the env one of TorchRL's workers would have, with transforms and statistics of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+
+from reap._system.processes import Raised
+from reap.core.env import Env
+from reap.core.slot import Layout, Row
+from reap.envs.adapters.gymnasium import GymLanes
+from reap.envs.parallel.env_child import BEGIN, DRAW, STEP, EnvChild, Traits, advance, begin_some
+from reap.envs.parallel.lane_workers import joint_spec, joint_traits
+from reap.envs.torchrl.captured import CapturedRows
+from reap.envs.torchrl.lanes import WrappedGym, torchrl_lanes
+from reap.envs.torchrl.parallel import NeedsOwnProcess, NotTakenOver, Recipe
+from reap.spec import Key, Leaf
+
+_KNOWN = ("gymnasium.", "ale_py.")  # whose envs keep to their own random numbers, and to themselves
+
+
+class Lane(NamedTuple):
+    """TorchRL's env of one worker, and who steps it."""
+
+    env: Any
+    lanes: Env
+
+
+class TorchRLChild(EnvChild):
+    """The envs of some of TorchRL's workers, one after another in this process."""
+
+    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Sequence[Recipe], limit: None) -> None:
+        self._lanes: list[Lane] = []
+        try:
+            for recipe in makers:
+                env = _made(recipe)
+                self._lanes.append(Lane(env, _stepped_by_us(env, recipe)))
+        except BaseException:
+            self.close()
+            raise
+        parts = [lane.lanes for lane in self._lanes]
+        if len(parts) > 1 and all(isinstance(part, WrappedGym) for part in parts):
+            parts = [GymLanes.joined(parts[0], parts[1:])]  # type: ignore[arg-type]
+        self._parts = parts
+        spec, self._bounds = joint_spec([part.spec for part in parts])
+        traits = joint_traits([Traits(part.has_after_step, part.draws) for part in parts])
+        self._rows_by_part: dict[int, list[list[Row]]] = {}
+        super().__init__(spec if len(parts) > 1 else parts[0].spec, traits, connection, fds)
+
+    def _obey(self, what: int, place: int, step: int) -> None:
+        if self._answered(what, step):
+            return
+        for n, (part, (first, last)) in enumerate(zip(self._parts, self._bounds)):
+            own: Sequence[int] = range(last - first)
+            if what not in (STEP, DRAW):
+                own = np.flatnonzero(self._some[first:last]).tolist()
+            into = [array[first:last] for array in self._first]
+            if what == BEGIN:
+                begin_some(part, own, into, self._seeds[first:last])
+            elif what == DRAW:
+                part.draw(self._rows_by_part[place][n][step])
+            elif own:
+                advance(part, own, self._rows_by_part[place][n][step], into)
+        self._done()
+
+    def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        self._rows_by_part[place] = [
+            self._rows_of(layout, start, end, first, last, part.spec)
+            for part, (first, last) in zip(self._parts, self._bounds)
+        ]
+
+    def do_expect(self, action: Mapping[Key, Leaf]) -> None:
+        for part in self._parts:
+            part.expect(action)
+
+    def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        for part, (first, last) in zip(self._parts, self._bounds):
+            own = [n for n, lane in enumerate(lanes) if first <= lane < last]
+            if own:
+                theirs = None if seeds is None else [seeds[n] for n in own]
+                into = [array[first:last] for array in self._first]
+                part.reset([lanes[n] - first for n in own], into, theirs)
+
+    def do_capture(self, captures: bool) -> None:
+        """Whether transforms may be recorded and replayed."""
+        for part in self._parts:
+            part.captures = captures
+
+    def do_explain(self) -> str:
+        """Who steps the lanes here."""
+        return self._parts[0].explain()
+
+    def do_torchrl(self, worker: int, command: Any, data: Any) -> Any:
+        """What TorchRL's process would answer to this command; an error is told, and the env goes on."""
+        env, lanes = self._lanes[worker]
+        try:
+            found = _obeyed(env, lanes, command, data)
+        except Exception as error:
+            return Raised.of(error, f"env.{command}")
+        if isinstance(lanes, CapturedRows):
+            lanes.set_policy_keys(list(lanes.spec.action))  # somebody may have changed a transform
+        return (found,)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.lanes.close()
+
+
+def _made(recipe: Recipe) -> Any:
+    """The env, as TorchRL's worker has it before its first command."""
+    env = recipe.make(**recipe.keywords)
+    if recipe.seed is not None:
+        torch.manual_seed(recipe.seed)
+        env.set_seed(recipe.seed)
+    env.set_spec_lock_()
+    return env
+
+
+def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
+    """The env as lanes that reap steps; `NotTakenOver` if TorchRL would have to."""
+    try:
+        if not _known(env):
+            if recipe.running:
+                raise NotTakenOver("its workers were running already, with envs that may have been changed there")
+            if recipe.shared:
+                raise NeedsOwnProcess("its envs may share what they keep with others in their process")
+        if any(type(part).__name__ == "TensorDictPrimer" for part in _transforms(env)):
+            raise NotTakenOver("its workers hold a TensorDictPrimer, for what a policy carries")
+        lanes = torchrl_lanes(env)
+        if not isinstance(lanes, (WrappedGym, CapturedRows)):
+            raise NotTakenOver(f"in its workers {lanes.explain()}")
+        lanes.set_policy_keys(list(lanes.spec.action))
+    except BaseException:
+        env.close(raise_if_closed=False)
+        raise
+    return lanes
+
+
+def _transforms(env: Any) -> list[Any]:
+    """All parts of all transforms, around and inside."""
+    found: list[Any] = []
+    while "base_env" in vars(env).get("_modules", ()):
+        found += env.transform.modules()
+        env = env.base_env
+    for child in _children(env):
+        found += _transforms(child)
+    return found
+
+
+def _children(env: Any) -> list[Any]:
+    """The envs of a SerialEnv."""
+    if "_envs" not in vars(env):
+        return []
+    if env.is_closed:
+        env.start()
+    return list(env._envs)
+
+
+def _known(env: Any) -> bool:
+    """Whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
+    while "base_env" in vars(env).get("_modules", ()):
+        env = env.base_env
+    children = _children(env)
+    if children:
+        return all(map(_known, children))
+    inner: Any = vars(env).get("_env")
+    while isinstance(inner, gym.Wrapper):
+        if not type(inner).__module__.startswith(_KNOWN):
+            return False
+        inner = inner.env
+    return type(inner).__module__.startswith(_KNOWN)
+
+
+def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
+    if command == "reset":
+        given, keywords = data
+        if isinstance(lanes, CapturedRows) and lanes.unseen and not keywords:
+            found = lanes.root.clone()
+        else:
+            found = env.reset(given, **keywords)
+        _moved(lanes, found)
+        return found
+    if command == "step":
+        stepped = env.step(data)
+        root = env._step_mdp(stepped)
+        _moved(lanes, root)
+        return stepped.get("next"), root
+    if command == "step_and_maybe_reset":
+        stepped, root = env.step_and_maybe_reset(data)
+        _moved(lanes, root)
+        return stepped.get("next"), root
+    if command == "seed":
+        seed, static = data
+        torch.manual_seed(seed)
+        following = env.set_seed(seed, static_seed=static)
+        if isinstance(lanes, CapturedRows):
+            lanes.moved_to(lanes.root)
+        return following
+    if command == "state_dict":
+        return _without_locks(env.state_dict())
+    if command == "load_state_dict":
+        return env.load_state_dict(data)
+    found = env
+    for name in command if isinstance(command, (tuple, list)) else (command,):
+        found = getattr(found, name)
+    if callable(found):
+        arguments, keywords = data
+        found = found(*[one for one in arguments if not (isinstance(one, str) and one == "_self")], **keywords)
+    return None if command == "to" else found
+
+
+def _moved(lanes: Env, root: TensorDictBase) -> None:
+    if isinstance(lanes, CapturedRows):
+        lanes.moved_to(root.clone())
+
+
+def _without_locks(state: Any) -> Any:
+    """A state without what only processes that share it can have."""
+    kept = type(state)()
+    for key, value in state.items():
+        if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
+            kept[key] = _without_locks(value)
+        elif not hasattr(value, "acquire"):
+            kept[key] = value
+    return kept

@@ -1,0 +1,68 @@
+"""ClientListener: receives clients from other processes, each in a thread: one that is slow to read holds up nobody.
+
+Clients without the key are limited in number and in time (see _system/listener.py). A client that dies hangs up: its
+requests are dropped, and nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from reap._system.listener import Listener, Visitor
+from reap._system.processes import enough_room
+from reap.errors import ReapError
+from reap.inference.clients import SERVICE, refusal, reply, request_from
+from reap.inference.requests import Request, RequestQueue
+
+
+class ClientListener:
+    """Listens at `address` for clients that know `key`."""
+
+    def __init__(self, line: RequestQueue) -> None:
+        self._line = line
+        self.key = secrets.token_bytes(32)
+        name = f"reap-{os.getpid()}-{secrets.token_hex(8)}"
+        self._path: Path | None = None
+        self.address: str | bytes = b"\0" + name.encode()  # without a name in any file system
+        if sys.platform != "linux":
+            self._path = Path(tempfile.gettempdir()) / name
+            self.address = str(self._path)
+        with enough_room("the socket for clients of other processes"):
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(self.address)
+        listening.listen(128)
+        self._listener = Listener(listening, "desk", self.key, self._attend, SERVICE.__eq__)
+
+    def _attend(self, visitor: Visitor, service: str) -> None:
+        number = None
+        connection = Connection(os.dup(visitor.socket.fileno()))
+        try:
+            number = self._line.enter()
+            while True:
+                inputs, size = request_from(connection.recv_bytes())
+                request = Request(number, inputs, size)
+                try:
+                    self._line.put(request)
+                    answer = reply(*request.result())
+                except ReapError as error:
+                    answer = refusal(error)
+                connection.send_bytes(answer)
+        except (EOFError, OSError):  # it is gone
+            pass
+        finally:
+            if number is not None:
+                self._line.leave(number)
+            connection.close()
+            visitor.socket.close()
+
+    def close(self, deadline: float) -> None:
+        """Hang up on everybody."""
+        self._listener.close(deadline)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
