@@ -119,7 +119,6 @@ class _Processes:
         if self.about.packing is not None:
             self.tensors = self.about.packing.views(np.zeros(self.about.packing.nbytes, np.uint8))
             self.look_at_weights()
-        self.loop = self.stats = self  # a remote worker asks both: which version acted, how it went
 
     def _seen_from_afar(self, team: NestedWorkers) -> WorkerInfo:
         abouts = [remote.about for remote in self._backend.workers]

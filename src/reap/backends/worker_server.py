@@ -192,9 +192,10 @@ class WorkerServer:
         """What is said of it."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
-        stats, version = worker.stats.summary(), worker.loop.version
-        ended = worker.stats.ended_since()
-        return RolloutReady(number, frames, version, stats, finals, loose, self.since, worker.stats.span, ended)
+        stats, version = worker.summary(), worker.version
+        return RolloutReady(
+            number, frames, version, stats, finals, loose, self.since, worker.span, worker.ended_since()
+        )
 
     def _forget(self) -> None:
         """What is held back belongs to the time before."""
@@ -218,7 +219,7 @@ class WorkerServer:
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
-        return {**state, "policy_version": self.worker.loop.version}  # of these weights
+        return {**state, "policy_version": self.worker.version}  # of these weights
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
@@ -235,7 +236,7 @@ class WorkerServer:
             self._strategy.apply_weights(self.worker.model, weights.weights)
         else:
             local.load(self.worker.model, weights)
-        self.worker.loop.version = version
+        self.worker.version = version
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""

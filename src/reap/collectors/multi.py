@@ -65,6 +65,7 @@ class MultiCollector(BaseCollector):
     _sync: bool | None = None
     _pack = staticmethod(pack)  # how what users give is packed for the workers
     _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
+    _workers_go_on = True  # whether workers that write into the buffer collect on by themselves, in the background
 
     def __new__(
         cls,
@@ -195,8 +196,11 @@ class MultiCollector(BaseCollector):
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""
         sink = super()._make_sink()  # checks the options
-        self._direct = isinstance(self.replay_buffer, ReplayBuffer)
+        self._direct = self._workers_write()
         return None if self._direct else sink
+
+    def _workers_write(self) -> bool:
+        return isinstance(self.replay_buffer, ReplayBuffer)
 
     def _writing(self, options: Options) -> dict[str, Any]:
         """What workers need to write into the buffer themselves."""
@@ -291,7 +295,7 @@ class MultiCollector(BaseCollector):
             self._batch_watched(batches)
 
     def _make_runner(self) -> Runner:
-        if not self._direct:
+        if not self._direct or not self._workers_go_on:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(

@@ -109,7 +109,8 @@ class Options:
         init_fn: called first in each worker.
         weight_sync_schemes: `{"policy": scheme}`, of `reap.weight_update` or TorchRL's; None: what suits the policy.
             Other models are named by their path, "env.transform[0].module" or "postproc.critic".
-            In this process weights take no road: only `NoWeightSyncScheme` changes anything, and then no update does.
+            A single-process collector has no weights to send: `NoWeightSyncScheme` turns `update_policy_weights_` into
+            a no-op; other schemes have no effect.
         weight_updater: a legacy updater, or a factory of one, through which weights are pushed.
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
             after a minute the log says where it is.

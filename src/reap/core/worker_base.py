@@ -23,6 +23,30 @@ class AnyWorker:
     model: Any  # the policy as the user made it
     policy: Policy
 
+    @property
+    def version(self) -> int:
+        """Of the weights that act."""
+        return self.loop.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.loop.version = version
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the last rollout began and ended."""
+        found: tuple[float, float] = self.stats.span
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        """Its statistics so far."""
+        found: dict[str, Any] = self.stats.summary()
+        return found
+
+    def ended_since(self) -> Any:
+        """Episodes that ended since this was asked last."""
+        return self.stats.ended_since()
+
     def explain(self) -> str:
         """How env and policy are run, a line each."""
         name = "" if self.model is None else f" {type(self.model).__name__}"

@@ -213,7 +213,7 @@ class _ProcessWorkerServer(WorkerServer):
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
         if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
-            self.worker.loop.version = version
+            self.worker.version = version
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -248,7 +248,7 @@ class RemoteWorker(WorkerServer):
     def _refresh(self) -> None:
         version = self._weights.refresh(self.tensors, self._at_least)
         if version is not None:
-            self.worker.loop.version = version
+            self.worker.version = version
 
     def do_begin(self, packing: Packing | None) -> None:
         """Everybody is there; so are weights, from now on."""

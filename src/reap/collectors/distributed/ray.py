@@ -12,8 +12,6 @@ from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
 from reap.backends.remote.base import RemoteBackend
 from reap.backends.remote.ray import RayBackend
-from reap.collectors.background import Runner
-from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
@@ -44,6 +42,7 @@ class RayCollector(FarCollector):
             `reap.data.RayReplayBuffer` actors write to themselves; further see `FarCollector`.
     """
 
+    _workers_go_on = False  # they are asked for each rollout
     _own = {
         "num_collectors": None,
         "ray_init_config": None,
@@ -91,12 +90,14 @@ class RayCollector(FarCollector):
     # ---- the buffer -----------------------------------------------------------------------------------------------
 
     def _make_sink(self) -> Sink | None:
-        """None where the buffer is an actor: workers write into it themselves."""
         sink = super()._make_sink()
-        self._direct = getattr(self.replay_buffer, "service_backend", None) == "ray"
         if hasattr(self.replay_buffer, "feed"):
             self.replay_buffer.feed.attach(self)
-        return None if self._direct else sink
+        return sink
+
+    def _workers_write(self) -> bool:
+        """Where the buffer is an actor."""
+        return getattr(self.replay_buffer, "service_backend", None) == "ray"
 
     def _writer(self) -> Any:
         if not self._direct:
@@ -107,9 +108,6 @@ class RayCollector(FarCollector):
         maker = _WriterMaker(way, self.replay_buffer.client())
         dumps(maker, "what writes to the replay buffer", way.given)
         return maker
-
-    def _make_runner(self) -> Runner:
-        return BaseCollector._make_runner(self)
 
     # ---- more and fewer actors ------------------------------------------------------------------------------------
 

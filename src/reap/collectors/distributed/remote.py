@@ -10,8 +10,6 @@ from reap._system.pickling import pack_bytes
 from reap.backends.local.pauses import Paused
 from reap.backends.local.process import ProcessBackend
 from reap.backends.remote.base import RemoteBackend
-from reap.collectors.base import BaseCollector
-from reap.collectors.buffer_writers import Sink
 from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
@@ -73,10 +71,8 @@ class FarCollector(MultiCollector):
 
     _make_far: Callable[..., RemoteBackend]
 
-    def _make_sink(self) -> Sink | None:
-        """Rollouts come here first, and go into the buffer from here."""
-        self._direct = False
-        return BaseCollector._make_sink(self)
+    def _workers_write(self) -> bool:
+        return False  # rollouts come here first, and go into the buffer from here
 
     def pause(self, timeout: float | None = None, *, resume: bool = True) -> Paused:
         """Stop collecting in the background; returns when nothing is under way any more, in any worker.
