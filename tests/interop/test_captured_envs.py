@@ -174,6 +174,14 @@ def test_with_options_that_end_episodes(options, form):
     assert_the_same(lambda: FORMS[form](CHAINS["VecNorm of rewards"]), **options)
 
 
+def test_resets_stay_bound_for_a_few_sets_of_lanes_only(monkeypatch):
+    """With many lanes hardly two resets are of the same ones: what is kept of them may not grow with the rollout."""
+    monkeypatch.setattr("reap.envs.torchrl.captured._RUNS", 2)
+    lanes = assert_the_same(lambda: FORMS["around"](CHAINS["VecNorm of rewards"]), frames=300)
+    (reset,) = (one for one in lanes._resets.values() if not isinstance(one, int))
+    assert len(reset.runs) == 2
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chain=st.permutations(

@@ -43,6 +43,7 @@ Array = np.ndarray[Any, Any]
 _METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
+_RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
@@ -434,7 +435,9 @@ class CapturedRows(TorchRLRows):
         if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
-        reset.bound, reset.runs[lanes] = self._rollouts, reset.captured.run
+        reset.bound = self._rollouts
+        if len(reset.runs) < _RUNS:
+            reset.runs[lanes] = reset.captured.run
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             state = torch.get_rng_state()
