@@ -1,8 +1,8 @@
 """NestedWorkers: a remote worker with processes of its own beside it. To its collector it is one worker.
 
 order ──► remote worker ──► worker 0 … worker k-1        sync    a rollout holds the lanes of all of them
-             ▲               │                     async   it is one worker's, whoever is first
-             └─── block ◄────┘
+             ▲                  │                         async   it is one worker's, whoever is first
+             └───── block ◄─────┘
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NestedWorkers:
 
     def __call__(self, job: RemoteJob, *transport: Any) -> RemoteWorker:
         """The remote worker."""
-        return NestedRemoteWorker(job, *transport, team=self)
+        return NestedRemoteWorker(job, *transport, nested=self)
 
 
 class NestedRemoteWorker(RemoteWorker):
@@ -46,12 +46,12 @@ class NestedRemoteWorker(RemoteWorker):
 
     worker: _Processes  # type: ignore[assignment]
 
-    def __init__(self, job: RemoteJob, *transport: Any, team: NestedWorkers) -> None:
-        self._job, self._team = job, team
+    def __init__(self, job: RemoteJob, *transport: Any, nested: NestedWorkers) -> None:
+        self._job, self._nested = job, nested
         super().__init__(replace(job, hooks=None), *transport)  # they run in the workers
 
     def _build(self, plan: Plan, workers: int) -> None:
-        self.worker = _Processes(self._job, self._team)
+        self.worker = _Processes(self._job, self._nested)
         self.about, self.tensors = self.worker.about, self.worker.tensors
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -95,17 +95,17 @@ class _Processes:
 
     span = (0.0, 0.0)  # of the last rollout
 
-    def __init__(self, job: RemoteJob, team: NestedWorkers) -> None:
+    def __init__(self, job: RemoteJob, nested: NestedWorkers) -> None:
         self._index, self._of, self._version = job.index, job.workers, 0
-        plan = replace(job.plan, steps=_Share(job.plan.steps, team.workers)) if team.sync else job.plan
+        plan = replace(job.plan, steps=_Share(job.plan.steps, nested.workers)) if nested.sync else job.plan
         self._backend = ProcessBackend(
-            [plan] * team.workers,
-            sync=team.sync,
+            [plan] * nested.workers,
+            sync=nested.sync,
             threads=job.threads,
             init=job.init,
             hooks=job.hooks,
             strategy=job.strategy,
-            random_frames=0 if team.sync else team.random_frames,
+            random_frames=0 if nested.sync else nested.random_frames,
         )
         try:
             with self._named():
@@ -113,21 +113,21 @@ class _Processes:
         except BaseException:
             self._backend.close()
             raise
-        self.about = self._seen_from_afar(team)
+        self.about = self._seen_together(nested)
         self.layout = self.about.layout
         self.tensors: list[Tensor] = []
         if self.about.packing is not None:
             self.tensors = self.about.packing.views(np.zeros(self.about.packing.nbytes, np.uint8))
             self.look_at_weights()
 
-    def _seen_from_afar(self, team: NestedWorkers) -> WorkerInfo:
+    def _seen_together(self, nested: NestedWorkers) -> WorkerInfo:
         abouts = [remote.about for remote in self._backend.workers]
         own = abouts[0].layout
-        if not team.sync:
+        if not nested.sync:
             return replace(abouts[0], lanes=sum(about.layout.lanes for about in abouts))
         layout = joined([about.layout for about in abouts])
         if own.batched:
-            layout.look = replace(layout.look, dims=(team.workers, *own.dims))
+            layout.look = replace(layout.look, dims=(nested.workers, *own.dims))
         return replace(abouts[0], layout=layout)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Remote workers: they share no memory with this process. The same takes, calls and versions; slots are sent.
 
     take ── free slots ──► order ──► transport ──► remote worker
-     ▲                                                  │
-     └── slot ◄── wakeup: somebody has spoken ◄── transport ◄──┘ messages
+     ▲                                                   │ messages
+     └── slot ◄── wakeup ◄── transport ◄─────────────────┘
 
 Threads of the transport put what they hear into a worker's inbox and wake whoever waits. A slot that is free again
 is handed out with the next take.

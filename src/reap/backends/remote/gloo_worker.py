@@ -31,7 +31,7 @@ from reap.backends.remote.remote_worker import (
     WeightInbox,
     Weights,
     parcel_size,
-    run_station,
+    run_remote_worker,
 )
 from reap.core.shared_slots import SharedFile
 from reap.weights.shared import Packing
@@ -177,7 +177,7 @@ def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Addr
         transport.finish()
         return
     weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=index == 0) if fds else _Broadcasts(opened, address)
-    run_station(opened, transport, weights)
+    run_remote_worker(opened, transport, weights)
 
 
 def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:

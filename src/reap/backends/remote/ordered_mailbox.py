@@ -23,7 +23,7 @@ from reap.backends.remote.remote_worker import (
     Transport,
     WeightInbox,
     Weights,
-    run_station,
+    run_remote_worker,
 )
 
 
@@ -75,7 +75,7 @@ class MailboxWorker:
     """What is called over the network; `run` does the work meanwhile, in another thread."""
 
     def __init__(self, near: LocalWeights | None = None) -> None:
-        self._letters, self._parcels = _OrderedInbox(), WeightInbox()
+        self._inbox, self._parcels = _OrderedInbox(), WeightInbox()
         self._weights: Weights = near or self._parcels
 
     def run(self, job: bytes) -> None:
@@ -84,19 +84,19 @@ class MailboxWorker:
             try:
                 opened = cloudpickle.loads(job)
             except Exception as error:  # of a kind that this machine cannot import
-                self._letters.send(Message.of(Raised.of(error, "reading what it is to do")), _nothing)
+                self._inbox.send(Message.of(Raised.of(error, "reading what it is to do")), _nothing)
             else:
-                run_station(opened, self._letters, self._weights)
+                run_remote_worker(opened, self._inbox, self._weights)
         finally:
-            self._letters.end()
+            self._inbox.end()
 
     def order(self, number: int, order: Order | None) -> None:
         """The order with this number."""
-        self._letters.bring(number, order)
+        self._inbox.bring(number, order)
 
     def message(self) -> tuple[Any, ...] | None:
         """Waits for the next."""
-        return self._letters.fetch()
+        return self._inbox.fetch()
 
     def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
         """New weights."""

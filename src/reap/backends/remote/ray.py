@@ -1,6 +1,6 @@
 """Ray: workers are actors. A batch is one object, read where it lies; weights are put once per version, and pulled.
 
-    actor.order ──►  remote worker  ──► actor.messages: one object per batch ──► slot
+    actor.order ──►  remote worker  ──► actor.message: one object per batch ──► slot
     put ──► actor.parcel: a reference, pulled by each
 
 An actor that dies is named; or replaced, if `restart` is True: what it was asked for is asked of the new one.
@@ -169,7 +169,7 @@ class ReapWorker(MailboxWorker):
         Or after so many seconds: `patience` until what it is doing is done, `closing` until its env is closed.
         """
         self.order(number, None)
-        if self._letters.home.wait(patience):
+        if self._inbox.home.wait(patience):
             self._thread.join(closing)
 
 
@@ -220,9 +220,9 @@ class RayHandle(RemoteHandle):
         self.actor, self.child = actor, _Actor(actor, *where)  # type: ignore[assignment]
         self.told = 0
         for _ in range(_ASKED):
-            self._ask_news()
+            self._ask_message()
 
-    def _ask_news(self) -> None:
+    def _ask_message(self) -> None:
         future = self.actor.message.options(concurrency_group="messages").remote().future()
         self._futures.append(future)
         future.add_done_callback(self._ring)
@@ -242,7 +242,7 @@ class RayHandle(RemoteHandle):
                 self._futures.clear()
                 break
             found.append(self.carried_in(Message(*message)))
-            self._ask_news()
+            self._ask_message()
         return found
 
 

@@ -260,7 +260,7 @@ class RemoteWorker(WorkerServer):
         self._load(cloudpickle.loads(data), version)
 
 
-def run_station(job: RemoteJob, transport: Transport, weights: Weights) -> None:
+def run_remote_worker(job: RemoteJob, transport: Transport, weights: Weights) -> None:
     """The life of a remote worker."""
     remote_worker = None
     try:

@@ -74,7 +74,7 @@ class RayCollector(FarCollector):
             raise WrongArgument(f"restart must be True or False, got {restart!r}")
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         mapping("ray_init_config", self._given["ray_init_config"])
         cluster = self._given["ray_init_config"] or {}
         self._ray = RayBackend(
@@ -138,7 +138,7 @@ class RayCollector(FarCollector):
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
         makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
-        inside = 1 if self._team is None else self._team.workers
+        inside = 1 if self._nested is None else self._nested.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
         if policy is not None and policy is not self._policy:

@@ -59,17 +59,21 @@ class FarCollector(MultiCollector):
         self._interval = 1 if update_after_each_batch else max_weight_update_interval
         self._sent_at = 0
         self._given = {name: options.pop(name, usual) for name, usual in self._own.items()}
-        self._team = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
+        self._nested = team_for(options.pop("collector_class", None), options.pop("num_workers_per_collector", 1))
         options, self._each = merged(options, options.pop("collector_kwargs", None), ("sync", *self._given))
         super().__init__(create_env_fn, policy, sync=sync, **options)
         if self._interval > 0:
             self._watch = None  # weights are sent by themselves
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
-        team = None if self._team is None else replace(self._team, random_frames=settings.random_frames // len(plans))
-        return self._make_far(plans, start_method=settings.start_method, remote_worker=team, **self._running(settings))
+        nested = (
+            None if self._nested is None else replace(self._nested, random_frames=settings.random_frames // len(plans))
+        )
+        return self._make_remote(
+            plans, start_method=settings.start_method, remote_worker=nested, **self._running(settings)
+        )
 
-    _make_far: Callable[..., RemoteBackend]
+    _make_remote: Callable[..., RemoteBackend]
 
     def _workers_write(self) -> bool:
         return False  # rollouts come here first, and go into the buffer from here

@@ -45,7 +45,7 @@ class RPCCollector(FarCollector):
             return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         mapping("tensorpipe_options", self._given["tensorpipe_options"])
         agent = self._given["tensorpipe_options"] or {}
         try:

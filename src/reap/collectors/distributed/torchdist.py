@@ -62,7 +62,7 @@ class DistributedCollector(FarCollector):
             options["max_weight_update_interval"] = interval
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_far(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
         check_backend_name(self._given["backend"])
         return GlooBackend(plans, nodes=nodes_of(self._given), **options)
 

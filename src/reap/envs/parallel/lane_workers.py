@@ -94,7 +94,7 @@ class LaneWorkers(abc.ABC):
         return len(self._away)
 
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
-        """Let groups do something with these lanes, or all of theirs (see lane_host.py). Nobody is waited for."""
+        """Let groups do something with these lanes, or all of theirs (see env_child.py). Nobody is waited for."""
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()

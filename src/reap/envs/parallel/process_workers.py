@@ -79,7 +79,7 @@ class ProcessWorkers(LaneWorkers):
 
 
 class ThreadedProcessWorkers(ProcessWorkers):
-    """Lanes in threads of child processes: every env is a group of its own (see hand_host.py)."""
+    """Lanes in threads of child processes: every env is a group of its own (see threaded_env_child.py)."""
 
     _cells = False
 
