@@ -217,6 +217,7 @@ class _Reset:
     due: list[tuple[int, ...]]  # of each base
     bound: int = -1  # to which rollout
     runs: dict[bytes, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)  # bound in it, by lanes
+    room: int = 0  # for so many more
     proved: bool = False  # whether it was seen to hold for another mask
 
 
@@ -428,7 +429,7 @@ class CapturedRows(TorchRLRows):
         mask[...] = done
         anew = reset.bound != self._rollouts
         if anew:
-            reset.runs.clear()
+            reset.runs, reset.room = {}, _RUNS
         elif reset.proved and lanes in reset.runs:
             reset.captured.run = reset.runs[lanes]
             return True
@@ -436,7 +437,8 @@ class CapturedRows(TorchRLRows):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
-        if len(reset.runs) < _RUNS:
+        if reset.room:
+            reset.room -= 1
             reset.runs[lanes] = reset.captured.run
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
