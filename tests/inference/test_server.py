@@ -16,7 +16,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap._system.processes import Child, dumps, end, send
+from reap._system.messages import send
+from reap._system.pickling import dumps
+from reap._system.processes import Child, end
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState

@@ -17,7 +17,7 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.joint_slot import joined
 from reap.backends.local.process import ProcessBackend
 from reap.backends.local.shared_counters import together

@@ -11,7 +11,7 @@ import cloudpickle
 from torch import Tensor, nn
 
 from reap._system.pickling import dumps
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.worker_view import WorkerView
 from reap.core.attribute_path import set_policy_keys
 from reap.core.columns.assemble_ragged import assembler

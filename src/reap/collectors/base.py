@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
-from reap._system.processes import wait_for_ends
+from reap._system.threads import wait_for_ends
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer

@@ -14,8 +14,8 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from reap._system.fork_server_client import enough_room
 from reap._system.listener import Listener, Visitor
-from reap._system.processes import enough_room
 from reap.errors import ReapError
 from reap.inference.clients import SERVICE, refusal, reply, request_from
 from reap.inference.requests import Request, RequestQueue

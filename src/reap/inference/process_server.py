@@ -27,8 +27,10 @@ from typing_extensions import Self
 from reap._system.fork_server import TOLD_TO_GO
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
+from reap._system.messages import send, until_ready
 from reap._system.pickling import dumps, pack
-from reap._system.processes import BOOT, Child, Raised, StartMethod, end, send, until_ready
+from reap._system.processes import BOOT, Child, StartMethod, end
+from reap._system.remote_errors import Raised
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessRequests
 from reap.inference.requests import check_timeout

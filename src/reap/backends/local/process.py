@@ -29,10 +29,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from reap._system.fork_server_client import enough_room
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import dumps, pack
-from reap._system.processes import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to
+from reap._system.processes import BOOT, Child, StartMethod, end
+from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
+from reap._system.threads import LINGER, see_to
 from reap.backends.base import Halted, Rollout
 from reap.backends.joint_slot import joined, joined_finals
 from reap.backends.local.process_worker import HELLO, ProcessJob, WorkerMemory, run_worker

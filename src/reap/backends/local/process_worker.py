@@ -24,8 +24,9 @@ import cloudpickle
 import torch
 
 from reap._system.fork_server import TOLD_TO_GO, leave_at, no_more_goodbyes, settle
+from reap._system.messages import send
 from reap._system.pickling import dumps
-from reap._system.processes import Raised, send
+from reap._system.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
 from reap.backends.worker_server import Job, RowWriter, WorkerServer

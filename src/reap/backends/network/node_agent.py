@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+from reap._system.fork_server_client import get_ready
 from reap._system.pickling import pack_bytes
-from reap._system.processes import Child, end, get_ready
+from reap._system.processes import Child, end
 from reap.backends.network.authenticated_listener import Refused, Tunnel, dial
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import UsageError

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from reap._system.pickling import pack_bytes
-from reap._system.processes import BOOT, Child, wait_for_ends
+from reap._system.processes import BOOT, Child
+from reap._system.threads import wait_for_ends
 from reap.backends.base import Rollout
 from reap.backends.joint_slot import joined
 from reap.backends.local.process import FIRST, OWN_SLOTS, ProcessBackend

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.remote.remote_worker import (
     LocalWeights,
     Message,

@@ -26,8 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap._system.messages import until_ready
 from reap._system.pickling import dumps
-from reap._system.processes import BOOT, until_ready
+from reap._system.processes import BOOT
 from reap.backends.local.process import DEADLINE, FIRST, OWN_SLOTS
 from reap.backends.remote.base import RemoteBackend, RemoteHandle, Wakeup
 from reap.backends.remote.ordered_mailbox import MailboxWorker

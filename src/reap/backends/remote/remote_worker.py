@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.local.shared_counters import numbers_of, stats_of
 from reap.backends.worker_server import Job, RolloutReady, RowWriter, WorkerServer
 from reap.core.shared_slots import SharedFile

@@ -20,8 +20,9 @@ import torch
 
 from reap._system.affinity import Cores, settle_on
 from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap._system.messages import send
 from reap._system.pickling import dumps
-from reap._system.processes import Raised, send
+from reap._system.remote_errors import Raised
 from reap.core.env import Env, Rows
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot

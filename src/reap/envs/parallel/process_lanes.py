@@ -24,10 +24,14 @@ from typing import Any
 import numpy as np
 
 from reap._system.affinity import Cores
+from reap._system.fork_server_client import enough_room
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
+from reap._system.messages import until_ready
 from reap._system.pickling import dumps, pack
-from reap._system.processes import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to, until_ready
+from reap._system.processes import BOOT, Child, StartMethod, end
+from reap._system.remote_errors import Raised
+from reap._system.threads import LINGER, see_to
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of

@@ -23,7 +23,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.core.capture.recorder import NotCaptured
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.core.env import Env
 from reap.core.slot import Layout, Row
 from reap.envs.adapters.gymnasium import GymLanes
