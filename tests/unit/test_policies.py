@@ -23,10 +23,10 @@ from torch import distributions, nn
 
 from reap.collectors import Collector, RandomPolicy
 from reap.core.capture.fingerprint import Fingerprint
-from reap.core.policies.as_policy import untouched
 from reap.core.policies.captured_policy import CapturedPolicy
 from reap.core.policies.exploration import exploring
 from reap.core.policies.flat import flatten
+from reap.core.policies.untouched import untouched
 from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import SpecMismatch

@@ -140,6 +140,10 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
+        """Learn `outputs` from one call; `size` are the dimensions of the lanes."""
+        raise NotImplementedError
+
     def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
         """The values of `written` for these inputs, as at first; nothing is remembered."""
         return self.forward(inputs)

@@ -18,7 +18,7 @@ from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
-from reap.core.policies.as_policy import as_policy
+from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
 from reap.core.policies.per_lane_policy import PerLanePolicy
@@ -30,7 +30,7 @@ from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
-from reap.spec import READY, Key, Leaf, show_keys
+from reap.spec import Key, Leaf, show_keys
 
 
 @dataclass(frozen=True)
@@ -178,23 +178,18 @@ class Worker(AnyWorker):
         spec, plan = self.env.spec, self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
-        policy = own or as_policy(
-            self.model,
-            columns=columns,
-            observation=[key for key in spec.observation if key not in self.memory and key != READY],
-            side=spec.side,
+        context = PolicyContext(
+            spec,
+            columns,
+            plan.exploration,
             carry=list(self.memory),
-            action=spec.action,
-            size=spec.size,
-            primed=spec.primed,
-            inner=spec.look.inner,
-            kind=plan.exploration,
             device=plan.policy_device,
             shown=plan.shown_device,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
+        policy = own or as_policy(self.model, context)
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
         elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:

@@ -30,11 +30,11 @@ from typing_extensions import Self
 from reap._system.forks import guard, refuse_all
 from reap.arguments import function, seconds
 from reap.core.device.devices import named_device
-from reap.core.policies.as_policy import takes_tensordict
 from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
+from reap.core.policies.signature import takes_tensordict
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.client_listener import ClientListener
 from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests

@@ -30,7 +30,7 @@ from torch import Tensor
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
-from reap.core.policies.as_policy import untouched
+from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import replaced
