@@ -31,6 +31,7 @@ BELOW = {
     "core.lanes": set(),
     "core.policies": {"core.capture", "core.columns"},
     "core.device": {"core.policies"},
+    "buffers.storage": set(),
     "backends.network": set(),
     "backends.local": {"backends.network"},
     "backends.remote": {"backends.local", "backends.network"},

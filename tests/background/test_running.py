@@ -244,7 +244,7 @@ def test_a_worker_killed_in_the_background(kind):
 
 def kill_in_the_middle_of_a_row(number=signal.SIGKILL):
     """In a worker: of lanes 2 and 3, the fifth write stops half-way, for ever."""
-    from reap.buffers.rows import Rows
+    from reap.buffers.storage.rows import Rows
 
     honest, calls = Rows.write, [0]
 

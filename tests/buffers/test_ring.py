@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.ring import BEGINS, FRONTIER, HEAD, HOLE
 from tests import examples
 from tests.buffers.lines import hear, tell
 

@@ -17,9 +17,9 @@ import torch
 
 from reap.buffers.arguments import LARGEST, flag, number, whole
 from reap.buffers.arguments import key as key_of
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.episode_index import Cuts
-from reap.buffers.ring import HOLE
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.episode_index import Cuts
+from reap.buffers.storage.ring import HOLE
 from reap.buffers.tree import SumTree
 from reap.errors import CorruptState, NoSpace, SpecMismatch, Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, Leaf, show
