@@ -82,30 +82,16 @@ class RolloutLoop:
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
-        self.env.expect(self._actions)  # somebody may have used the env by hand since
-        if self._due:
-            self.reset(self._due)
-        slot.clear_flags()
-        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
-        policy.begin(slot)
-        if policy is self.policy and self._keys.outputs != tuple(policy.written):
-            self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
-        self.env.set_policy_keys(self._keys.outputs)
-        arrays = slot.arrays
-        if MASK in arrays:
-            arrays[MASK][...] = True
-        for key, value in zip(self._keys.observation, self.current):
-            arrays[key][0] = value
-
+        self._begin(slot, policy)
         act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
         forget = policy.forget if policy.remembers else None
         after_step = self.env.after_step if self.env.has_after_step else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
-        compact = [i for i, key in enumerate(self._keys.observation) if ("next", *key) not in arrays]
-        finals: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
-        ends: list[tuple[int, list[int]]] = []
-        due: list[int] = []
+        finals = _FinalsSoFar(slot, self._keys.observation)
+        when: list[int] = []  # at these steps episodes ended
+        where: list[int] = []  # in these lanes
+        due: list[int] = []  # lanes that ended and are not reset in this rollout
         self._due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
@@ -120,13 +106,14 @@ class RolloutLoop:
                         after[...] = successor
                     if after_step is not None:
                         after_step(row)
-                    if due and not resets:
+                    if due:
                         for after in row.after:
                             after[due] = 0  # nobody stepped these lanes: their successors are old memory
                     if ended:
-                        ends.append((t, ended))
-                        if compact:  # before a reset writes over it
-                            finals.append((t, ended, [row.next[i][ended] for i in compact]))
+                        when += [t] * len(ended)
+                        where += ended
+                        if finals.compact:
+                            finals.keep(t, ended, row.next)  # before a reset writes over it
                         if not resets:
                             due += ended
                             lanes = [lane for lane in lanes if lane not in ended]
@@ -148,11 +135,11 @@ class RolloutLoop:
         if t + 1 < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
             for mine, last in zip(self.current, row.after):
                 mine[...] = last
-        if compact:
-            over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
+        if finals.compact:
+            over = {lane for step, lane in zip(when, where) if step == t}
             rest = [lane for lane in self.lanes if lane not in over]
-            finals.append((t, rest, [self.current[i][rest] for i in compact]))  # the batch ends, the episodes do not
-            slot.finals = self._finals(finals, [self._keys.observation[i] for i in compact], slot)
+            finals.keep(t, rest, self.current)  # the batch ends, the episodes do not
+            slot.finals = finals.whole(slot)
         try:
             policy.end(slot, t + 1)
         except ReapError:
@@ -160,19 +147,47 @@ class RolloutLoop:
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r}") from cause
         if self.ledger is not None:
-            when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
-            where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
-            self.ledger.close(slot, t + 1, when, where, due=due, version=self.stamp)
+            ends = np.array(when, np.int64), np.array(where, np.int64)
+            self.ledger.close(slot, t + 1, *ends, due=due, version=self.stamp)
         self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
-    @staticmethod
-    def _finals(kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]], keys: list[Key], slot: Slot) -> Finals:
-        """What was kept of a compact rollout, (step, lanes, values) by (step, lanes, values), as whole arrays."""
+    def _begin(self, slot: Slot, policy: Policy) -> None:
+        """Bring env, policy and slot to the first row: whatever was done to them since the last rollout."""
+        self.env.expect(self._actions)  # somebody may have used the env by hand since
+        if self._due:
+            self.reset(self._due)
+        slot.clear_flags()
+        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
+        policy.begin(slot)
+        if policy is self.policy and self._keys.outputs != tuple(policy.written):
+            self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
+        self.env.set_policy_keys(self._keys.outputs)
+        arrays = slot.arrays
+        if MASK in arrays:
+            arrays[MASK][...] = True
+        for key, value in zip(self._keys.observation, self.current):
+            arrays[key][0] = value
+
+
+class _FinalsSoFar:
+    """The successors that a compact slot has no column for, and no later row as its observation."""
+
+    def __init__(self, slot: Slot, observation: Sequence[Key]) -> None:
+        self.compact = {i: key for i, key in enumerate(observation) if ("next", *key) not in slot.arrays}
+        self._kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
+
+    def keep(self, step: int, lanes: list[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Keep those of `lanes`, whose episode or rollout ended at this step."""
+        self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
+
+    def whole(self, slot: Slot) -> Finals:
+        """All that was kept, as whole arrays."""
+        kept = self._kept
         return Finals(
             lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
             step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
-            values={key: np.concatenate([values[n] for _, _, values in kept]) for n, key in enumerate(keys)},
+            values={key: np.concatenate([v[n] for _, _, v in kept]) for n, key in enumerate(self.compact.values())},
             steps=slot.layout.steps,
             size=slot.layout.batch_size,
         )
