@@ -68,7 +68,7 @@ def test_life_of_a_slot():
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
     assert slot.state is State.WRITING
-    lent = slot.layout.tensors(pool.wrap_policy(slot))
+    lent = slot.layout.tensors(pool.lend(slot))
     assert slot.state is State.READING
     part = lent["done",][:1].view(-1)
     del lent
@@ -83,9 +83,9 @@ def test_life_of_a_slot():
 
 def test_the_reserve_is_copied_out():
     pool = Pool(layout(), limit=1)
-    first = pool.wrap_policy(pool.acquire())
+    first = pool.lend(pool.acquire())
     reserve = pool.acquire()
-    copy = pool.wrap_policy(reserve)
+    copy = pool.lend(reserve)
     assert not np.shares_memory(copy["done",], reserve.block)
     assert reserve.state is State.FREE
     assert pool.acquire() is reserve
@@ -95,7 +95,7 @@ def test_the_reserve_is_copied_out():
 def test_a_slot_given_back_in_another_thread():
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
-    box = [pool.wrap_policy(slot)]
+    box = [pool.lend(slot)]
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
@@ -110,7 +110,7 @@ def test_an_interrupt_while_a_batch_is_dropped_is_not_swallowed():
 
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
-    box = [pool.wrap_policy(slot)]
+    box = [pool.lend(slot)]
     soon = functools.partial(signal.setitimer, signal.ITIMER_REAL, 1e-4)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:

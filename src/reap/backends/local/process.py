@@ -387,7 +387,7 @@ class ProcessBackend:
         if self._writer is not None:
             self._pool.release(slot)
             return Rollout({}, slot.layout, frames, version)
-        arrays = self._pool.wrap_policy(slot)
+        arrays = self._pool.lend(slot)
         for key in parts[0].loose:
             arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
         lanes = [remote.about.layout.lanes for remote in self.workers]
@@ -451,7 +451,7 @@ class ProcessBackend:
             remote.give(index)
             return arrays
         remote.lent.add(index)
-        return slot.wrap_policy()
+        return slot.lend()
 
     def _take_back(self) -> None:
         """Slots at which the consumer does not look any more are the workers' again."""

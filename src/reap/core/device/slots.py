@@ -60,7 +60,7 @@ class DeviceSlot(Slot):
     def copied(self) -> dict[Key, Any]:
         return {key: column.clone() for key, column in self.arrays.items()}  # type: ignore[attr-defined]
 
-    def wrap_policy(self) -> dict[Key, Any]:
+    def lend(self) -> dict[Key, Any]:
         columns: dict[Key, Any] = self.arrays
         owners = {key: Lent(column) for key, column in columns.items()}
         self._ended = deque()
