@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.weights.links import Receiver, Sender, weights_of
 from reap.weights.local import by_worker
@@ -422,7 +422,7 @@ class DistributedTransport(_OfCollectors):
 
 
 def _model_in(context: Any, model_id: str) -> Any:
-    found = context.get_model(model_id) if hasattr(context, "get_model") else set_policy_keys(context, model_id)
+    found = context.get_model(model_id) if hasattr(context, "get_model") else get_attribute(context, model_id)
     if found is None:
         raise WrongArgument(f"{type(context).__name__} has no model {model_id!r}")
     return found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised
 from reap.backends.worker_view import WorkerView
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.policies.as_policy import PolicyWarning
@@ -241,7 +241,7 @@ class WorkerServer:
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
         try:
-            found = set_policy_keys(WorkerView(self, self.interruptor), path)
+            found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)
@@ -254,7 +254,7 @@ class WorkerServer:
         """Give a model at a path what a user's own strategy has made of its weights."""
         try:
             strategy, weights = cloudpickle.loads(packed)
-            strategy.apply_weights(set_policy_keys(WorkerView(self, self.interruptor), path), weights)
+            strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
         except Exception as error:
             return Raised.of(error, path)
 

@@ -34,7 +34,7 @@ from reap.collectors.parts import Ended, Part
 from reap.collectors.profiling import Profiled
 from reap.collectors.updaters import as_updater
 from reap.collectors.weight_updates import WeightUpdates
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
@@ -411,7 +411,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path, as weights are named by: "policy"."""
-        return set_policy_keys(self, model_id)
+        return get_attribute(self, model_id)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Hand these to the `init` of the weight updater; without one, nothing happens."""
@@ -421,7 +421,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
         self._check_owner()
-        return set_policy_keys(self, attr_path)(*args, **kwargs)
+        return get_attribute(self, attr_path)(*args, **kwargs)
 
     def explain(self) -> str:
         """How env and policy are run: what is captured, and what is called at each step, and why.
@@ -462,7 +462,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
-        return set_policy_keys(self, f"replay_buffer.{attr}")
+        return get_attribute(self, f"replay_buffer.{attr}")
 
     # ---- in the background ----------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.env import Env
 from reap.core.lanes.stream import ENV_INDEX
 from reap.core.quota import EpisodeQuota
@@ -155,7 +155,7 @@ def _load_at(root: Any, path: str, weights: Any) -> None:
 
 def _model_at(root: Any, path: str) -> nn.Module:
     try:
-        found = set_policy_keys(root, path)
+        found = get_attribute(root, path)
     except (AttributeError, LookupError, TypeError) as cause:
         raise UsageError(f"weights_dict names {path!r}, which is not there ({cause}); {_models_of(root)}") from cause
     if not isinstance(found, nn.Module):

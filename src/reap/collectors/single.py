@@ -15,7 +15,7 @@ from reap.collectors.buffer_writers import mark_truncated, processed
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
-from reap.core.attribute_path import each_call, set_policy_keys
+from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.device.slots import DeviceLayout, DeviceSlot
 from reap.core.policy import RandomPolicy, without_steps
@@ -142,7 +142,7 @@ class Collector(BaseCollector):
 
     def get_distant_attr(self, attr: str) -> Any:
         self._check_owner()
-        return set_policy_keys(self, attr)
+        return get_attribute(self, attr)
 
     def map_fn(
         self,
@@ -152,7 +152,7 @@ class Collector(BaseCollector):
     ) -> list[Any]:
         self._check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
-        return [set_policy_keys(self, method_name)(*args, **kwargs)]
+        return [get_attribute(self, method_name)(*args, **kwargs)]
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """`update_policy_weights_`, by the name it has where weights arrive."""
