@@ -22,7 +22,7 @@ from reap.core.env import Env
 from reap.core.ledger import Ledger
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
+from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, Row, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
@@ -88,9 +88,8 @@ class RolloutLoop:
         after_step = self.env.after_step if self.env.has_after_step else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
-        finals = _FinalsSoFar(slot, self._keys.observation)
-        when: list[int] = []  # at these steps episodes ended
-        where: list[int] = []  # in these lanes
+        ends = _Ends(slot, self._keys.observation)
+        when, where, compact = ends.when, ends.where, ends.compact
         due: list[int] = []  # lanes that ended and are not reset in this rollout
         self._due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
@@ -112,8 +111,8 @@ class RolloutLoop:
                     if ended:
                         when += [t] * len(ended)
                         where += ended
-                        if finals.compact:
-                            finals.keep(t, ended, row.next)  # before a reset writes over it
+                        if compact:
+                            ends.keep(t, ended, row.next)  # before a reset writes over it
                         if not resets:
                             due += ended
                             lanes = [lane for lane in lanes if lane not in ended]
@@ -132,24 +131,7 @@ class RolloutLoop:
         except Exception as cause:
             who = "the env" if acted else "the policy"
             raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
-        if t + 1 < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
-            for mine, last in zip(self.current, row.after):
-                mine[...] = last
-        if finals.compact:
-            over = {lane for step, lane in zip(when, where) if step == t}
-            rest = [lane for lane in self.lanes if lane not in over]
-            finals.keep(t, rest, self.current)  # the batch ends, the episodes do not
-            slot.finals = finals.whole(slot)
-        try:
-            policy.end(slot, t + 1)
-        except ReapError:
-            raise
-        except Exception as cause:
-            raise WorkerRaised(f"the policy raised {cause!r}") from cause
-        if self.ledger is not None:
-            ends = np.array(when, np.int64), np.array(where, np.int64)
-            self.ledger.close(slot, t + 1, *ends, due=due, version=self.stamp)
-        self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
+        self._finish(slot, policy, t + 1, row, ends, due)
         return t + 1
 
     def _begin(self, slot: Slot, policy: Policy) -> None:
@@ -169,20 +151,42 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
 
+    def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: _Ends, due: list[int]) -> None:
+        """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""
+        if steps < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
+            for mine, last in zip(self.current, row.after):
+                mine[...] = last
+        if ends.compact:
+            slot.finals = ends.finals(slot, steps, self.current)
+        try:
+            policy.end(slot, steps)
+        except ReapError:
+            raise
+        except Exception as cause:
+            raise WorkerRaised(f"the policy raised {cause!r}") from cause
+        if self.ledger is not None:
+            when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
+            self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
+        self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
 
-class _FinalsSoFar:
-    """The successors that a compact slot has no column for, and no later row as its observation."""
+
+class _Ends:
+    """Where episodes ended in a rollout; of a compact slot, which has no column for it, also what they ended with."""
 
     def __init__(self, slot: Slot, observation: Sequence[Key]) -> None:
+        self.when: list[int] = []  # steps
+        self.where: list[int] = []  # lanes
         self.compact = {i: key for i, key in enumerate(observation) if ("next", *key) not in slot.arrays}
         self._kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
 
     def keep(self, step: int, lanes: list[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Keep those of `lanes`, whose episode or rollout ended at this step."""
+        """Keep the successors of these lanes: no later row has them as its observation."""
         self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
 
-    def whole(self, slot: Slot) -> Finals:
-        """All that was kept, as whole arrays."""
+    def finals(self, slot: Slot, steps: int, current: Sequence[np.ndarray[Any, Any]]) -> Finals:
+        """All that was kept, and where the other lanes are now: the batch ends, their episodes do not."""
+        over = {lane for step, lane in zip(self.when, self.where) if step == steps - 1}
+        self.keep(steps - 1, [lane for lane in range(slot.layout.lanes) if lane not in over], current)
         kept = self._kept
         return Finals(
             lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
