@@ -42,6 +42,7 @@ class Env(abc.ABC):
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     driver: object = None  # whoever moved the lanes last: nobody else knows where they are
     has_after_step = False  # whether `after_step` has anything to do
+    writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
     elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
     captures = True  # whether it may record what it asks of torch, and replay that
@@ -132,10 +133,10 @@ class Env(abc.ABC):
 
 class DeviceEnv(Env):
     """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `after_step` begins new episodes where `row.done` says so.
+    and `after_step` begins new episodes where `row.done` says so, and writes what every lane sees next.
     """
 
-    has_after_step = True
+    has_after_step = writes_after = True
     behind: Env  # whose lanes they are
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state

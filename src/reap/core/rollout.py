@@ -53,7 +53,7 @@ class RolloutLoop:
         ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
-        self._keys = RowKeys(spec, policy.inputs, policy.written)
+        self._keys = RowKeys(spec, policy.inputs, policy.written, copied=not env.writes_after)
         self.me = env.driver = object()  # as whoever drives the env is known there
 
     @property
@@ -89,7 +89,10 @@ class RolloutLoop:
         policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
-            self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
+            copied = not self.env.writes_after
+            self._keys = RowKeys(
+                self.env.spec, policy.inputs, policy.written, copied=copied
+            )  # a hook appeared, or went
         self.env.set_policy_keys(self._keys.outputs)
         arrays = slot.arrays
         if MASK in arrays:
