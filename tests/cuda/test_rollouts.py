@@ -8,7 +8,8 @@ import threading
 import gymnasium as gym
 import pytest
 import torch
-from tests.envs.device_worlds import CountingDevice, Forgetful
+from tensordict.nn import TensorDictModule, TensorDictSequential
+from tests.envs.device_worlds import CountingDevice, Forgetful, OfTensorDicts, Recurrent
 from torch import nn
 from torch.distributions import Categorical
 
@@ -95,6 +96,66 @@ def test_what_cannot_be_recorded_is_told():
     with pytest.raises(ReapError, match="cudagraph_policy: it cannot be recorded"):
         c.next()
     assert torch.rand(3, device="cuda").unique().numel() == 3  # the generator is as it was
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("make", [Recurrent, OfTensorDicts])
+def test_memory_and_tensordicts_stay_on_the_device(make, graph, limit):
+    """The same batches as with lanes on the host, which ask nothing of a GPU."""
+    options = {"frames_per_batch": 12, "max_frames_per_traj": limit}
+    there = Collector(
+        TorchEnv(CountingDevice(WORLD, "cuda")), make().cuda(), cudagraph_policy=graph, track_traj_ids=True, **options
+    )
+    assert isinstance(there._inline.worker, DeviceWorker)
+    here = Collector(TorchEnv(CountingDevice(WORLD)), make(), **options)
+    for _ in range(8):
+        a, b = there.next().cpu(), here.next()
+        assert set(a.keys(True, True)) == set(b.keys(True, True))
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+
+
+def recurrent(kind):
+    """One of TorchRL's recurrent modules and a head that takes the best action."""
+    modules = pytest.importorskip("torchrl.modules")
+    torch.manual_seed(0)
+    memory = ["hidden", "cell"] if kind == "LSTMModule" else ["hidden"]
+    keys = {"in_keys": ["observation", *memory], "out_keys": ["seen", *(("next", key) for key in memory)]}
+    return TensorDictSequential(
+        getattr(modules, kind)(input_size=4, hidden_size=8, device="cuda", **keys),
+        TensorDictModule(nn.Linear(8, 2, device="cuda"), ["seen"], ["logits"]),
+        TensorDictModule(lambda logits: logits.argmax(-1), ["logits"], ["action"]),
+    )
+
+
+def seeded(policy, graph):
+    env = TorchCartPole(64, device="cuda")
+    env.seed(0)
+    return Collector(TorchEnv(env), policy, frames_per_batch=64 * 16, cudagraph_policy=graph)
+
+
+def test_torchrls_lstm_inside_a_graph():
+    policy, batches = recurrent("LSTMModule"), []
+    for graph in (False, True):
+        c = seeded(policy, graph)
+        assert isinstance(c._inline.worker, DeviceWorker)
+        batches.append([c.next().clone() for _ in range(5)])
+    for a, b in zip(*batches):
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+        done = a["next", "done"][:, :-1, 0]
+        assert torch.equal(a["is_init"][:, 1:, 0], done)
+        assert (a["hidden"][:, 1:][done] == 0).all()
+        assert torch.equal(a["hidden"][:, 1:][~done], a["next", "hidden"][:, :-1][~done])
+
+
+def test_torchrls_gru_asks_the_device_and_that_is_told():
+    c = seeded(recurrent("GRUModule"), True)
+    c.next()
+    with pytest.raises(UsageError, match="cannot be recorded, step 0: the policy raised"):
+        c.next()
+    c.shutdown()
 
 
 class Sampling(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from reap.testing import CountingEnv
 
@@ -51,3 +52,23 @@ class Forgetful(CountingDevice):
         seen, reward, terminated, truncated = super().step(action)
         self.clock += 1
         return seen, reward + self.clock, terminated, truncated
+
+
+class Recurrent(nn.Module):
+    """Its memory counts steps and adds up what it saw; the action tells both."""
+
+    carry = {"hidden": torch.tensor([2.0, 0.0])}
+
+    def forward(self, observation, hidden):
+        hidden = hidden + torch.stack([torch.ones_like(hidden[..., 0]), observation.sum(-1)], -1)
+        return hidden.sum(-1, keepdim=True), hidden
+
+
+class OfTensorDicts(nn.Module):
+    """Code of its own on a whole TensorDict, with an output nobody declared."""
+
+    def forward(self, tensordict):
+        seen = tensordict["observation"]
+        tensordict["action"] = seen.sum(-1, keepdim=True) * 0.5
+        tensordict["value"] = seen.square().sum(-1)
+        return tensordict

@@ -16,7 +16,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import examples
-from tests.envs.device_worlds import CountingDevice
+from tests.envs.device_worlds import CountingDevice, OfTensorDicts, Recurrent
 
 
 @pytest.fixture(autouse=True)
@@ -131,18 +131,6 @@ def test_what_needs_the_host_goes_there(what):
     c.next()
 
 
-def test_a_policy_with_memory_goes_to_the_host():
-    class Remembers(nn.Module):
-        carry = {"hidden": torch.zeros(1)}
-
-        def forward(self, observation, hidden):
-            return observation[..., :1] + hidden, hidden + 1
-
-    c = Collector(TorchEnv(CountingDevice([(2,), (3,)])), Remembers(), frames_per_batch=8)
-    assert not on_device(c)
-    assert c.next()["hidden"][0, :, 0].tolist() == [0, 1, 0, 1]
-
-
 def test_errors_have_names():
     class Breaks(CountingDevice):
         def step(self, action):
@@ -187,3 +175,57 @@ def test_used_by_hand_and_closed(limit):
     assert int(batch["collector", "traj_ids"].min()) > int(first["collector", "traj_ids"].max())
     c.shutdown()
     assert env.is_closed
+
+
+class ReadsItself(OfTensorDicts):
+    """What it wrote at one step decides about the next."""
+
+    def forward(self, tensordict):
+        before = tensordict.get("value", None)
+        super().forward(tensordict)
+        if before is not None:
+            tensordict["action"] = tensordict["action"] + before[..., None]
+        return tensordict
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("make", [Recurrent, OfTensorDicts])
+def test_policies_with_a_memory_and_of_tensordicts_act_as_on_the_host(make, limit, monkeypatch):
+    lengths = [(3, 1), (2,), (1, 4, 2)]
+    options = {"frames_per_batch": 12, "max_frames_per_traj": limit, "init_random_frames": 12}
+    there = Collector(TorchEnv(CountingDevice(lengths)), make(), **options)
+    assert on_device(there)
+    monkeypatch.setattr(TorchLanes, "on_device", lambda self: None)
+    here = Collector(TorchEnv(CountingDevice(lengths)), make(), **options)
+    assert not on_device(here)
+    for collector in (there, here):
+        collector.next()  # at random
+        collector.reset()
+    for _ in range(5):
+        a, b = there.next(), here.next()
+        for part in (a, b):
+            part["collector", "traj_ids"] -= part["collector", "traj_ids"].min()
+        assert set(a.keys(True, True)) == set(b.keys(True, True))
+        assert all(torch.equal(a[key], b[key]) for key in a.keys(True, True))
+    there.shutdown()
+    here.shutdown()
+
+
+def test_a_policy_that_reads_what_it_wrote_goes_to_the_host():
+    c = Collector(TorchEnv(CountingDevice([(2,), (3,)])), ReadsItself(), frames_per_batch=8)
+    assert not on_device(c)
+    batch = c.next()
+    own = batch["observation"].sum(-1, keepdim=True) * 0.5
+    kept = torch.where(batch["next", "done"], 0.0, batch["value"][..., None])[:, :-1]
+    assert torch.equal(batch["action"][:, 1:], own[:, 1:] + kept)
+
+
+def test_ids_beyond_what_a_narrow_number_holds():
+    c = Collector(TorchEnv(CountingDevice([(3, 1), (2,)])), EchoPolicy(), frames_per_batch=8)
+    first = c.next()["collector", "traj_ids"]
+    c._inline.worker.ledger.counter.skip_to(2**40)
+    batch = c.next()
+    new = batch["collector", "traj_ids"].unique()
+    ended = int(batch["next", "done"][:, :-1].sum())
+    assert new[new >= 2**40].tolist() == list(range(2**40, 2**40 + ended))
+    assert (new[new < 2**40] <= first.max() + 2).all()

@@ -91,10 +91,10 @@ class Env(EnvHooks, abc.ABC):
 
 class DeviceEnv(Env):
     """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `after_step` begins new episodes where `row.done` says so.
+    and `after_step` begins new episodes where `row.done` says so, and writes what every lane sees next.
     """
 
-    has_after_step = True
+    has_after_step = writes_after = True
     behind: Env  # whose lanes they are
     device: torch.device
     holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state

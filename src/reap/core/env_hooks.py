@@ -22,6 +22,7 @@ class EnvHooks:
 
     spec: EnvSpec
     has_after_step = False  # whether `after_step` has anything to do
+    writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
     elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
     captures = True  # whether it may record what it asks of torch, and replay that

@@ -102,7 +102,7 @@ class RandomActions(Policy):
     ) -> None:
         self._action, self._draw = action, draw
         self.outputs = dict(action if outputs is None else outputs)
-        self._first = {("next", *key): first.numpy() for key, first in (carry or {}).items()}
+        self._first = {("next", *key): first for key, first in (carry or {}).items()}
 
     def explain(self) -> str:
         return f"random actions, drawn {'for a whole rollout' if self._draw is None else 'by the env'}"
@@ -411,6 +411,11 @@ class TensorDictPolicy(TensorPolicy):
 
     def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
         return self.answer(inputs, {}, self._size)[0]
+
+    def keep_nothing(self) -> None:
+        """Act at every step as at the first: for a policy that never reads what it wrote."""
+        self.remembers = False
+        self.forward = self.once  # type: ignore[method-assign]
 
     def answer(
         self, inputs: tuple[Tensor, ...], kept: Mapping[Key, Any], size: tuple[int, ...]

@@ -53,8 +53,12 @@ class RolloutLoop:
         ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
-        self._keys = RowKeys(spec, policy.inputs, policy.written)
+        self._keys = self._row_keys()
         self.me = env.driver = object()  # as whoever drives the env is known there
+
+    def _row_keys(self) -> RowKeys:
+        copied = not self.env.writes_after
+        return RowKeys(self.env.spec, self.policy.inputs, self.policy.written, copied=copied)
 
     @property
     def stamp(self) -> int | None:
@@ -143,7 +147,7 @@ class RolloutLoop:
         policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
         if policy is self.policy and self._keys.outputs != tuple(policy.written):
-            self._keys = RowKeys(self.env.spec, policy.inputs, policy.written)  # a hook has appeared, or gone
+            self._keys = self._row_keys()  # a hook has appeared, or gone
         self.env.set_policy_keys(self._keys.outputs)
         arrays = slot.arrays
         if MASK in arrays:

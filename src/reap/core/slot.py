@@ -295,7 +295,7 @@ class Slot:
             _tuples(rewards, b - a),
             zip(reward, mask, done, terminated, truncated),
         )
-        separate = [i for i, (after, new) in enumerate(zip(afters, nexts)) if after is not new]
+        separate = [i for i, (after, new) in enumerate(zip(afters, nexts)) if after is not new and keys.copied]
         for t, (given, written, action, successor, after, rewarded, rest) in enumerate(rows):
             row = Row()
             row.narrow = {}
@@ -318,7 +318,15 @@ def _tuples(columns: Sequence[Sequence[Any]], steps: int) -> Iterator[tuple[Any,
 class RowKeys:
     """Which columns a row shows to whom, in which order."""
 
-    def __init__(self, spec: EnvSpec, inputs: Sequence[Key] = (), outputs: Sequence[Key] | None = None) -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        inputs: Sequence[Key] = (),
+        outputs: Sequence[Key] | None = None,
+        *,
+        copied: bool = True,  # whether the loop copies successors to the following row
+    ) -> None:
+        self.copied = copied
         # Where no policy is at hand (lanes in threads and processes, steps by hand) only actions come from outside.
         self.inputs, self.outputs = tuple(inputs), tuple(spec.action if outputs is None else outputs)
         self.action, self.observation, self.reward = tuple(spec.action), tuple(spec.observation), tuple(spec.reward)

@@ -66,6 +66,8 @@ class CudaGraphPolicy(TensorPolicy):
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
         if self._room is None:
             self._room = self._lay_out(slot)
+        for width in self._widths.values():
+            width.recording.look_again()
 
     def _lay_out(self, slot: Slot) -> Width:
         """Memory that keeps its address, for rows of any width."""

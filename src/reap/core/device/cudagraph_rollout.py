@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reap.errors import SpecMismatch, UsageError
+from reap.errors import ReapError, SpecMismatch, UsageError
 
 
 class CudaGraphRollout:
@@ -36,9 +36,14 @@ class CudaGraphRollout:
         self._seen: tuple[int, ...] = ()  # addresses the graph reads
         self._warm = False
 
+    def look_again(self) -> None:
+        """Somebody may have moved what the graph reads: if so, the next rollout is recorded anew."""
+        if self._graph is not None and self._seen != self._addresses():
+            self._graph = None
+
     def play(self) -> None:
         """One rollout."""
-        if self._graph is not None and self._seen == self._addresses():
+        if self._graph is not None:
             self._graph.replay()
             return
         if not self._warm:
@@ -64,7 +69,8 @@ class CudaGraphRollout:
         except Exception as cause:
             torch.cuda.synchronize()
             _free_generators(_generators(self._owners))
-            why = (str(cause) or repr(cause)).splitlines()[0]
+            first = cause.__context__ if isinstance(cause.__context__, ReapError) else cause  # before it was broken off
+            why = (str(first) or repr(first)).split("\\n")[0].splitlines()[0]
             raise UsageError(
                 f"cudagraph_policy: it cannot be recorded, {why}; env and policy must not ask the device anything "
                 f"(.item(), .cpu(), if tensor: …) while they act; leave cudagraph_policy out"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reap.core.slot import TRAJ_IDS, VERSION, Layout, Slot
+from reap.core.slot import FLAGS, TRAJ_IDS, VERSION, Layout, Slot
 from reap.core.stats import RECENT
 from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf
 
@@ -53,6 +53,10 @@ class DeviceSlot(Slot):
             for key, leaf in layout.columns.items()
         }
         super().__init__(layout, index, columns)
+
+    def clear_flags(self) -> None:
+        for flag in FLAGS:  # those of the root: every step of a lane here writes all of its own
+            self.arrays[(flag,)].zero_()  # type: ignore[attr-defined]
 
     def put(self, key: Key, values: Tensor) -> None:
         self.arrays[key][: len(values)] = values
@@ -123,20 +127,22 @@ class DeviceStats:
         self._return.masked_fill_(mask, 0)
         self._length.masked_fill_(mask, 0)
 
-    def rollout(self, reward: Tensor, done: Tensor) -> None:
-        """Sum one rollout, `[T, N]`: a frame belongs to an episode that ended if its lane ends at it or later."""
-        steps = len(done)
-        closed = done.flip(0).to(torch.uint8).cummax(0).values.flip(0).bool()
-        finite = torch.isfinite(reward)
-        number = torch.where(finite, reward, 0.0)
-        ended = closed[0]
-        inside, frames = (number * closed).sum(0, dtype=torch.float64), closed.sum(0)
-        self._sums[0] = torch.where(ended, inside + self._return, 0.0).sum()
-        self._sums[1] = torch.where(ended, frames + self._length, 0).sum()
-        self._sums[2] = done.sum()
-        self._sums[3] = reward.isnan().sum()
-        self._return.copy_(number.sum(0, dtype=torch.float64) - inside + self._return.masked_fill(ended, 0))
-        self._length.copy_(steps - frames + self._length.masked_fill(ended, 0))
+    def rollout(self, reward: Tensor, frames: Tensor, ends: Tensor) -> None:
+        """Sum the rewards `[T, N]` of one rollout with so many `ends`.
+
+        The first `frames` of each lane belong to episodes that ended, the others to one that goes on.
+        """
+        steps = len(reward)
+        number = reward.nan_to_num(0.0, 0.0, 0.0)
+        ended = frames > 0
+        place = torch.arange(steps, device=reward.device)[:, None]
+        inside = _sum(torch.where(place < frames, number, 0.0))
+        torch.sum(torch.where(ended, inside + self._return, 0.0), 0, out=self._sums[0])  # of float64
+        torch.sum(torch.where(ended, frames + self._length, 0), 0, dtype=torch.float64, out=self._sums[1])
+        self._sums[2] = ends
+        self._sums[3] = reward.isnan().to(torch.bfloat16).sum(dtype=torch.float32)
+        torch.add(_sum(number) - inside, self._return.masked_fill(ended, 0), out=self._return)
+        torch.add(steps - frames, self._length.masked_fill(ended, 0), out=self._length)
 
     def summary(self) -> dict[str, Any]:
         """The counts; means over the last rollouts that hold a hundred episodes (None before the first one ends)."""
@@ -200,6 +206,16 @@ def _event(device: torch.device) -> Any:
     return event
 
 
+def _sum(numbers: Tensor) -> Tensor:
+    """Sums over the steps of a rollout, in a precision for which torch makes no copy of all the numbers first."""
+    return numbers.sum(0, dtype=torch.float32 if numbers.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def _narrow(largest: int) -> torch.dtype:
+    """The narrowest type that counts so far: a rollout of a million lanes is read and written many times."""
+    return torch.int16 if largest < 2**15 else torch.int32 if largest < 2**31 else torch.int64
+
+
 class DeviceCounter:
     """The number of the next trajectory, on a device."""
 
@@ -236,22 +252,31 @@ class DeviceLedger:
         self.stats.forget(mask)
 
     def close(self, slot: Slot) -> None:
-        """A rollout is over: its ids and its sums."""
+        """A rollout is over: its ids and its sums.
+
+        Written for few passes over `[T, N]` and few kernels: with a million lanes the first are what it costs, with
+        a few thousand the second.
+        """
         columns: Mapping[Key, Any] = slot.arrays
         done, reward = columns[("next", "done")][..., 0], columns[self._reward]
-        self.stats.rollout(reward.reshape(*done.shape, -1).mean(-1), done)
+        # How many episodes have ended, in order of time and lane: the names of those that follow. Later ids are larger
+        # ids, so a lane has the largest of those given to it so far, and the place of the last one is its last end.
+        new = done.reshape(-1).cumsum(0, dtype=_narrow(done.numel())).reshape(done.shape)
+        ends = new[-1, -1].clone()
+        given, place = torch.where(done, new, 0).cummax(0)
+        frames = torch.where(given[-1] > 0, place[-1] + 1, 0)
+        one = reward.numel() == done.numel()
+        self.stats.rollout(
+            reward.reshape(done.shape) if one else reward.reshape(*done.shape, -1).mean(-1), frames, ends
+        )
         if TRAJ_IDS not in columns:
             return
-        ids = columns[TRAJ_IDS]
-        new = done.reshape(-1).cumsum(0).reshape(done.shape)
-        ended = new[-1, -1].clone()
-        new += self.counter.tensor - 1  # what the episode after an end here is called
-        # Later ids are larger ids: a lane has the largest of those given to it so far.
-        given = torch.where(done, new, -1).cummax(0).values
+        ids, named = columns[TRAJ_IDS], given > 0
+        given = given + (self.counter.tensor.reshape(1) - 1)  # in one dimension, else the sum is as narrow as `given`
         ids[0] = self.ids
-        torch.maximum(given[:-1], self.ids, out=ids[1:])
-        torch.maximum(given[-1], self.ids, out=self.ids)
-        self.counter.tensor += ended
+        torch.where(named[:-1], given[:-1], self.ids, out=ids[1:])
+        torch.where(named[-1], given[-1], self.ids, out=self.ids)
+        self.counter.tensor += ends
 
     def stamp(self, slot: Slot, version: int | None) -> None:
         """Every frame was made by this version; None: the policy has written whose it is."""

@@ -6,18 +6,22 @@ fill ─► RolloutLoop.fill (rows are tensors, lanes are reset where they ended
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from reap.core.device.cudagraph_rollout import CudaGraphRollout
+from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import DeviceEnv, Env
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.captured_policy import leaves_inputs_alone
-from reap.core.policies.recurrent_state import carry_of
-from reap.core.policy import CallPolicy, Policy, RandomActions, TensorPolicy
+from reap.core.policies.exploration import exploring
+from reap.core.policies.recurrent_state import carry_of, needs_room
+from reap.core.policies.untouched import untouched
+from reap.core.policy import CallPolicy, Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.worker import Plan
@@ -34,23 +38,26 @@ def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) 
     wanted = [device for device in (plan.storing_device, plan.policy_device) if device is not None]
     if any(device.type != there.device.type or device.index not in (None, there.device.index) for device in wanted):
         return None
-    if carry_of(model):
-        return None
+    carry = carry_of(model)
     try:
-        return DeviceWorker(plan, there, model, same_slot=same_slot)
+        return DeviceWorker(plan, there, model, carry, same_slot=same_slot)
     except _CannotStay:
         return None
 
 
 class _CannotStay(Exception):
-    """The policy keeps something from step to step, and would have to hear on the host where episodes end."""
+    """The policy reads what it wrote at the step before, and would have to hear on the host where episodes end."""
 
 
 class DeviceWorker(AnyWorker):
     """An env, a policy, the loop that joins them and the slot it fills, all on one device."""
 
-    def __init__(self, plan: Plan, env: DeviceEnv, model: Any, *, same_slot: bool = False) -> None:
-        self.plan, self.env, self.model, self._holders = plan, env, model, env.holders
+    def __init__(
+        self, plan: Plan, env: DeviceEnv, model: Any, carry: Mapping[Key, Tensor], *, same_slot: bool = False
+    ) -> None:
+        if needs_room(env.spec, model, carry):
+            env = DeviceRecurrentState(env, carry)
+        self.plan, self.env, self.model, self._holders, self._carry = plan, env, model, env.holders, carry
         self.halting: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
@@ -63,7 +70,8 @@ class DeviceWorker(AnyWorker):
         self._first(env, current)
         self.policy = self._policy(current)
         env.expect({key: self.policy.outputs[key] for key in spec.action})
-        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs))
+        first = {key: value.to(self.device) for key, value in carry.items()}
+        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first))
         self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
         columns = columns_of(spec, self.policy, ids=plan.track_traj_ids, mask=False, version=plan.track_policy_version)
         look = BatchShape(contiguous=bool(plan.contiguous))
@@ -79,10 +87,19 @@ class DeviceWorker(AnyWorker):
         columns: dict[Key, Any] = dict(zip(spec.observation, current))
         for flag in FLAGS:
             columns[(flag,)] = torch.zeros(self.lanes, 1, dtype=torch.bool, device=self.device)
-        context = PolicyContext(spec, columns, plan.exploration, trust=plan.trust_policy, compile=plan.compile_policy)
+        context = PolicyContext(
+            spec,
+            columns,
+            plan.exploration,
+            carry=list(self._carry),
+            trust=plan.trust_policy,
+            compile=plan.compile_policy,
+        )
         policy = as_policy(self.model, context)
         if policy.remembers:
-            raise _CannotStay
+            if not isinstance(policy, TensorDictPolicy) or _reads_its_outputs(policy, self.model, columns, plan):
+                raise _CannotStay
+            policy.keep_nothing()
         if isinstance(policy, TensorPolicy):
             policy.stay()
         if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
@@ -119,11 +136,35 @@ class DeviceWorker(AnyWorker):
             state: list[Any] = [*self.loop.current, *self.ledger.tensors]
             owners = [*self._holders, *([self.model] if isinstance(self.model, torch.nn.Module) else [])]
             self._recordings[slot.index] = CudaGraphRollout(lambda: self._fill(slot), columns, state, owners)
-        self._recordings[slot.index].play()
+        recording = self._recordings[slot.index]
+        recording.look_again()
+        recording.play()
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         self.loop.reset(lanes, seeds)
         self.ledger.reset(lanes, fresh_ids=fresh_ids)
+
+
+def _reads_its_outputs(policy: TensorDictPolicy, model: Any, columns: Mapping[Key, Any], plan: Plan) -> bool:
+    """Whether what a policy of TensorDicts wrote at one step changes what it writes at the next one.
+
+    It is tried: without any, with what it wrote, and with something else in its place, from the same random state.
+    """
+    inputs = tuple([columns[key].clone() for key in policy.inputs])
+
+    def answer(kept: Mapping[Key, Any]) -> tuple[list[Any], dict[Key, Any]]:
+        with untouched(model), torch.no_grad(), exploring(plan.exploration):
+            values, kept = policy.answer(inputs, kept, tuple(inputs[0].shape[:1]))
+            return [value.clone() for value in values], dict(kept)
+
+    first, kept = answer({})
+    if not all(isinstance(value, Tensor) for value in kept.values()):
+        return True
+    others = {key: ~value if value.dtype is torch.bool else value + 1 for key, value in kept.items()}
+    return not all(
+        len(first) == len(again) and all(torch.equal(a, b) for a, b in zip(first, again))
+        for again, _ in map(answer, ({}, kept, others))
+    )
 
 
 class _Stepping(Policy):

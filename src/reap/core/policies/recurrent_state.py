@@ -31,7 +31,7 @@ from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.core.wrapped import Wrapped
 from reap.errors import UsageError, WrongArgument
-from reap.spec import READY, Key, Leaf, as_key, show
+from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show
 
 IS_INIT: Key = ("is_init",)
 
@@ -63,26 +63,37 @@ def _writes_next(part: Any) -> bool:
 
 def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
     """`env` with room for the policy's carry and, if it reads that, `is_init`; `env` itself when it needs neither."""
+    return RecurrentState(env, carry) if needs_room(env.spec, policy, carry) else env
+
+
+def needs_room(spec: EnvSpec, policy: Any, carry: Mapping[Key, Tensor]) -> bool:
+    """Whether a policy carries something from step to step, or asks where episodes begin and the env does not say."""
     parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     asks = any(as_key(key) == IS_INIT for part in parts for key in getattr(part, "in_keys", ()))
-    return RecurrentState(env, carry) if carry or (asks and IS_INIT not in env.spec.observation) else env
+    return bool(carry) or (asks and IS_INIT not in spec.observation)
+
+
+def with_carry(spec: EnvSpec, carry: Mapping[Key, Tensor]) -> EnvSpec:
+    """`spec` with `is_init`, unless it is there, and the leaves of the carry behind its own observations."""
+    own = spec.observation
+    clash = [key for key in carry if key in own]
+    if clash:
+        raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
+    added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
+    added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
+    return dataclasses.replace(spec, observation={**own, **added}, side=spec.side | added.keys())
 
 
 class RecurrentState(Wrapped):
     """Adds `is_init` and the carry's leaves to an env's observations."""
 
     def __init__(self, env: Env, carry: Mapping[Key, Tensor]) -> None:
-        own = env.spec.observation
-        clash = [key for key in carry if key in own]
-        if clash:
-            raise UsageError(f"the policy's carry {show(clash[0])} is an observation of the env already")
-        added: dict[Key, Leaf] = {} if IS_INIT in own else {IS_INIT: Leaf((1,), torch.bool)}
-        added.update({key: Leaf(tuple(first.shape), first.dtype) for key, first in carry.items()})
+        own, spec = env.spec.observation, with_carry(env.spec, carry)
         for key, first in carry.items():
             if first.dtype is torch.bfloat16:
                 raise UsageError(f"the carry {show(key)} is bfloat16, which NumPy cannot hold; keep it as float32")
-        spec = dataclasses.replace(env.spec, observation={**own, **added}, side=env.spec.side | added.keys())
         super().__init__(env, spec)
+        added = {key: leaf for key, leaf in spec.observation.items() if key not in own}
         self._own = len(own)
         self._first = [True] * (IS_INIT in added) + [first.numpy() for first in carry.values()]
         self._flag = self._own if IS_INIT in added else None

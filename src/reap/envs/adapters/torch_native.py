@@ -174,16 +174,17 @@ class DeviceTorchLanes(DeviceEnv):
         if len(lanes) < self.spec.lanes:
             mask.zero_()
             mask[torch.as_tensor(list(lanes), device=self.device)] = True
-        self._begin(mask, into)
+        self._begin(mask, into, into)
 
-    def _begin(self, mask: Tensor, into: Sequence[Any]) -> None:
+    def _begin(self, mask: Tensor, others: Sequence[Any], into: Sequence[Any]) -> None:
+        """New episodes where `mask` says so; `into` gets their first observations, and `others` where it does not."""
         try:
             observation = self._lanes.env.reset(mask)
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        for column, (key, value) in zip(into, self._lanes._tensors(observation)):
+        for column, other, (key, value) in zip(into, others, self._lanes._tensors(observation)):
             where = mask.reshape(-1, *[1] * (column.ndim - 1))
-            torch.where(where, self._lanes._fit(key, value), column, out=column)
+            torch.where(where, self._lanes._fit(key, value), other, out=column)
 
     def step(self, lanes: Sequence[int], row: Any) -> list[int]:
         count = self.spec.lanes
@@ -200,7 +201,7 @@ class DeviceTorchLanes(DeviceEnv):
         return []
 
     def after_step(self, row: Any) -> None:
-        self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.after)
+        self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.next, row.after)
 
     def close(self) -> None:
         self._lanes.close()

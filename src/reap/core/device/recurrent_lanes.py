@@ -1,0 +1,59 @@
+"""DeviceRecurrentState: a recurrent policy's carry as columns on the device its lanes live on.
+
+    row t      hidden, is_init ──► policy ──► ("next", hidden)
+    row t+1    where(done, first carry, ("next", hidden)), is_init = done         nothing is asked of the device
+
+The columns are those of the host's `RecurrentState`, value by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reap.core.env import DeviceEnv
+from reap.core.policies.recurrent_state import IS_INIT, with_carry
+from reap.spec import Key, Leaf
+
+
+class DeviceRecurrentState(DeviceEnv):
+    """Adds `is_init` and the carry's leaves to the observations of lanes on a device."""
+
+    def __init__(self, env: DeviceEnv, carry: Mapping[Key, Tensor]) -> None:
+        self._env = self.behind = env
+        self.spec = with_carry(env.spec, carry)
+        self.device, self.holders, self.pending_seeds = env.device, env.holders, env.pending_seeds
+        keys = list(self.spec.observation)
+        self._own = len(env.spec.observation)
+        self._flag = keys.index(IS_INIT) if IS_INIT not in env.spec.observation else None
+        self._carried = [(keys.index(key), first.to(self.device)) for key, first in carry.items()]
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Sequence[Any], seeds: Sequence[int] | None = None) -> None:
+        self._env.reset(lanes, into[: self._own], seeds)
+        chosen = torch.as_tensor(list(lanes), device=self.device)
+        if self._flag is not None:
+            into[self._flag][chosen] = True
+        for at, first in self._carried:
+            into[at][chosen] = first
+
+    def step(self, lanes: Sequence[int], row: Any) -> list[int]:
+        if self._flag is not None:
+            row.next[self._flag].zero_()
+        return self._env.step(lanes, row)
+
+    def after_step(self, row: Any) -> None:
+        self._env.after_step(row)
+        if self._flag is not None:
+            row.after[self._flag][:, 0] = row.done
+        for at, first in self._carried:
+            done = row.done.reshape(-1, *[1] * first.ndim)
+            torch.where(done, first, row.next[at], out=row.after[at])
+
+    def close(self) -> None:
+        self._env.close()
