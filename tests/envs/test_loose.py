@@ -348,7 +348,8 @@ def test_one_lane_is_read_without_a_list():
 
 
 def test_policies_that_read_tensors_see_nothing_new():
-    from reap.core.policy import CallPolicy, FlatPolicy
+    from reap.core.policies.call_policy import CallPolicy
+    from reap.core.policies.flat_policy import FlatPolicy
 
     modules = {
         FlatPolicy: TensorDictModule(EchoPolicy(), in_keys=["observation"], out_keys=["action"]),

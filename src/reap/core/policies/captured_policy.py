@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in
 from reap.core.capture.replay import Captured, Halves
+from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
+from reap.core.policies.flat_policy import FlatPolicy
 from reap.core.policies.untouched import untouched
-from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.policy import TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
