@@ -67,6 +67,9 @@ class Job:
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them
     strategy: Any = None  # a user's own, by which weights are applied
+    writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
+    preempted: bool = False  # whether its rollouts may be cut short
+    nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Answer:
     value: Any
 
 
+HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
 _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
 
