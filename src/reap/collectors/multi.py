@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from typing_extensions import Self
 
 from reap._system.pickling import Parcel, pack, pack_bytes
@@ -29,13 +28,14 @@ from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink, WriteOptions, WriterMaker
+from reap.collectors.joining import LagLimit, join_for
 from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.parts import Part
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
-from reap.core.slot import FRAME, TRAJ_IDS, Layout
+from reap.core.slot import Layout
 from reap.core.stats import together
 from reap.envs.gym_registry import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
@@ -43,7 +43,6 @@ from reap.trajectories import FINAL
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-_TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
 _PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
@@ -68,6 +67,7 @@ class MultiCollector(BaseCollector):
     _sync: bool | None = None
     _pack = staticmethod(pack)  # how what users give is packed for the workers
     _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
+    _lag_limit: LagLimit | None = None  # where rollouts may come too late
     _workers_go_on = True  # whether workers that write into the buffer collect on by themselves, in the background
 
     def __new__(
@@ -136,7 +136,6 @@ class MultiCollector(BaseCollector):
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
         plans = self._plans(workers, makers, policy, frames)
         self._backend = self._make_backend(plans, settings)
-        self._dropped = 0
         self._why_closed = None  # from here on there is something to close
         try:
             self._backend.start()
@@ -467,7 +466,7 @@ class MultiCollector(BaseCollector):
                 "completed": self._frames >= self.options.total,
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
-                "dropped_frames": self._dropped,
+                "dropped_frames": 0 if self._lag_limit is None else self._lag_limit.dropped_frames,
                 **together([remote.stats for remote in remotes], self._backend.episodes),
             }
         if workers != "aggregate":
@@ -499,24 +498,7 @@ class MultiSyncCollector(MultiCollector):
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         if rollout.parts:
             return batch
-        count, own = self.num_workers, self._backend.workers[0].about.layout
-        out: TensorDictBase = batch
-        if FRAME in own.columns:  # the workers' batches are stacked already
-            if self._joins != "stack":
-                out = torch.cat(list(batch.unbind(0)), 0 if self._joins == "lanes" else -1)
-        elif self._joins == "lanes" and len(own.dims) == 1:
-            pass
-        elif self._joins == "lanes":
-            lanes, steps = batch.batch_size
-            out = batch.reshape(lanes // int(np.prod(own.dims[1:])), *own.dims[1:], steps)
-        elif own.batched:
-            lanes, steps = batch.batch_size
-            each = own.dims if len(own.dims) > 1 else (lanes // count,)
-            out = batch.reshape(count, *each, steps)
-            if self._joins == "time":
-                out = torch.cat(list(out.unbind(0)), -1)
-        elif self._joins == "time":
-            out = batch.reshape(batch.numel())
+        out = self._join(batch)
         if out.names[-1] != "time":
             out.names = [*[None] * (out.ndim - 1), "time"]
         if rollout.finals is not None:
@@ -538,22 +520,7 @@ class MultiSyncCollector(MultiCollector):
         return out
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        cat, batched = self.cat_results, layouts[0].batched
-        dimensions = len(layouts[0].batch_size)
-        if isinstance(cat, int) and 0 < cat % dimensions < dimensions - 1:
-            raise SpecMismatch(f"cat_results={cat}: workers are joined along 0 (lanes) or -1 (time)")
-        if isinstance(cat, int) and not -dimensions <= cat < dimensions:
-            raise SpecMismatch(
-                f"cat_results={cat}: workers' rollouts {list(layouts[0].batch_size)} have no such dimension"
-            )
-        self._joins = "stack" if not isinstance(cat, int) else "time" if cat % dimensions == dimensions - 1 else "lanes"
-        lengths, widths = ({getattr(layout, what) for layout in layouts} for what in ("steps", "lanes"))
-        if (len(lengths) > 1 and self._joins != "time") or (len(widths) > 1 and self._joins != "lanes"):
-            shapes = [list(layout.batch_size) for layout in layouts]
-            how = "be stacked; give cat_results=-1" if self._joins == "stack" else f"be joined along {self._joins}"
-            raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
-        if self.options.compact_obs and self._joins == "time" and (batched or len(lengths) > 1):
-            raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
+        self._join = join_for(self.cat_results, layouts, compact=self.options.compact_obs)
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -568,44 +535,18 @@ class MultiAsyncCollector(MultiCollector):
         super()._prepare(options)
         if options.max_lag is not None and options.trajs_per_batch is not None:
             raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
-        self._renamed: dict[int, dict[int, int]] = {}
-        self._drops = 0
+        self._lag_limit = None if options.max_lag is None else LagLimit(options.max_lag)
 
-    def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
+    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
         while True:
             batch, rollout = super()._take(random=random)
-            lag = self._backend.version - rollout.version
-            if self.options.max_lag is None:
+            if self._lag_limit is None or self._lag_limit.keeps(batch, rollout, self._backend.version):
                 return batch, rollout
-            self._rename(batch, rollout.worker)
-            if lag <= self.options.max_lag:
-                return batch, rollout
-            self._dropped += rollout.frames
-            self._drops += 1
-            self._tear(batch, rollout.worker)
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         lag = self._backend.version - rollout.version
         batch.origin = Origin(rollout.worker, rollout.version, lag)
         return batch
-
-    def _tear(self, batch: TensorDictBase, worker: int) -> None:
-        """A rollout was dropped: what goes on after it is another trajectory than what came before it."""
-        ids = batch.get(TRAJ_IDS, None)
-        if ids is not None:
-            renamed = self._renamed.setdefault(worker, {})
-            for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                own = now % _TORN
-                renamed[own] = own + self._drops * _TORN
-
-    def _rename(self, batch: TensorDictBase, worker: int) -> None:
-        renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
-        if renamed and ids is not None:
-            still = set(ids.reshape(-1, ids.shape[-1])[:, -1].tolist())
-            for own, now in list(renamed.items()):
-                ids[ids == own] = now
-                if own not in still:
-                    del renamed[own]  # it ended
 
 
 class AsyncCollector(MultiAsyncCollector):
