@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from reap._system.conversation import Answer
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE, LINGER, Raised, see_to
 from reap._system.silence import Silence
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import HELLO, Answer, Job, RolloutReady
+from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.stats import EpisodeWindow
 from reap.errors import NotReady, ReapError, WorkerDied
 

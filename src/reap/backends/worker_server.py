@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import cloudpickle
 from torch import Tensor, nn
 
+from reap._system.conversation import Answer, answered
 from reap._system.pickling import dumps
 from reap._system.processes import Raised
 from reap.backends.worker_view import WorkerView
@@ -99,14 +100,6 @@ class RolloutReady:
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
-
-    call: int
-    value: Any
-
-
 HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
 _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
@@ -163,11 +156,7 @@ class WorkerServer:
         """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
         self.doing = name
         self.since = call if name in _ANEW else self.since
-        try:
-            value = getattr(self, f"do_{name}")(*arguments)
-        except UsageError as error:
-            value = Raised.of(error)
-        return Answer(call, value)
+        return answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
@@ -278,3 +267,8 @@ class WorkerServer:
         self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+
+
+def what_it_did(worker: WorkerServer | None) -> str:
+    """What a worker was at when it raised something; None: it was being built."""
+    return "building it" if worker is None else worker.doing

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from reap._system.fork_server import TOLD_TO_GO, leave_at, no_more_goodbyes, settle
+from reap._system.conversation import live
+from reap._system.fork_server import leave_at, settle
 from reap._system.pickling import dumps
 from reap._system.processes import Raised, send
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
-from reap.backends.worker_server import HELLO, Job, WorkerServer
+from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
@@ -68,23 +69,23 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     free, *given = fds
     count = len(WorkerFiles._fields)
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
-    host = None
-    try:
-        host = _ProcessWorkerServer(job, connection, files, buffer=given[count:])
+
+    def serve(host: _ProcessWorkerServer) -> None:
         leave_at(RolloutLoop.fill, WorkerServer._collect, _ProcessWorkerServer.serve, asked=lambda: host.control.leave)
         send(connection, host.about)
         host.serve(free)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+
+    def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
-            send(connection, Raised.of(error, "building it" if host is None else host.doing))
-    finally:
-        try:
-            no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
-            if host is not None:
-                host.worker.close()
+            send(connection, raised)
+
+    live(
+        lambda: _ProcessWorkerServer(job, connection, files, buffer=given[count:]),
+        serve,
+        tell=tell,
+        doing=what_it_did,
+        close=lambda host: host.worker.close(),
+    )
 
 
 class _Interruptor:

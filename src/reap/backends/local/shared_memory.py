@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import selectors
 import signal
 from collections.abc import Callable, Sequence
@@ -20,9 +19,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from reap._system.conversation import Conversation
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import pack
-from reap._system.processes import DEADLINE, STEP, Child, StartMethod, end
+from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
 from reap._system.silence import Silence
 from reap.backends.base import Transport, WorkerConnection
 from reap.backends.local.process_worker import WorkerFiles, WorkerMemory, run_worker
@@ -140,7 +140,7 @@ class SharedMemoryTransport(Transport):
             connection.hang_up()
             connection.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
             connection.child.signal(signal.SIGCONT)  # or stopped: now it hears that
-        end([connection.child for connection in connections], patience=STEP, deadline=DEADLINE)
+        end([connection.child for connection in connections], patience=LAST_STEP, deadline=DEADLINE)
         if self._selector is not None:
             self._selector.close()
         for file in self._opened:
@@ -152,7 +152,7 @@ class ProcessConnection(WorkerConnection):
 
     def __init__(self, index: int, child: Child, free: int, selector: selectors.BaseSelector) -> None:
         self.index, self.child, self._free, self._selector = index, child, free, selector
-        self._owner = os.getpid()
+        self._talk, self._owner = Conversation(child), os.getpid()
         selector.register(child.sentinel, selectors.EVENT_READ, self)
         selector.register(child.line, selectors.EVENT_READ, self)
         self.flush()
@@ -175,8 +175,10 @@ class ProcessConnection(WorkerConnection):
                 os.write(self._free, bytes([slot]))
 
     def hear(self) -> tuple[list[Any], bool]:
-        gone = self.child.gone()  # asked first: what it said before is all there then
-        return [pickle.loads(data) for data in self.child.line.hear()], gone
+        gone = self._talk.hear()
+        said = list(self._talk.inbox)
+        self._talk.inbox.clear()
+        return said, gone
 
     def hang_up(self) -> None:
         """Give no more slots, and say no more."""

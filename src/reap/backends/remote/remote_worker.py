@@ -9,6 +9,8 @@ An order says which weights it is to find: nobody acts with older ones than were
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 import queue
 import threading
@@ -20,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes
+from reap._system.conversation import live
 from reap._system.processes import Raised
-from reap.backends.worker_server import Job, RolloutReady, WorkerServer
+from reap.backends.worker_server import Job, RolloutReady, WorkerServer, what_it_did
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Slot
 from reap.core.stats import numbers_of, stats_of
@@ -253,27 +255,19 @@ class RemoteWorker(WorkerServer):
 
 def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> None:
     """The life of a remote worker."""
-    remote_worker = None
-    try:
-        remote_worker = (job.nested or RemoteWorker)(job, parent, weights)
-        parent.send(Message.of(remote_worker.about), _nothing)
-        while (order := parent.next_order()) is not None:
-            remote_worker.obey(order)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:
-        if remote_worker is not None and isinstance(error, ConnectionError):  # nobody is there any more
-            return
-        parent.send(
-            Message.of(Raised.of(error, "building it" if remote_worker is None else remote_worker.doing)), _nothing
-        )
+
+    def serve(worker: RemoteWorker) -> None:
+        with contextlib.suppress(ConnectionError):  # nobody is there any more
+            parent.send(Message.of(worker.about), _nothing)
+            while (order := parent.next_order()) is not None:
+                worker.obey(order)
+
+    def tell(raised: Raised) -> None:
+        parent.send(Message.of(raised), _nothing)
         parent.finish()
-    finally:
-        try:
-            no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
-            if remote_worker is not None:
-                remote_worker.worker.close()
+
+    build = functools.partial(job.nested or RemoteWorker, job, parent, weights)
+    live(build, serve, tell=tell, doing=what_it_did, close=lambda worker: worker.worker.close())
 
 
 def _nothing() -> None:
