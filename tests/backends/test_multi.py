@@ -396,7 +396,7 @@ def test_the_front_door():
     for kind, options in cases.items():
         with Collector(make, EchoPolicy(), frames_per_batch=4, **options) as c:
             assert type(c) is kind
-            assert len(c._process.workers) == 2
+            assert len(c._backend.workers) == 2
     with Collector(make, EchoPolicy(), frames_per_batch=4, backend="process", backend_options={"timeout": 9}) as c:
         assert c.options.timeout == 9
     with MultiCollector(make, EchoPolicy(), frames_per_batch=4, sync=True, num_workers=2) as c:
@@ -517,8 +517,8 @@ def test_slots_of_workers_are_lent_and_come_back():
         places = {c.next()["observation"].data_ptr() for _ in range(40)}
         assert len(places) <= 4, "batches that are dropped are not copied"
         kept = [c.next() for _ in range(6)]
-        assert len(c._process.workers[0].lent) == 2, "while many are kept, the worker still has slots to fill"
+        assert len(c._backend.workers[0].lent) == 2, "while many are kept, the worker still has slots to fill"
         del kept
         last = c.next()
-        assert len(c._process.workers[0].lent) == 1, "all came back but the one just taken"
+        assert len(c._backend.workers[0].lent) == 1, "all came back but the one just taken"
         del last

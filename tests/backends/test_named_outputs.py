@@ -141,7 +141,7 @@ def test_by_an_inference_server():
 def test_by_lanes_on_a_device(monkeypatch):
     monkeypatch.setattr(TorchLanes, "on_device", lambda self: DeviceTorchLanes(self))
     c = Collector(TorchEnv(CountingDevice([(3, 1), (2,)])), as_dataclass, frames_per_batch=8)
-    assert isinstance(c._inline.worker, DeviceWorker)
+    assert isinstance(c._backend.worker, DeviceWorker)
     check(c.next())
 
 

@@ -157,7 +157,7 @@ def test_a_worker_that_is_stopped_while_it_writes_is_told_by_its_number():
     collector = MultiAsyncCollector(
         [healthy, stopped], EchoPolicy(), frames_per_batch=20, total_frames=-1, replay_buffer=buffer, timeout=1.0
     )
-    pid = collector._process.workers[1].child.pid
+    pid = collector._backend.workers[1].child.pid
     collector.start()
     try:
         wait_until_stopped(pid)

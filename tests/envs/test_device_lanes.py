@@ -33,7 +33,7 @@ class Never:
 
 
 def on_device(collector):
-    return isinstance(collector._inline.worker, DeviceWorker)
+    return isinstance(collector._backend.worker, DeviceWorker)
 
 
 @given(

@@ -357,7 +357,7 @@ def test_policies_that_read_tensors_see_nothing_new():
     }
     for kind, policy in modules.items():
         c = Collector(two(), policy, frames_per_batch=8, capture=False)
-        assert type(c._inline.worker.policy) is kind
+        assert type(c._backend.worker.policy) is kind
         assert_story(c.next(), CountingWorld([(3, 2), (2,)]).batch(4))
 
     seen = []

@@ -69,7 +69,7 @@ def test_results_are_written_into_the_slot():
     env = ParallelEnv(2, makers([(3,), (4,)]))
     c = Collector(env, EchoPolicy(), frames_per_batch=8)
     c.next()
-    slot = c._inline.worker.pool._slots[0]
+    slot = c._backend.worker.pool._slots[0]
     assert all(row.place is not None for row in slot._rows[1])
     assert len(env.lanes_env.remotes) == 2
     c.shutdown()
@@ -296,8 +296,8 @@ def test_shared_slots_are_blocks_that_can_be_pinned():
     """What a GPU would be told of: whole pages of shared memory that hold every column."""
     env = ParallelEnv(2, [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(2)])
     with Collector(env, EchoPolicy(), frames_per_batch=8) as c:
-        slot = c._inline.worker.pool.acquire()
+        slot = c._backend.worker.pool.acquire()
         assert slot.block.nbytes == slot.layout.nbytes
         assert slot.block.ctypes.data % 4096 == 0
         assert all(np.shares_memory(slot.block, array) for array in slot.arrays.values())
-        c._inline.worker.pool.release(slot)
+        c._backend.worker.pool.release(slot)

@@ -92,7 +92,7 @@ def test_closed_twice():
     c = collect(DistributedCollector, [healthy()])
     c.next()
     for _ in range(2):
-        c._process.close()
+        c._backend.close()
     c.shutdown()
 
 
@@ -237,10 +237,10 @@ def test_strangers_are_refused(caplog):
     with pytest.raises(Forged):
         seal.open(seal.close(b"go", "to/0/0"), "to/0/1")
     c = DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8)
-    remote, address = c._process.workers[0], c._process._address
+    remote, address = c._backend.workers[0], c._backend.transport._address
     assert address.host == "127.0.0.1"
     store = TCPStore("127.0.0.1", address.port, is_master=False, wait_for_workers=False)
-    store.set(f"to/0/{remote.told}", b"x" * 100)
+    store.set(f"to/0/{remote.connection.orders}", b"x" * 100)
     assert all_gone(pids(c), within=BOUND)  # first: an order of ours would take the place of what was put there
     with pytest.raises(WorkerDied):
         c.next()

@@ -22,7 +22,7 @@ offset = 1
 c = kind([lambda: CountingEnv((3,), offset)] * 2, EchoPolicy(), frames_per_batch=8, start_method="{start}")
 batch = c.next()
 assert (batch["observation"][..., 0] == 1).all()
-print(*[r.child.pid for r in c._process.workers], flush=True)
+print(*[r.child.pid for r in c._backend.workers], flush=True)
 """
 WAYS = {
     "a script": lambda path: [sys.executable, path],
@@ -93,7 +93,7 @@ STAY = {
     "deaf": """
 from reap.testing import FaultyEnv
 c2 = kind([lambda: FaultyEnv(CountingEnv(), at=0, fault='deaf')], EchoPolicy(), frames_per_batch=8)
-print(*[r.child.pid for r in c2._process.workers], flush=True)
+print(*[r.child.pid for r in c2._backend.workers], flush=True)
 c2.next()
 """,
 }

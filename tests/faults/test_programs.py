@@ -112,7 +112,7 @@ def test_a_program_is_started_with_the_usual_signals(number):
             assert self.program.wait(20) == -number
 
     c = collect(MultiSyncCollector, [Polite])
-    (worker,) = c._process.workers
+    (worker,) = c._backend.workers
     c.shutdown()
     assert worker.child.exitcode in (0, -signal.SIGTERM), "closed in order: nobody had to kill it"
 

@@ -53,9 +53,9 @@ def test_memory_of_pixels():
     steps, count = 256, 4
     c = Collector(SerialEnv(count, lambda: Image((100,))), frames_per_batch=steps * count, compact_obs=True)
     batch = c.next()
-    slot = c._inline.worker.pool._slots[0]
+    slot = c._backend.worker.pool._slots[0]
     size = slot.block.nbytes + sum(v.nbytes for v in slot.finals.values.values())
-    size += sum(c_.nbytes for c_ in c._inline.worker.loop.current)
+    size += sum(c_.nbytes for c_ in c._backend.worker.loop.current)
     assert size <= 1.15 * (steps + 1) * count * 64 * 64 * 3
     full = with_next(batch)
     plain = Collector(SerialEnv(count, lambda: Image((100,))), frames_per_batch=steps * count).next()

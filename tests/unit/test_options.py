@@ -543,7 +543,7 @@ def test_returns_and_lengths_are_those_of_the_episodes(lengths, steps, batches):
                     returns.append(open_[lane])
                     sizes.append(length[lane])
                     open_[lane], length[lane] = 0.0, 0
-    stats = c._inline.worker.stats
+    stats = c._backend.worker.stats
     assert list(stats.returns) == pytest.approx(returns[-100:])
     assert list(stats.lengths) == sizes[-100:]
     assert stats.episodes == len(returns)

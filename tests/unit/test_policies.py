@@ -44,7 +44,7 @@ def echo(observation):
 
 
 def kind(c):
-    return type(c._inline.worker.policy)
+    return type(c._backend.worker.policy)
 
 
 class Base(TensorDictModuleBase):

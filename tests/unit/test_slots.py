@@ -129,7 +129,7 @@ def test_a_batch_is_lent_not_copied():
         slots.add(batch["observation"].data_ptr())
         if i == 20:
             break
-    pool = c._inline.worker.pool
+    pool = c._backend.worker.pool
     blocks = {slot.arrays[("observation",)].ctypes.data for slot in pool._slots}
     assert slots == blocks  # two slots take turns, and there never was a third
     assert len(blocks) == 2
@@ -200,7 +200,7 @@ def test_memory_is_two_batches():
         if i == 5:
             break
     size = sum(v.numel() * v.element_size() for v in batch.values(True, True))
-    pool = c._inline.worker.pool
+    pool = c._backend.worker.pool
     assert sum(s.block.nbytes for s in pool._slots) <= 2.01 * size
     assert pool._reserve is None
 

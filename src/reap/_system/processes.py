@@ -48,8 +48,12 @@ from reap.errors import UsageError, WorkerDied, WorkerSilent
 
 StartMethod = Literal["forkserver", "spawn"]
 
+DEADLINE = 5.0  # seconds within which whatever is closed has ended
+LAST_STEP = 1.0  # seconds of those that a child has for the step of an env it is in
+GOODBYE = 0.3  # seconds after which a worker that was told to go home is in a rollout nobody wants any more
+LEAVE = 2.0  # seconds a thread that waits has to leave, when what it waits for is closed
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
-_SOON = 0.5  # seconds that one which was silent has, once it is told to end
+SOON = 0.5  # seconds that one which was silent has, once it is told to end
 _ENDS = {
     "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
     "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
@@ -244,7 +248,7 @@ def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
     began, left = time.monotonic(), list(children)
     silent = [child for child in left if child.silent]
     steps = [(patience, signal.SIGTERM, left), (0.8 * deadline, signal.SIGKILL, left), (deadline, 0, [])]
-    steps += [(0.0, signal.SIGTERM, silent), (_SOON, signal.SIGKILL, silent)]
+    steps += [(0.0, signal.SIGTERM, silent), (SOON, signal.SIGKILL, silent)]
     for until, number, whom in sorted(steps, key=lambda step: step[0]):
         for child in _still_there(left, began + until):
             if child in whom:

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
+from reap._system.processes import DEADLINE, LEAVE
 from reap._system.threads import wait_for_ends
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
@@ -57,8 +58,6 @@ _SHOWN = (
     "interruptor",
 )
 T = TypeVar("T")
-_DEADLINE = 5.0  # seconds a thread in the background has to end
-_LEAVE = 2.0  # seconds another thread has to leave `next` when the collector is closed
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -585,7 +584,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         """
         if self._elsewhere is not None:  # its owner's to end
             return
-        patience = _DEADLINE if timeout is None else timeout
+        patience = DEADLINE if timeout is None else timeout
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
@@ -654,7 +653,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         if self._busy not in (None, threading.get_ident()):
             self._backend.breaker()()
             away = self._backend.elsewhere or not close_env
-            if away and self._collecting.acquire(timeout=_LEAVE):
+            if away and self._collecting.acquire(timeout=LEAVE):
                 self._collecting.release()
 
     def _closed_meanwhile(self) -> WrongState:

@@ -233,16 +233,15 @@ class AsyncBatchedCollector(Collector):
             device,
         )
         plan = dataclasses.replace(plan, stream=True)
-        self._inline = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
-        self._backend = self._inline
-        self._inline.start()
+        self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
+        self._backend.start()
         try:
             self._name_versions(policy_version)
         except BaseException:
-            self._inline.close()
+            self._backend.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
-        if self._inline.worker.model is not policy:
+        if self._backend.worker.model is not policy:
             self._watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
@@ -252,10 +251,10 @@ class AsyncBatchedCollector(Collector):
 
     def _name_versions(self, first: int) -> None:
         """Count them from `first`, and see that the name they are to have is free."""
-        self._version = self._inline.worker.loop.version = first
+        self._version = self._backend.worker.loop.version = first
         key = self._version_key
         self._renamed = key if self.options.track_policy_version and key != VERSION else None
-        others = self._inline.worker.layout.columns
+        others = self._backend.worker.layout.columns
         if self._renamed is not None and any(self._renamed == other[: len(self._renamed)] for other in others):
             raise UsageError(f"policy_version_key is {show(self._renamed)}, which is something else in a batch already")
 

@@ -80,11 +80,11 @@ class EpisodePlayer:
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
-            about = self.collector._process.workers[0].about
+            about = self.collector._backend.workers[0].about
             count = about.lanes or about.layout.lanes
         else:
             self.collector = EpisodeCollector(episodes, lanes, policy, **options)
-            count = self.collector._inline.worker.lanes
+            count = self.collector._backend.worker.lanes
         self._quota = EpisodeQuota(episodes, count)
 
     def breaker(self) -> Callable[[], None]:

@@ -37,7 +37,7 @@ class ClientListener:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(self.address)
         listening.listen(128)
-        self._listener = Listener(listening, "desk", self.key, self._attend, SERVICE.__eq__)
+        self._listener = Listener(listening, "clients", self.key, self._attend, SERVICE.__eq__)
 
     def _attend(self, visitor: Visitor, service: str) -> None:
         number = None

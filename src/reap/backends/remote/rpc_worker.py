@@ -1,6 +1,6 @@
 """The worker's side of torch.distributed.rpc: what workers are called for, and how agents find each other.
 
-    collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
+    collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
                          └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
 An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
@@ -35,7 +35,7 @@ _BRANCHES = 2  # to how many everybody sends weights
 _ADDRESSES = "addrs/"  # how torch calls them in the store
 _NOWHERE = b"uv://127.0.0.1:1"  # of an agent we never call
 
-_stations: list[MailboxWorker] = []  # of this process: what is called finds it here
+_workers: list[MailboxWorker] = []  # of this process: what is called finds it here
 _below: list[str] = []  # agents to which this one sends weights on
 _built = threading.Event()  # once there is a remote worker
 
@@ -134,13 +134,13 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _live(
-    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], near: LocalWeights | None = None
+    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], shared: LocalWeights | None = None
 ) -> None:
     store.set(f"here/{index}", "here")
     _below.extend(name(i) for i in below(index, workers))
     join_agent(store, name(index), index + 1, workers + 1, options)
-    remote_worker = MailboxWorker(near)
-    _stations.append(remote_worker)
+    remote_worker = MailboxWorker(shared)
+    _workers.append(remote_worker)
     _built.set()
     remote_worker.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
@@ -169,30 +169,30 @@ def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address:
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
-def _station() -> MailboxWorker:
+def _worker() -> MailboxWorker:
     _built.wait()
-    return _stations[0]
+    return _workers[0]
 
 
 def order(number: int, what: Order | None) -> None:
     """The order with this number."""
-    _station().order(number, what)
+    _worker().order(number, what)
 
 
 def message() -> tuple[Tensor, Tensor | None, bytes] | None:
     """Waits for the next."""
-    found = _station().message()
+    found = _worker().message()
     if found is None:
         return None
     header, block, more = found
     return torch.from_numpy(header), None if block is None else torch.from_numpy(block), more
 
 
-def parcel(weights: Tensor) -> None:
+def take_weights(packed: Tensor) -> None:
     """New weights, for this worker and those below it."""
     for agent in _below:
-        send(agent, parcel, weights)
-    _station().parcel(weights.numpy())
+        send(agent, take_weights, packed)
+    _worker().take_weights(packed.numpy())
 
 
 def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:

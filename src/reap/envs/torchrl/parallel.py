@@ -23,7 +23,6 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from reap._system.remote_errors import Raised
 from reap.core.capture.recorder import NotCaptured
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -193,15 +192,12 @@ class ParallelLanes(ProcessLanes):
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, self._ask(remote, "torchrl", (number, command, data))
+        self._asked[worker] = command, self._ask(remote, "torchrl", number, command, data)
 
     def heard(self, worker: int) -> Any:
         """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
         command, number = self._asked.pop(worker)
-        answer = self._done(self._of[worker][0], number)
-        if isinstance(answer, Raised):
-            raise self._named(answer.unpack(), self._of[worker][0])
-        (value,) = answer
+        (value,) = self._answer(self._of[worker][0], number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
