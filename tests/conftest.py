@@ -76,10 +76,9 @@ def programs():
     made.close()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = (yield).get_result()
-    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    item.stash[FAILED] = item.stash.get(FAILED, False) or call.excinfo is not None  # also where that was expected
 
 
 @pytest.fixture(autouse=True)
