@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from reap.testing import no_leaks
 from tests.programs import Programs
-from tests.seldom import SELDOM
+from tests.seldom import is_seldom
 
 HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
@@ -47,7 +47,7 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SELDOM):
+        if is_seldom(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.slow)
     places = {str(HERE / file): place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(str(item.path), len(LONGEST)))
