@@ -8,7 +8,6 @@ import threading
 import gymnasium as gym
 import pytest
 import torch
-from tests.envs.device_worlds import CountingDevice, Forgetful
 from torch import nn
 from torch.distributions import Categorical
 
@@ -19,6 +18,7 @@ from reap.envs.adapters.torch_envs import TorchCartPole
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
+from tests.envs.device_worlds import CountingDevice, Forgetful
 
 pytestmark = pytest.mark.cuda
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
-from tests import examples
 from torch import nn
 from torchrl.collectors import Collector as TheirCollector
 from torchrl.data import Unbounded
@@ -52,6 +51,7 @@ from torchrl.envs.transforms import Transform
 
 from reap.collectors import Collector
 from reap.envs.torchrl.captured import CapturedRows
+from tests import example_count
 
 CHAINS = {
     "StepCounter": lambda: [StepCounter()],
@@ -183,7 +183,7 @@ def test_resets_stay_bound_for_a_few_sets_of_lanes_only(monkeypatch):
     assert len(reset.runs) == 2
 
 
-@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=example_count(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chain=st.permutations(
         [
