@@ -27,20 +27,28 @@ settings.load_profile("same")
 
 # Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
 LONGEST = (
-    "interop/test_parity_multi.py",
     "backends/test_ray.py",
+    "interop/test_parity_multi.py",
     "faults/test_parent.py",
     "test_docs.py",
-    "interop/test_compat.py",
-    "interop/test_scripts.py",
-    "examples/test_examples.py",
-    "faults/test_launchers.py",
-    "faults/test_company.py",
-    "backends/test_multi.py",
-    "backends/test_shared_objects.py",
-    "faults/test_programs.py",
-    "faults/test_far.py",
     "faults/test_deaths.py",
+    "interop/test_parallel_envs.py",
+    "interop/test_grid.py",
+    "interop/test_captured_envs.py",
+    "background/test_running.py",
+    "backends/test_multi.py",
+    "faults/test_company.py",
+    "faults/test_launchers.py",
+    "examples/test_examples.py",
+    "faults/test_far.py",
+    "interop/test_compat.py",
+    "faults/test_forks.py",
+    "faults/test_programs.py",
+    "interop/test_scripts.py",
+    "envs/test_jax.py",
+    "examples/test_calls.py",
+    "buffers/test_full_disk.py",
+    "backends/test_shared_objects.py",
 )
 
 
