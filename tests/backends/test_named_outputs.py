@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
-from tests.envs.device_worlds import CountingDevice
 from torch import Tensor, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
@@ -19,6 +18,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv
 from reap.testing.backend import counting_lanes
+from tests.envs.device_worlds import CountingDevice
 
 
 class Out(NamedTuple):

@@ -17,7 +17,7 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, backend_checks, no_leaks
-from tests import examples
+from tests import example_count
 
 
 def makers(lengths):
@@ -36,7 +36,7 @@ def parallel(create_env_fn, policy=None, **options):
     compact=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=example_count(15), deadline=None)
 def test_the_predictable_world(lengths, steps, limit, compact, data):
     from reap.trajectories import with_next
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from reap._system.processes import Child
 from reap.backends.network.signed_messages import Forged, MessageSigner
 from reap.backends.remote.rpc_worker import below
 from reap.collectors import Collector, MultiSyncCollector
@@ -86,6 +87,17 @@ def test_killed_from_outside(kind):
                 c.next()
         c.shutdown()
         del c
+
+
+@pytest.mark.parametrize("kind", KINDS[:1] + [RPCSyncCollector])
+def test_workers_that_have_gone_home_are_not_killed(kind, monkeypatch):
+    """They have closed their envs and say so: nobody waits for them until time is up."""
+    sent, send = [], Child.signal
+    monkeypatch.setattr(Child, "signal", lambda child, number: (sent.append(number), send(child, number)))
+    c = collect(kind, [healthy(), healthy(1)])
+    c.next()
+    c.shutdown()
+    assert signal.SIGKILL not in sent
 
 
 def test_closed_twice():

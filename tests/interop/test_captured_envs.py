@@ -51,6 +51,7 @@ from torchrl.envs.transforms import Transform
 
 from reap.collectors import Collector
 from reap.envs.torchrl.captured import CapturedRows
+from tests import example_count
 
 CHAINS = {
     "StepCounter": lambda: [StepCounter()],
@@ -182,7 +183,7 @@ def test_resets_stay_bound_for_a_few_sets_of_lanes_only(monkeypatch):
     assert len(reset.runs) == 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=example_count(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chain=st.permutations(
         [

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES
+
+from tests.interop.pairs import LIBRARIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

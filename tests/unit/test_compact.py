@@ -15,7 +15,7 @@ from reap.envs import SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
-from tests import examples
+from tests import example_count
 
 
 def lanes(lengths):
@@ -29,7 +29,7 @@ def lanes(lengths):
     steps=st.integers(1, 7),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=example_count(50), deadline=None)
 def test_with_next_is_the_full_batch(lengths, steps, limit):
     c = Collector(
         lanes(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), compact_obs=True, max_frames_per_traj=limit

@@ -21,7 +21,7 @@ from reap.core.slot import FLAGS, Layout, Pool, Slot, State
 from reap.envs import SerialEnv
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 FLAG = {(*root, f): Leaf((1,), torch.bool) for root in ((), ("next",)) for f in FLAGS}
 
@@ -53,7 +53,7 @@ def test_arrays_and_tensors_are_the_same_memory():
     st.integers(1, 4),
     st.integers(1, 3),
 )
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=example_count(50), deadline=None)
 def test_columns_never_overlap(leaves, steps, lanes):
     slot = Slot(layout(steps, lanes, **{f"k{i}": Leaf(tuple(s), d) for i, (s, d) in enumerate(leaves)}))
     for i, array in enumerate(slot.arrays.values()):
@@ -145,7 +145,7 @@ def test_a_batch_is_freed_without_the_garbage_collector():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=25))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_whatever_is_kept_stays_true(keep):
     c, world = Collector(SerialEnv(2, CountingEnv), EchoPolicy(), frames_per_batch=8), CountingWorld([(3, 1, 5)] * 2)
     kept = []

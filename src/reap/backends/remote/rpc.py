@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,6 +83,8 @@ class RPCConnection(MessageConnection):
     def _heard(self, future: Any) -> None:
         try:
             said = future.value()
+            if said is None:  # it has closed its env, and only waits for us to have heard so
+                self.child.signal(signal.SIGTERM)
         except Exception:  # whatever TensorPipe calls it: it is gone
             said = None
         if said is None:

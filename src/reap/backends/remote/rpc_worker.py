@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 import warnings
@@ -143,6 +144,7 @@ def _live(
     _workers.append(remote_worker)
     _built.set()
     remote_worker.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is closed: no more clean-up that this could interrupt
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
 
 
