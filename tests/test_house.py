@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reap"
 FLOORS = [
     {"errors"},
+    {"_foreign"},
     {"arguments", "spec", "seeding", "_system"},
     {"core", "trajectories"},
     {"weights"},

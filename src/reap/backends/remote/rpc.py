@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import FileStore, rpc  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap._system.pickling import dumps
 from reap._system.processes import end
 from reap._system.temporary import TemporaryFolder
@@ -43,12 +44,16 @@ from reap.errors import UsageError, WorkerDied
 
 THREADS = 2  # an agent needs at least: one waits for messages, and orders must pass
 _GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
-_BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
-# Shared memory, met at a Unix socket without a path: an agent that also knew the others would listen at 17 TCP ports of
-# the loopback interface, where a port scan ends it.
-_ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 _LOOK = 0.05  # seconds: how often a store is asked who is there
+
+
+def _has_agent() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:  # it needs one
+        return False
+    return True
 
 
 class RPCHandle(RemoteHandle):
@@ -104,7 +109,7 @@ class RPCBackend(RemoteBackend):
         self._joined = False
 
     def launch(self, jobs: Sequence[RemoteJob]) -> None:
-        if rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        if _has_agent():
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
         packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
         if self._nodes.launcher == "mp":
@@ -126,13 +131,13 @@ class RPCBackend(RemoteBackend):
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         if all(os.path.exists(path) for path in _SHM_NEEDS):
-            self._agent = {**_ON_ONE_MACHINE, **self._agent}
+            self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
         self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)
-        self._agent.update(_BETWEEN_MACHINES)
+        self._agent.update(torch_internals.BETWEEN_MACHINES)
         self._company = self._nodes.open(len(packed), self._store.port, self.wakeup.ring)
         peers = [name(index) for index in range(len(packed))]
         self._guarded = GuardedStore(self._store, self._company.registry.secret, self._nodes.listen, peers)
