@@ -130,13 +130,13 @@ def start_rpc_agent(store: Any, own: str, rank: int, size: int, options: Mapping
     from torch.distributed import autograd, rpc
     from torch.distributed.rpc import TensorPipeAgent  # type: ignore[attr-defined]
 
-    start = getattr(rpc.api, "_init_rpc_states", None)
-    if start is None:
+    start, begin_gradients = getattr(rpc.api, "_init_rpc_states", None), getattr(autograd, "_init", None)
+    if start is None or begin_gradients is None:  # agents ask for the second, too, though no gradients go through calls
         raise MissingDependency(
             f"torch {torch.__version__} starts the agents of torch.distributed.rpc in another way than RPCCollector "
             f"knows; DistributedCollector and RayCollector need none"
         )
     known = inspect.signature(rpc.TensorPipeRpcBackendOptions).parameters
     made = rpc.TensorPipeRpcBackendOptions(**{name: value for name, value in options.items() if name in known})
-    getattr(autograd, "_init", lambda rank: None)(rank)  # for gradients through calls, of which there are none
+    begin_gradients(rank)
     start(TensorPipeAgent(store, own, rank, size, made, {}, []))

@@ -184,7 +184,7 @@ class AsyncBatchedCollector(Collector):
             if options.get("trajs_per_batch") is not None or options.get("split_trajs"):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
-        dims = getattr(getattr(options.get("replay_buffer"), "_storage", None), "ndim", 1)  # TorchRL's have a number
+        dims = getattr(getattr(options.get("replay_buffer"), "storage", None), "ndim", 1)  # TorchRL's have a number
         if dims > 1:
             raise UsageError(
                 f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "

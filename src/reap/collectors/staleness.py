@@ -74,9 +74,9 @@ class StalenessWatch:
     def _find(self) -> None:
         """Note which parameters there are, and by which steps they are reached: replaced, they are others."""
         every = list(self._every())
+        self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
         if not torch_internals.SEES_REPLACED:  # all values are compared each time
             return
-        self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
         self._read = [p for p in self._parameters if p.numel()][-_READ:]
         parts = [part for module in self._modules for part in module.modules()]
         held = chain.from_iterable(map(torch_internals.holders, parts))

@@ -242,7 +242,8 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     kind = type(call)
     if kind.forward is nn.Sequential.forward or _is_mlp(call):
         pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        for child in call:  # `children` would leave out a layer that is used twice
+        layers: Any = call
+        for child in layers:  # `children` would leave out a layer that is used twice
             pairs += _layers(child) or []
         return pairs
     if kind is nn.Linear:
