@@ -74,7 +74,7 @@ def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[st
         raise WrongArgument("give policy or policy_factory, not both")
     if policy is None and factory is None:
         raise WrongArgument("give policy or policy_factory: one must decide; RandomPolicy() draws at random")
-    dims = getattr(getattr(options.get("replay_buffer"), "_storage", None), "ndim", 1)  # TorchRL's have a number
+    dims = getattr(getattr(options.get("replay_buffer"), "storage", None), "ndim", 1)  # TorchRL's have a number
     if dims > 1:
         raise UsageError(
             f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "

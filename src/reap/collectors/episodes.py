@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from reap._foreign import torchrl_internals
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
 from reap.core.attribute_path import get_attribute
@@ -206,6 +207,6 @@ def modules_of(env: Any) -> list[nn.Module]:
     for part in list(found):
         if type(part).__name__ == "SerialEnv" and part.is_closed:
             part.start()  # type: ignore[operator]  # its parts are made only then
-        for inner in vars(part).get("_envs") or ():  # of a SerialEnv; asked by name its parts would answer, too
+        for inner in torchrl_internals.serial_envs(part):
             found += modules_of(inner)
     return found

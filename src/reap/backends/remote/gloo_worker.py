@@ -17,8 +17,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap._system.remote_errors import Raised
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
@@ -57,10 +58,7 @@ class Address:
 
     def group(self, name: str, rank: int, size: int) -> Any:
         """Joined when all others have."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]
-        options._timeout = JOIN
-        return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)
+        return torch_internals.gloo_group(PrefixStore(name, self.store()), rank, size, self.listen, JOIN)
 
 
 def abandon(group: Any, peer: int) -> None:

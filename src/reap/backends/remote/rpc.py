@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import FileStore, rpc  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap._system.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
@@ -49,12 +50,16 @@ from reap.backends.worker_handle import WorkerHandle
 from reap.errors import UsageError, WorkerDied
 
 THREADS = 2  # an agent needs at least: one waits for messages, and orders must pass
-_BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
-# Shared memory, met at a Unix socket without a path: an agent that also knew the others would listen at 17 TCP ports of
-# the loopback interface, where a port scan ends it.
-_ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 _LOOK = 0.05  # seconds: how often a store is asked who is there
+
+
+def _has_agent() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:  # it needs one
+        return False
+    return True
 
 
 class RPCConnection(MessageConnection):
@@ -119,7 +124,7 @@ class TensorPipeTransport(MessageTransport):
         self._joined = False
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        if rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        if _has_agent():
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
         packed = [dumps(worker.job, f"what worker {worker.index} needs") for worker in workers]
         if self._nodes.launcher == "mp":
@@ -141,13 +146,13 @@ class TensorPipeTransport(MessageTransport):
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         if all(os.path.exists(path) for path in _SHM_NEEDS):
-            self._agent = {**_ON_ONE_MACHINE, **self._agent}
+            self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
         self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)
-        self._agent.update(_BETWEEN_MACHINES)
+        self._agent.update(torch_internals.BETWEEN_MACHINES)
         self._company = self._nodes.open(len(packed), self._store.port, self.wakeup.ring)
         peers = [name(index) for index in range(len(packed))]
         self._guarded = GuardedStore(self._store, self._company.registry.secret, self._nodes.listen, peers)

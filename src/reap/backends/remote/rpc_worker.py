@@ -9,21 +9,18 @@ interface alone; to other machines it is reached through a listener, and reaches
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
-from torch.distributed.rpc import TensorPipeAgent, api  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Tunnel
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import LocalWeights, Order
@@ -108,30 +105,10 @@ class GuardedStore(Store):
 
 
 def join_agent(store: Store, own: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
-    """Start this process's agent; returns when all are there.
-
-    Not by `init_rpc`: that has all agents call one another, and gloo besides, before anything is done.
-    """
-    with _on_loopback(), warnings.catch_warnings():
+    """Start this process's agent; returns when all are there."""
+    with torch_internals.on_loopback(_INTERFACE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what torch itself does there
-        made = rpc.TensorPipeRpcBackendOptions(**options)
-        torch.distributed.autograd._init(rank)  # type: ignore[attr-defined]
-        agent = TensorPipeAgent(store, own, rank, size, made, {}, [])
-        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    usual = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = usual
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_INTERFACE]
-        else:
-            os.environ[_INTERFACE] = before
+        torch_internals.start_rpc_agent(store, own, rank, size, options)
 
 
 def _live(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reap._foreign import torch_internals
 from reap.core.capture.fingerprint import Fingerprint
 from reap.core.capture.recorder import (
     Call,
@@ -240,12 +241,13 @@ class Captured:
             if self._writes:
                 wanted, after, got = self._on_copies(inputs, state)
             else:
-                versions = [t._version for t in self._outside.values()]
+                version_of = torch_internals.version_of
+                versions = list(map(version_of, self._outside.values()))
                 wanted = [*self._call(*[x.clone() for x in inputs])]
                 after = torch.get_rng_state()
                 torch.set_rng_state(state)
                 got = self._replayed(self.run, inputs)
-                if versions != [t._version for t in self._outside.values()]:
+                if versions != list(map(version_of, self._outside.values())):
                     return True  # another thread trains meanwhile: nothing can be told
             same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
             torch.set_rng_state(after)

@@ -89,16 +89,6 @@ class Lent:
         return lent.view(self._dtype) if self._dtype is torch.bfloat16 else lent
 
 
-def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value to its place, with few kernels where torch has a function for that."""
-    together = getattr(torch, "_foreach_copy_", None)
-    if together is not None:
-        together(list(into), list(values))
-        return
-    for column, value in zip(into, values):
-        column.copy_(value)
-
-
 class DeviceStats:
     """Counts of one worker; what only the device knows is fetched when `summary` asks."""
 

@@ -32,7 +32,7 @@ def untouched(policy: Any) -> Iterator[None]:
             if type(owner) is not kind:
                 continue  # a lazy module has found its shape: that is not undone
             now = vars(owner)
-            made = {n for group in ("_modules", "_parameters", "_buffers") for n in now.get(group, ())}
+            made = _registered(owner)
             before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
             for name in [n for n in now if n not in before]:
                 del now[name]
@@ -49,3 +49,12 @@ def untouched(policy: Any) -> Iterator[None]:
         random.setstate(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
+
+
+def _registered(owner: Any) -> set[str]:
+    """The names under which a module holds layers, parameters and buffers."""
+    if not isinstance(owner, nn.Module):
+        return set()
+    held = (owner.named_parameters, owner.named_buffers)
+    own = {name for named in held for name, _ in named(recurse=False, remove_duplicate=False)}
+    return own | {name for name, _ in owner.named_modules(remove_duplicate=False) if "." not in name}

@@ -15,7 +15,6 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
@@ -40,7 +40,6 @@ from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 
-_METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
@@ -288,7 +287,7 @@ class CapturedRows(TorchRLRows):
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
         envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(replaced(env, _METHODS) for env in envs)
+        return any(replaced(env, torchrl_internals.MOVES) for env in envs)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
@@ -308,17 +307,9 @@ class CapturedRows(TorchRLRows):
         """The transforms of these kinds."""
         return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self) -> contextlib.AbstractContextManager[None]:
         """Let what transforms ask the env be noted as calls, not as the answers of the moment."""
-        asking = self._parts(_ASKS)
-        for part in asking:
-            vars(part)["_get_lives"] = functools.partial(self._lives, part)
-        try:
-            yield
-        finally:
-            for part in asking:
-                del vars(part)["_get_lives"]
+        return torchrl_internals.answering_lives(self._parts(_ASKS), self._lives)
 
     def _lives(self, part: Any) -> Tensor:
         ask = self._asked_by.setdefault(id(part), _Lives(part))
@@ -532,9 +523,9 @@ class CapturedRows(TorchRLRows):
             with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
                 stepped = env.step(td)
             next_ = stepped.get("next")
-            root = env._step_mdp(stepped)
-            if env._post_step_mdp_hooks is not None:
-                stepped, root = env._post_step_mdp_hooks(stepped, root)
+            root = torchrl_internals.next_root(env, stepped)
+            if (hooks := torchrl_internals.hooks_after_step(env)) is not None:
+                stepped, root = hooks(stepped, root)
             found = [next_.get(key) for key in (*observation, *rewards)]
             found += [next_.get(flag) for flag in self._flags]
             found += [root.get(key) for key in self._root_keys]
@@ -588,12 +579,12 @@ class _Lives:
         """Find the game, if it is a single one of Gymnasium's."""
         (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
         self._game = None
-        if first == "unwrapped" and self._names and isinstance(vars(base).get("_env"), gym.Env):
-            self._game = base._env.unwrapped
+        if first == "unwrapped" and self._names and isinstance(torchrl_internals.gymnasium_env(base), gym.Env):
+            self._game = torchrl_internals.gymnasium_env(base).unwrapped
 
     def __call__(self) -> tuple[Array]:
         if self._game is None:
-            return (np.asarray(type(self._part)._get_lives(self._part), np.int64),)
+            return (np.asarray(torchrl_internals.lives_of(self._part), np.int64),)
         found: Any = self._game
         for name in self._names:
             found = getattr(found, name)
