@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
+from reap.core.capture import source
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured
 from reap.core.capture.replay import Captured
@@ -462,3 +463,18 @@ def test_more_that_a_module_relies_on_is_seen(change, monkeypatch):
     else:
         model.inside[0][0] = 2.0
     assert not replay.bind()
+
+
+@torch.no_grad()
+def test_without_torchs_guard_there_is_no_inference_mode(monkeypatch):
+    torch.manual_seed(0)
+    model, x = ActorCritic(), torch.randn(8, 4)
+    assert captured(model).run(x)[0].is_inference()
+    monkeypatch.setattr(source, "_guard", None)
+    replay = captured(model)
+    torch.manual_seed(1)
+    wanted = outputs(model)(x)
+    torch.manual_seed(1)
+    got = replay.run(x)
+    assert all(map(torch.equal, wanted, got))
+    assert not any(value.is_inference() for value in got)

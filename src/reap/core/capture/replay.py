@@ -65,6 +65,7 @@ class Captured:
         writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
             and compared, copies stand for them.
         arrays: whether `run` takes and returns arrays in place of tensors, as functions in it that are not torch's do.
+        inference: whether what `run` returns may be tensors of inference mode, which nobody can change in place later.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -77,8 +78,9 @@ class Captured:
         *,
         writes: bool = False,
         arrays: bool = False,
+        inference: bool = True,
     ) -> None:
-        self._call, self._writes, self._arrays = call, writes, arrays
+        self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
         self._relied_on = Fingerprint(modules)
         first = record(call, probes[0], Shadows() if writes else None)
@@ -148,16 +150,17 @@ class Captured:
         self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
-    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> StepSource:
-        return StepSource(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
+    def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor], *, each: bool = True) -> StepSource:
+        """What writes a function of these; `each`: one that is called at each step."""
+        options = {"numpy": each and self._numpy, "inference": each and self._inference}
+        return StepSource(tensors, outside, self._fixed, arrays=self._arrays, **options)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Prologue and body as functions, on these tensors from outside."""
         first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
         prologue = StepSource(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
-        source = StepSource(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
-        return prologue, source.function(self._body, self.used, wanted)
+        return prologue, self._source(self._tensors, outside).function(self._body, self.used, wanted)
 
     def bind(self, *, look: bool = True) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed.
@@ -208,9 +211,11 @@ class Captured:
         asked += [d.at for d in short.checks]
         kept = sorted({*kept, *(at for call in short.checked for at in call.reads)} - _written(short.checked))
         at_once = [*(Wanted(self._outputs[i], as_array=True) for i in now), *map(Wanted, kept)]
-        step = self._source(short.tensors, numpy=True).function(short.calls, self.used, at_once)
+        step = self._source(short.tensors, self._outside).function(short.calls, self.used, at_once)
         later += short.checked
-        columns = self._source(short.tensors, numpy=False).function(later, kept, [Wanted(at) for at in asked])
+        columns = self._source(short.tensors, self._outside, each=False).function(
+            later, kept, [Wanted(at) for at in asked]
+        )
         moves = [at in self._moving or at >= len(self._tensors) for at in asked]
         halves = Halves(step, columns, now, rest, checks, moves)
         halves.bind(*self._steady)

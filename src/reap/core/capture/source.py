@@ -3,14 +3,18 @@
     def make(r9):                             what is the same for a whole rollout
         n9 = r9.numpy()
         def run(n0, n1):                      what a step is given
-            with quiet(all="ignore"):
-                n5 = add(n0, n1)              NumPy, where it gives the same bits (see exact.py)
-            r5 = from_numpy(n5)
-            r6 = tanh(r5)                     torch
+            with inference(True):
+                with quiet(all="ignore"):
+                    n5 = add(n0, n1)          NumPy, where it gives the same bits (see exact.py)
+                r5 = from_numpy(n5)
+                r6 = tanh(r5)                 torch
             return (n5, r6)
         return run
 
 A register is a tensor `r…`, an array `n…` on the same memory, or both: what changes one changes the other.
+
+A torch call takes about 0.7 µs less in inference mode. Functions that are not torch's are called outside of it: tensors
+that a user's code made there could never need gradients.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ from torch import Tensor
 from reap.core.capture.exact import Expression, Operand, as_numpy
 from reap.core.capture.recorder import Call, Register, name_of
 
+# The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
+# entered and never left would be the user's. Where torch has it no more, there is no inference mode.
+_guard: Any = getattr(torch._C, "_InferenceMode", None)
+_WORTH = 2  # torch calls from which on the guard costs less than it saves
+
 # Microseconds, by which it is decided who makes a call.
 _TORCH, _NUMPY, _TO_ARRAY, _TO_TENSOR = 1.3, 0.45, 0.7, 0.5
 
@@ -36,6 +45,14 @@ class Wanted(NamedTuple):
     as_array: bool = False
 
 
+class Line(NamedTuple):
+    """A line of a step: whether it calls torch, and whether NumPy could warn there, as of an overflow."""
+
+    text: str
+    torch: bool = False
+    warns: bool = False
+
+
 class StepSource:
     """Writes functions of recorded calls.
 
@@ -45,6 +62,7 @@ class StepSource:
         fixed: registers that are given once per rollout.
         numpy: whether NumPy may make calls.
         arrays: whether what a step is given are arrays. Functions that are not torch's take and return arrays always.
+        inference: whether torch's calls are made in inference mode. Tensors that a step returns are of that mode, too.
     """
 
     def __init__(
@@ -55,13 +73,16 @@ class StepSource:
         *,
         numpy: bool,
         arrays: bool = False,
+        inference: bool = False,
     ) -> None:
         self._tensors, self._outside, self._fixed = tensors, outside, fixed
         self._numpy, self._arrays = numpy, arrays
         self._names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
-        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate)
+        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=_guard)
+        self._inference = inference and _guard is not None
         self._before: list[str] = []  # lines in which a rollout begins
-        self._lines: list[tuple[str, bool]] = []  # lines of a step, and whether NumPy could warn there
+        self._lines: list[Line] = []
+        self._parts = [self._lines]  # all lines so far; between two parts something that is not torch's is called
         self._tensor: set[int] = set()
         self._array: set[int] = set()
 
@@ -96,20 +117,19 @@ class StepSource:
         return self._names["make"]  # type: ignore[no-any-return]
 
     def _body(self) -> list[str]:
-        """The lines; torch is silent where NumPy would warn, so it is asked to be."""
-        found: list[str] = []
-        inside = False
-        last = max((i for i, (_, warns) in enumerate(self._lines) if warns), default=-1)
-        for i, (line, warns) in enumerate(self._lines):
-            ends = i > last or line.startswith("#")
-            if inside and ends:
-                inside = False
-            if warns and not inside:
-                found.append('        with quiet(all="ignore"):')
-                inside = True
-            if not line.startswith("#"):
-                found.append(f"        {'    ' * inside}{line}")
-        return found
+        """All lines, indented; what is not torch's is called between the parts, in no mode of ours."""
+        return [f"        {line}" for part in self._parts for line in self._guarded(part)]
+
+    def _guarded(self, part: Sequence[Line]) -> list[str]:
+        """Lines in inference mode, if they are worth it, and with NumPy as silent as torch is where it would warn."""
+        warns = [i for i, line in enumerate(part) if line.warns]
+        lines = [line.text for line in part]
+        if warns:
+            first, last = warns[0], warns[-1] + 1
+            lines[first:last] = ['with quiet(all="ignore"):', *(f"    {line}" for line in lines[first:last])]
+        if self._inference and sum(line.torch for line in part) >= _WORTH:
+            lines = ["with inference(True):", *(f"    {line}" for line in lines)]
+        return lines
 
     def _rule(self, call: Call) -> Expression | None:
         if not self._numpy or call.random or not isinstance(call.results, Register):
@@ -168,10 +188,10 @@ class StepSource:
             if steady:
                 self._before.append(text)
             else:
-                self._lines.append((text, False))
+                self._lines.append(Line(text, torch=True))
             self._array.add(at)
         elif not array and at not in self._tensor:
-            self._lines.append((f"r{at} = from_numpy(n{at})", False))
+            self._lines.append(Line(f"r{at} = from_numpy(n{at})", torch=True))
             self._tensor.add(at)
         return f"{'n' if array else 'r'}{at}"
 
@@ -202,20 +222,20 @@ class StepSource:
             text = f"n{at} = {text}"
             self._array.add(at)
             self._tensor.discard(at)
-        self._lines.append((text, not rule.quiet))
+        self._lines.append(Line(text, warns=not rule.quiet))
 
     def _foreign(self, call: Call) -> None:
         given = ", ".join(self._form(at, array=True) for at in call.reads)
         targets = "".join(f"n{at}, " for at in call.writes)
-        self._lines.append(("# outside", False))  # what it says is the user's to hear
-        self._lines.append((f"({targets}) = {self._value(call.func)}({given})", False))
-        self._lines.append(("# outside", False))
+        self._parts.append([Line(f"({targets}) = {self._value(call.func)}({given})")])
+        self._lines = []
+        self._parts.append(self._lines)
         self._array.update(call.writes)
 
     def _by_torch(self, call: Call) -> None:
         arguments = [*map(self._value, call.args), *(f"{k}={self._value(v)}" for k, v in call.kwargs.items())]
         line = f"{self._target(call.results, call.reads)} = {self._value(call.func)}({', '.join(arguments)})"
-        self._lines.append((line, False))
+        self._lines.append(Line(line, torch=True))
 
     def _target(self, value: Any, reads: tuple[int, ...]) -> str:
         if isinstance(value, Register):
