@@ -478,3 +478,34 @@ def test_without_torchs_guard_there_is_no_inference_mode(monkeypatch):
     got = replay.run(x)
     assert all(map(torch.equal, wanted, got))
     assert not any(value.is_inference() for value in got)
+
+
+class LooksBack(nn.Module):
+    """Results that are computed, views of them, and views of what is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y = (x * self.weight).abs() + 1.0
+        rows = y.reshape(-1, 2)
+        left, right = rows.unbind(-1)
+        z = torch.empty_like(left).copy_(left * right)
+        z += rows.sum(-1)
+        total = (z.sqrt() - right).clamp(-3.0, 3.0)
+        return total, rows[..., :1], y.clone(), (left - 1).reshape(-1, 2).sum(0)
+
+
+def test_what_was_returned_stays_as_it_was():
+    torch.manual_seed(0)
+    model = LooksBack()
+    replay = captured(model)
+    assert replay.bind()
+    with torch.no_grad():
+        kept = []
+        for _ in range(5):
+            x = torch.randn(8, 4)
+            kept.append((outputs(model)(x), replay.run(x)))
+    for wanted, got in kept:
+        assert all(map(torch.equal, wanted, got))

@@ -188,6 +188,9 @@ def _moved(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     source = tensors[0]
+    if name == "copy_" and len(args) == 2 and not kwargs.get("non_blocking") and isinstance(args[1], Operand):
+        alike = args[1].like.dtype is result.dtype and args[1].like.shape == result.shape
+        return Expression(np.ndarray.copy, (args[1],)) if alike else None
     if name in _CASTS and isinstance(args[0], Operand):
         widens = source.dtype is not result.dtype and not (source.dtype in _FLOATS and result.dtype not in _FLOATS)
         good = widens and source.shape == result.shape and result.is_contiguous() and source.is_contiguous()

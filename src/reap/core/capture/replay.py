@@ -145,15 +145,22 @@ class Captured:
         given = {memory.get(at) for at in inputs}
         self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
         self._prologue = _needed(steady, {*fixed, *(d.at for d in self._guards)})
-        self._body, self._moving = body, moving
+        self._body, self._moving, self._memory = body, moving, memory
         self._changing = {at for at, place in memory.items() if place in changed}
         self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
+    def read_of(self, func: Callable[..., Any]) -> list[list[bool]]:
+        """For each call of `func`, which is not torch's, in a step: whether each of its results is looked at."""
+        read = {at for call in self._body for at in call.reads} | {*self._outputs}
+        return [[at in read for at in call.writes] for call in self._body if call.func == func]
+
     def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor], *, each: bool = True) -> StepSource:
         """What writes a function of these; `each`: one that is called at each step."""
-        options = {"numpy": each and self._numpy, "inference": each and self._inference}
-        return StepSource(tensors, outside, self._fixed, arrays=self._arrays, **options)
+        if not each:
+            return StepSource(tensors, outside, self._fixed, numpy=False, arrays=self._arrays)
+        more: dict[str, Any] = {"arrays": self._arrays, "inference": self._inference, "memory": self._memory}
+        return StepSource(tensors, outside, self._fixed, numpy=self._numpy, **more)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Prologue and body as functions, on these tensors from outside."""

@@ -63,7 +63,6 @@ TRANSFORMS = frozenset(
 # fmt: on
 # Resets that step the env, count in Python or draw as many numbers as lanes begin: they are TorchRL's always.
 _RESET_IN_PYTHON = ("NoopResetEnv", "RandomTruncationTransform", "TrajCounter")
-_REPEATS = "FrameSkipTransform"
 _ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
 
 
@@ -106,7 +105,8 @@ class Base:
         self._reset_at: dict[Key, int] = {}
         self._rows: list[tuple[Row, tuple[Array, ...]]] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
-        self._turn = 0
+        self._turn = -1
+        self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
 
@@ -165,32 +165,46 @@ class Base:
         return [value.numpy().copy() for value in self.first]
 
     def prepare(self) -> None:
-        """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
-        spec, dims = self.lanes.spec, len(self.size)
+        """Make room for a step's results, twice: the last one's are still looked at when the next are written.
+
+        Of several calls in one step only the last is looked at later. The others have room of their own, but for
+        observations that nobody reads, like the frames an Atari game skips.
+        """
+        dims = len(self.size)
         keys = [as_key(key) for key in self.env.action_keys]
         self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
-        self._shapes = [(spec.lanes, *a.shape[dims:]) for a in self.asked]
-        self._rows = []
-        for _ in range(2):
-            row = Row()
-            row.next = tuple(leaf.column(spec.lanes) for leaf in spec.observation.values())
-            row.rewards = tuple(leaf.column(spec.lanes) for leaf in spec.reward.values())
-            row.reward = row.rewards[0][:, 0]
-            flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
-            row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
-            arrays: dict[Key, Any] = dict(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
-            arrays.update({(flag,): array for flag, array in flags.items()})
-            tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
-            results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
-            if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
-                raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-            self._rows.append((row, tuple(t.numpy() for t in results)))
+        self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
+        observation = self.lanes.spec.observation
+        unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
+        skipped = []
+        for read in self.read[:-1]:
+            looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
+            skipped.append(self._room({key: array for key, array in unread.items() if key not in looked_at}))
+        self._rows = [*skipped, self._room({}), *skipped, self._room({})]
+        self._turn = -1
+
+    def _room(self, common: Mapping[Key, Array]) -> tuple[Row, tuple[Array, ...]]:
+        """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
+        spec, row = self.lanes.spec, Row()
+        leaves = {**spec.observation, **spec.reward}
+        arrays = {key: common[key] if key in common else leaf.column(spec.lanes) for key, leaf in leaves.items()}
+        row.next = tuple(arrays[key] for key in spec.observation)
+        row.rewards = tuple(arrays[key] for key in spec.reward)
+        row.reward = row.rewards[0][:, 0]
+        flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
+        row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
+        arrays.update({(flag,): array for flag, array in flags.items()})
+        tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
+        results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
+        if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
+            raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
+        return row, tuple(t.numpy() for t in results)
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
         if self.given:
             return tuple(value.numpy().copy() for value in self.given)
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._rows)
         row, results = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         self._act(row, actions)
@@ -546,9 +560,6 @@ class CapturedRows(TorchRLRows):
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
         transforms = self._transforms()
         captured = self._recorded(step, first)
-        for base in self._bases:
-            base.prepare()
-        self._captured, self._run, self._relied_on = captured, captured.run, transforms
         flags_at = len(observation) + len(rewards)
         self._flag_at = {flag: flags_at + i for i, flag in enumerate(self._flags)}
         self._done_at = self._flag_at["done"]
@@ -556,11 +567,12 @@ class CapturedRows(TorchRLRows):
         self._after_to = self._after_at + len(self._root_keys)
         # What a step leaves for the next in the memory of what it was given must be memory of its own.
         self._copies = any(captured.aliases[self._after_at : self._after_to])
-        self._fresh = self._copies or bool(self._parts(_REPEATS))  # several steps in one: each keeps its own results
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
         for base in self._bases:
-            base.locks, base.fresh = self._locks, self._fresh
+            base.locks, base.fresh, base.read = self._locks, self._copies, captured.read_of(base.step)
+            base.prepare()
+        self._captured, self._run, self._relied_on = captured, captured.run, transforms
         self._mine, self._flat = len(observation), len(env.batch_size) <= 1
         self._shown_at = [[as_key(key) for key in self._root_keys].index(key) for key in observation]
         self._choose()
