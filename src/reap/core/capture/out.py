@@ -5,8 +5,8 @@
     y = x.reshape(8)         y = x.reshape(8)
     s = sum(y, 0)            s = empty()               sum(y, 0, out=s)
 
-Such memory has both its forms, tensor and array, from the beginning: the ways from one to the other cost 0.8 µs each. Of
-images it stays where the last step left it, in the processor's cache.
+Such memory has both its forms, tensor and array, from the beginning: the ways from one to the other cost 0.8 µs each.
+Of images it stays where the last step left it, in the processor's cache.
 """
 
 from __future__ import annotations

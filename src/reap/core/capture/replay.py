@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reap.core.capture.fingerprint import Fingerprint
@@ -117,7 +118,7 @@ class Captured:
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
-        calls, names = _without_copies(calls, memory, changed)
+        calls, names = _without_copies(calls, memory, changed, recorder.tensors)
         outputs = tuple(names.get(at, at) for at in outputs)
         calls = [_in_plain_form(call, recorder.tensors) for call in calls]
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
@@ -385,20 +386,33 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _without_copies(
-    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
+    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int], tensors: Sequence[Tensor]
 ) -> tuple[list[Call], dict[int, int]]:
-    """The calls without copies of what nobody changes; and which register stands for the copy."""
+    """The calls without copies of what nobody changes, and views that are as they were; and who stands for them."""
     names: dict[int, int] = {}
     kept = []
     for call in calls:
         if names:
             call = _renamed(call, names)
         copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
-        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
+        if (copies or _is_itself(call, memory, tensors)) and changed.isdisjoint(
+            {memory.get(call.reads[0]), memory.get(call.writes[0])}
+        ):
             names[call.writes[0]] = call.reads[0]
         else:
             kept.append(call)
     return kept, names
+
+
+def _is_itself(call: Call, memory: Mapping[int, int], tensors: Sequence[Tensor]) -> bool:
+    """Whether a call returns the tensor it was given, in another object."""
+    if not isinstance(call.results, Register) or len(call.reads) != 1 or call.random or call.foreign or call.changes:
+        return False
+    (one,), (other,) = call.reads, call.writes
+    given, made = tensors[one], tensors[other]
+    same = given.dtype is made.dtype and given.shape == made.shape and given.stride() == made.stride()
+    placed = given.storage_offset() == made.storage_offset() and memory.get(one, one) == memory.get(other)
+    return same and placed and given.is_conj() == made.is_conj() and given.is_neg() == made.is_neg()
 
 
 def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int]) -> tuple[list[Call], dict[int, int]]:
@@ -453,6 +467,10 @@ def _renamed(call: Call, names: Mapping[int, int]) -> Call:
 def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
     """The same call in the form others know: without a tensor of which only the shape is asked, which never changes."""
     named = ("condition", "input", "other")
+    if call.func is F.softmax and len(call.args) == 1 and call.kwargs.get("dtype") is None:
+        return call._replace(func=torch.softmax, kwargs={"dim": call.kwargs["dim"]})
+    if call.func is F.relu and len(call.args) == 1 and not call.kwargs.get("inplace"):
+        return call._replace(func=torch.relu, kwargs={})
     if name_of(call.func) == "where" and not call.args and tuple(call.kwargs) == named:
         return call._replace(args=tuple(call.kwargs[name] for name in named), kwargs={})
     if name_of(call.func) == "expand_as" and len(call.args) == 2 and not call.kwargs:

@@ -102,7 +102,8 @@ class Base:
         self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
         self.begin_due = lambda: self.begin(self.due)
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
-        self._reset_at: dict[Key, int] = {}
+        self._begun: list[Array] = []  # the same memory, by these keys
+        self._into: list[Array] = []  # and as the lanes write it
         self._rows: list[tuple[Row, tuple[Array, ...]]] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = -1
@@ -131,8 +132,11 @@ class Base:
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
         self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
-        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
-        self.first = [result.get(key).clone() for key in self.reset_keys]
+        self.first = [result.get(key).clone(memory_format=torch.contiguous_format) for key in self.reset_keys]
+        self._begun = [value.numpy() for value in self.first]
+        by_key = dict(zip(map(as_key, self.reset_keys), self._begun))
+        spec = self.lanes.spec
+        self._into = [by_key[key].reshape(spec.lanes, *leaf.shape) for key, leaf in spec.observation.items()]
         return result
 
     def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -156,13 +160,8 @@ class Base:
         """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
         if self.given:
             return [value.numpy().copy() for value in self.given]
-        into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
-        self.lanes.reset(lanes, into)
-        at = list(lanes)
-        for key, array in zip(self.lanes.spec.observation, into):
-            mine = self.first[self._reset_at[key]]
-            mine.reshape(array.shape).numpy()[at] = array[at]
-        return [value.numpy().copy() for value in self.first]
+        self.lanes.reset(lanes, self._into)
+        return [array.copy() for array in self._begun]
 
     def prepare(self) -> None:
         """Make room for a step's results, twice: the last one's are still looked at when the next are written.
@@ -230,7 +229,7 @@ class _Reset:
     mask: Tensor  # which lanes; the recording looks at it
     due: list[tuple[int, ...]]  # of each base
     bound: int = -1  # to which rollout
-    runs: dict[bytes, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)  # bound in it, by lanes
+    runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
     room: int = 0  # for so many more
     proved: bool = False  # whether it was seen to hold for another mask
 
@@ -366,11 +365,12 @@ class CapturedRows(TorchRLRows):
             array[...] = value if self._flat else value.reshape(array.shape)
         done = values[self._done_at]
         self._leaves = values[self._after_at : self._after_to]
-        if 1 not in done.tobytes():
+        ends = done.tobytes()
+        if 1 not in ends:
             self._ended = []
             return self._ended
         try:
-            self._begin_where(done)
+            self._begin_where(done, ends)
         except ReapError:
             raise
         except Exception as cause:
@@ -380,39 +380,44 @@ class CapturedRows(TorchRLRows):
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
             if flag in self._flag_at:
                 column[:] = values[self._flag_at[flag]].reshape(self.spec.lanes)
-        self._ended = np.flatnonzero(over).tolist()
+        self._ended = over.nonzero()[0].tolist()
         return self._ended
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         leaves = self._leaves
         if leaves is None or seeds is not None or lanes is not self._ended:
             return super().reset(lanes, into, seeds)
+        which = lanes[0] if len(lanes) == 1 else lanes
         for at, array in zip(self._shown_at, into):  # they have begun anew already
-            array[lanes] = leaves[at].reshape(array.shape)[lanes]
+            array[which] = leaves[at].reshape(array.shape)[which]
         self._unused, self._ended = False, []
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
 
-    def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
-        """Reset the lanes that are done, as TorchRL does after a step."""
-        assert self._leaves is not None
+    def _begin_where(self, done: Array, ends: bytes) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step. `ends` are the same as bytes."""
         driver = self.driver
         try:
-            self._begin_lanes(done)
+            self._begin_lanes(done, ends)
         finally:
             self.driver = driver  # they were moved by us, not by hand
 
-    def _begin_lanes(self, done: Array) -> None:
+    def _begin_lanes(self, done: Array, ends: bytes) -> None:
         assert self._leaves is not None
         # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
-        partly = self._alike and len(self._bases) == 1 and not done.all()
-        pattern = b"" if partly else done.tobytes()
+        partly = self._alike and len(self._bases) == 1 and 0 in ends
+        pattern = b"" if partly else ends
         known = self._resets.get(pattern, 0)
-        if isinstance(known, _Reset) and self._prepared(known, done):
-            with _held(self._locks):
+        if isinstance(known, _Reset) and (self._ready(known, done, ends) if partly else self._bound(known)):
+            for lock in self._locks:
+                lock.acquire()
+            try:
                 self._leaves = known.captured.run(*[self._leaves[i] for i in known.captured.used])
+            finally:
+                for lock in self._locks:
+                    lock.release()
             return
         before = [torch.from_numpy(array) for array in self._leaves]
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
@@ -429,38 +434,41 @@ class CapturedRows(TorchRLRows):
                 captured = self._recorded(self._reset_of(mask), self._first_of(before))
                 self._resets[pattern] = _Reset(captured, mask, due)
 
-    def _prepared(self, reset: _Reset, done: Array) -> bool:
-        """Get a recorded reset ready for these lanes. False: TorchRL must make this one."""
+    def _bound(self, reset: _Reset) -> bool:
+        """Get a recorded reset ready, of the very lanes it was recorded with. False: TorchRL must make this one."""
         for base, due in zip(self._bases, reset.due):
             base.due = due
-        if done.all() or len(self._bases) > 1 or not self._alike:
-            if reset.bound != self._rollouts:
-                reset.bound = self._rollouts if reset.captured.bind() else -1
-            return reset.bound == self._rollouts
-        self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
-        mask, lanes = reset.mask.numpy(), done.tobytes()
+        if reset.bound != self._rollouts:
+            reset.bound = self._rollouts if reset.captured.bind() else -1
+        return reset.bound == self._rollouts
+
+    def _ready(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
+        """Get a recorded reset ready for these lanes of the one base. False: TorchRL must make this one."""
+        mask, (base,) = reset.mask.numpy(), self._bases
+        if reset.proved and reset.bound == self._rollouts and lanes in reset.runs:
+            mask[...] = done
+            reset.captured.run, base.due = reset.runs[lanes]
+            return True
+        base.due = tuple(done.reshape(self.spec.lanes).nonzero()[0].tolist())
         other = mask.tobytes() != lanes
         mask[...] = done
         anew = reset.bound != self._rollouts
         if anew:
             reset.runs, reset.room = {}, _RUNS
-        elif reset.proved and lanes in reset.runs:
-            reset.captured.run = reset.runs[lanes]
-            return True
         if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
         if reset.room:
             reset.room -= 1
-            reset.runs[lanes] = reset.captured.run
+            reset.runs[lanes] = reset.captured.run, base.due
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             state = torch.get_rng_state()
             try:
                 reset.proved = reset.captured.agrees(probe)
             finally:
-                self._bases[0].given = ()
+                base.given = ()
                 torch.set_rng_state(state)
             if not reset.proved:
                 self._alike = False
@@ -628,18 +636,6 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
     finally:
         for base in stand_ins:
             del base.env.__dict__[verb]
-
-
-@contextlib.contextmanager
-def _held(locks: Sequence[Any]) -> Iterator[None]:
-    """Hold the locks of shared statistics."""
-    for lock in locks:
-        lock.acquire()
-    try:
-        yield
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
