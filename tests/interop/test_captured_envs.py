@@ -27,6 +27,7 @@ from torchrl.envs import (
     FrameSkipTransform,
     GrayScale,
     GymEnv,
+    GymWrapper,
     InitTracker,
     NoopResetEnv,
     ObservationNorm,
@@ -433,3 +434,25 @@ def test_random_first_values_and_those_of_a_function(default):
     for a, b in zip(batches(capture=False), batches()):
         for key in ("h", "action", "observation", ("next", "h")):
             assert torch.equal(a[key], b[key]), key
+
+
+def test_an_env_is_never_stepped_in_inference_mode():
+    class Watches(gym.Wrapper):
+        seen = set()
+
+        def step(self, action):
+            self.seen.add(torch.is_inference_mode_enabled())
+            return self.env.step(action)
+
+        def reset(self, **kwargs):
+            self.seen.add(torch.is_inference_mode_enabled())
+            return self.env.reset(**kwargs)
+
+    base = SerialEnv(2, lambda: GymWrapper(Watches(gym.make("CartPole-v1"))))
+    env = TransformedEnv(base, Compose(*CHAINS["as PPO"]()))
+    collector = Collector(env, TensorDictModule(Leans(), ["observation"], ["action"]), frames_per_batch=200)
+    for _ in range(3):
+        next(iter(collector))
+    assert "replays" in collector.explain()
+    assert Watches.seen == {False}
+    collector.shutdown()

@@ -103,7 +103,8 @@ class CapturedPolicy(TensorPolicy):
                 return [*values, *(now[key] for key in leaves)]
 
             held = [given[key] for key in finds]
-            return Captured([self._model], step, [[*probe, *(h.clone() for h in held)] for probe in probes])
+            with_held = [[*probe, *(h.clone() for h in held)] for probe in probes]
+            return Captured([self._model], step, with_held, inference=not leaves)  # what it finds it may change
 
         # Of all that it wrote at the last step it may look for little, mostly for nothing.
         found, keys = recorded(list(given), []), []  # type: ignore[var-annotated]

@@ -356,6 +356,7 @@ class ParallelBase(Base):
             self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
         _, rows, arrays = self._memory
         self._rows = []
+        self.fresh = self.fresh or len(self.read) > 1  # there is room for two, and none for a third
         for n, row in enumerate(rows):
             found = [arrays[("next", *as_key(key))][n] for key in self.keys]
             results = tuple(array.reshape(*self.size, *array.shape[1:]) for array in found)
