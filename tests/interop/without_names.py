@@ -27,7 +27,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from reap.buffers.storage.rows import as_tensordict
 from tensordict import TensorDict
 from tensordict.nn import (
     InteractionType,
@@ -41,6 +40,7 @@ from torch import Tensor, distributions, nn
 from torch.distributed import FileStore, HashStore, rpc
 
 from reap._foreign import tensordict_internals, torch_internals, torchrl_internals
+from reap.buffers.storage.rows import as_tensordict
 from reap.collectors import Collector
 from reap.collectors.staleness import StalenessWatch
 from reap.core.capture import recorder
