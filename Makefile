@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q -c constraints.txt
 
-.PHONY: demo test test-all check bench bench-all docs clean help
+.PHONY: demo test test-all test-oldest check bench bench-all docs clean help
 
 help:
 	@echo "make demo      PPO learns CartPole-v1 (half a minute), curve in demo.png"
 	@echo "make test      the tests"
 	@echo "make test-all  all tests, long ones and GPU ones too"
+	@echo "make test-oldest  the core of the tests, with the oldest libraries that are allowed, in .venv-oldest"
 	@echo "make check     lint and types"
 	@echo "make bench     the scoreboard: reap beside a hand-written loop and TorchRL (six minutes)"
 	@echo "make bench-all every workload, with peers"
@@ -36,6 +37,16 @@ test: $(VENV)/.with-test
 test-all: $(VENV)/.with-test
 	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
 
+# Without TorchRL, which asks for the newest tensordict of its series; tests that need it, or Ray, are skipped.
+.venv-oldest/.ready: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install -q -c constraints-oldest.txt -e . "pytest>=8" "pytest-timeout>=2.3" "pytest-xdist>=3.7" "hypothesis>=6.100"
+	@touch $@
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -m "not slow and not cuda" -n 4 tests/unit tests/buffers tests/backends/test_inline.py \
+		tests/backends/test_process.py tests/backends/test_multi.py tests/envs/test_gymnasium.py tests/envs/test_parallel.py
+
 check: $(VENV)/.with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,4 +63,4 @@ docs: $(VENV)/.with-docs
 	@echo "site/index.html"
 
 clean:
-	rm -rf $(VENV) site build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-oldest site build .mypy_cache .ruff_cache .pytest_cache

@@ -4,14 +4,17 @@ import ast
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 
 from reap._foreign import torchrl_internals
+from reap.backends.remote.ray import _begins_one, _on_loopback
 from reap.collectors import Collector
 from tests.interop.without_names import Counting, turns
-from tests.test_house import MODULES, NOT_FOREIGN, named
+from tests.test_house import KNOWN_BY_ONE, MODULES, NOT_FOREIGN, named
 
 pytest.importorskip("torchrl")
 LIBRARIES = ("torch", "tensordict", "torchrl")
@@ -58,6 +61,32 @@ def test_the_same_is_collected_without(found, library, name):
     assert without
     for world, data in without.items():
         assert data == OTHERWISE.get((name, world), usual[world]), world
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_BY_ONE["envs.adapters.gymnasium_checks"]))
+def test_gymnasiums_checks_stay_without(name):
+    """Wrappers that do not say whether they are done are called."""
+
+    def played(source):
+        space: dict = {}
+        exec(source, space)
+        env = gym.make("CartPole-v1", max_episode_steps=5)
+        seen = [env.reset(seed=0)[0].tolist()]
+        for n in range(5):
+            step = space["unchecked_step"](env) or env.step
+            seen.append([env.step(1)[0].tolist(), *env.reset(seed=1)[0].tolist()] if n < 2 else step(n % 2)[:4])
+        return str(seen)
+
+    source = MODULES["envs.adapters.gymnasium_checks"].read_text()
+    assert played(source.replace(name, f"{name}_gone")) == played(source)
+
+
+def test_ray_does_without_its_private_module(caplog):
+    ray = types.SimpleNamespace()
+    assert not _begins_one(ray, {})
+    assert _begins_one(ray, {"address": "local"})
+    with _on_loopback(ray):
+        assert "listens on all interfaces" in caplog.text
 
 
 def test_parallel_envs_are_left_to_torchrl(monkeypatch):

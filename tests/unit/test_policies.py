@@ -18,6 +18,7 @@ from tensordict.nn import (
     TensorDictSequential,
     set_interaction_type,
 )
+from tensordict.nn import probabilistic as tensordict_probabilistic
 from tensordict.nn.probabilistic import interaction_type
 from torch import distributions, nn
 
@@ -424,6 +425,51 @@ def test_exploring_nests_and_lets_modules_set_their_own():
             assert interaction_type() is InteractionType.MEDIAN
         assert interaction_type() is InteractionType.RANDOM
     assert interaction_type() is None
+
+
+def test_the_interaction_type_is_tensordicts_own_when_nobody_collects():
+    usual = tensordict_probabilistic._interaction_type
+    seen = []
+
+    def looks(observation):
+        seen.append(tensordict_probabilistic._interaction_type is usual)
+        return echo(observation)
+
+    c = Collector(CountingEnv(), looks, frames_per_batch=3)
+    assert tensordict_probabilistic._interaction_type is usual
+    for _ in range(2):
+        c.next()
+        assert tensordict_probabilistic._interaction_type is usual
+    assert seen
+    assert not any(seen)
+    with pytest.raises(ZeroDivisionError), exploring(InteractionType.MODE):
+        1 / 0
+    assert tensordict_probabilistic._interaction_type is usual
+    c.shutdown()
+
+
+def test_the_interaction_type_stays_while_another_thread_collects():
+    usual = tensordict_probabilistic._interaction_type
+    inside, leave = threading.Event(), threading.Event()
+    seen = []
+
+    def collect():
+        with exploring(InteractionType.MODE):
+            inside.set()
+            leave.wait(60)
+            seen.append(interaction_type())
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    inside.wait(60)
+    with exploring(InteractionType.MEAN):
+        assert interaction_type() is InteractionType.MEAN
+    assert interaction_type() is None
+    assert tensordict_probabilistic._interaction_type is not usual
+    leave.set()
+    thread.join()
+    assert seen == [InteractionType.MODE]
+    assert tensordict_probabilistic._interaction_type is usual
 
 
 # ---- random ----------------------------------------------------------------------------------------------------------

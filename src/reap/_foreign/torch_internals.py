@@ -140,3 +140,8 @@ def start_rpc_agent(store: Any, own: str, rank: int, size: int, options: Mapping
     made = rpc.TensorPipeRpcBackendOptions(**{name: value for name, value in options.items() if name in known})
     begin_gradients(rank)
     start(TensorPipeAgent(store, own, rank, size, made, {}, []))
+
+
+# The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
+# entered and never left would be the user's. Where torch has it no more, there is no inference mode.
+INFERENCE_GUARD: Any = getattr(torch._C, "_InferenceMode", None)

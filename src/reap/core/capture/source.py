@@ -26,13 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap._foreign.torch_internals import INFERENCE_GUARD
 from reap.core.capture.exact import Expression, Operand, as_numpy
 from reap.core.capture.out import has_room, is_view, writer
 from reap.core.capture.recorder import Call, Register, name_of
 
-# The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
-# entered and never left would be the user's. Where torch has it no more, there is no inference mode.
-_guard: Any = getattr(torch._C, "_InferenceMode", None)
 _WORTH = 2  # torch calls from which on the guard costs less than it saves
 
 _COPIES = ("clone", "empty_like")  # made by a copy, or not at all, where there is memory for their results
@@ -94,8 +92,8 @@ class StepSource:
         self._tensors, self._outside, self._fixed = tensors, outside, fixed
         self._numpy, self._arrays = numpy, arrays
         self._names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
-        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=_guard)
-        self._inference = inference and _guard is not None
+        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=INFERENCE_GUARD)
+        self._inference = inference and INFERENCE_GUARD is not None
         self._before: list[str] = []  # lines in which a rollout begins
         self._lines: list[Line] = []
         self._parts = [self._lines]  # all lines so far; between two parts something that is not torch's is called

@@ -32,7 +32,7 @@ def unchecked_step(env: gym.Env[Any, Any]) -> Callable[[Any], Any] | None:
         kind = type(inner)
         if kind is TimeLimit and limit is None and {"_elapsed_steps", "_max_episode_steps"} <= vars(inner).keys():
             limit = inner
-        elif kind in _DONE:
+        elif kind in _DONE and not vars(inner).keys().isdisjoint(_DONE[kind]):  # versions have more or fewer of them
             if not all(vars(inner).get(flag, True) for flag in _DONE[kind]):
                 return None
             checks += 1
