@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from reap.core.capture.exact import Expression, Operand, as_numpy
-from reap.core.capture.out import has_room, is_view, writer
+from reap.core.capture.out import has_room, is_cast, is_view, writer
 from reap.core.capture.recorder import Call, Register, name_of
 
 # The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
@@ -305,6 +305,9 @@ class StepSource:
     def _into_reserved(self, call: Call, arguments: list[str]) -> None:
         at, write = call.results.at, writer(call)
         if write is not None:
+            if is_cast(call, self._tensors):  # into the same memory, and not into another as large
+                self._lines.append(Line(f"{self._value(Tensor.copy_)}(r{at}, {arguments[0]})", torch=True))
+                arguments = [f"r{at}", *arguments[1:]]
             self._lines.append(Line(f"{self._value(write)}({', '.join(arguments)}, out=r{at})", torch=True))
         elif name_of(call.func) == "clone":
             self._lines.append(Line(f"{self._value(Tensor.copy_)}(r{at}, {arguments[0]})", torch=True))
