@@ -74,12 +74,14 @@ _VIEWS = {"reshape", "view", "unsqueeze", "squeeze", "flatten", "view_as"}
 def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Tensor) -> Expression | None:
     """The same call by NumPy, or None if its bits could be others. Tensors among `args` are Operands."""
     tensors = [a.like for a in args if isinstance(a, Operand)]
-    if not result.ndim or not tensors or result.numel() > MOST:
+    if not result.ndim or not tensors:
         return None  # NumPy makes bare numbers of arrays without dimensions
-    if any(
-        t.numel() > MOST or t.dtype not in DTYPES or t.device.type not in ("cpu", "meta") for t in (*tensors, result)
-    ):
+    if any(t.dtype not in DTYPES or t.device.type not in ("cpu", "meta") for t in (*tensors, result)):
         return None
+    if any(t.numel() > MOST for t in (*tensors, result)):
+        # Where numbers do not lie side by side, like one colour of an image, NumPy takes them in half of torch's time.
+        apart = result.is_contiguous() and not all(t.is_contiguous() for t in tensors)
+        return _arithmetic(name, list(args), kwargs, tensors, result) if apart else None
     for rule in (_arithmetic, _bounded, _compared, _chosen, _moved, _found):
         found = rule(name, list(args), kwargs, tensors, result)
         if found is not None:

@@ -46,6 +46,14 @@ def writer(call: Call) -> Callable[..., Any] | None:
     return found
 
 
+def is_cast(call: Call, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call on whole numbers and a Python number makes floats of them first: images, divided by 255."""
+    if name_of(call.func) not in ("div", "__truediv__") or len(call.args) != 2 or call.kwargs:
+        return False
+    given, made = tensors[call.args[0].at], tensors[call.results.at]
+    return not given.dtype.is_floating_point and made.dtype is torch.float32 and type(call.args[1]) in (int, float)
+
+
 def is_view(call: Call, memory: Mapping[int, int]) -> bool:
     """Whether all that is returned lies in the memory of what is given, and nothing is computed."""
     made = [at for at in call.writes if at not in call.reads]

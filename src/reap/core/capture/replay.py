@@ -119,7 +119,7 @@ class Captured:
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
-        calls, names = _without_copies(calls, memory, changed, recorder.tensors)
+        calls, names = _without_copies(calls, memory, changed, recording)
         outputs = tuple(names.get(at, at) for at in outputs)
         calls = [_in_plain_form(call, recorder.tensors) for call in calls]
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
@@ -149,7 +149,7 @@ class Captured:
         self._prologue = _needed(steady, {*fixed, *(d.at for d in self._guards)})
         self._body, self._moving, self._memory = body, moving, memory
         self._changing = {at for at, place in memory.items() if place in changed}
-        self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
+        self._tensors = [_shape_of(t) if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
     def read_of(self, func: Callable[..., Any]) -> list[list[bool]]:
@@ -377,6 +377,11 @@ def _noisy(value: Tensor) -> Tensor:
     return value + torch.randn_like(value) if value.dtype.is_floating_point else value.clone()
 
 
+def _shape_of(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, type and strides, without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -388,21 +393,34 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _without_copies(
-    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int], tensors: Sequence[Tensor]
+    calls: Sequence[Call], memory: dict[int, int], changed: set[int], recording: RecordedStep
 ) -> tuple[list[Call], dict[int, int]]:
-    """The calls without copies of what nobody changes, and views that are as they were; and who stands for them."""
+    """The calls without copies that stay what was copied, and views that are as they were; and who stands for them.
+
+    `memory` is told that who stands for a copy lies elsewhere.
+    """
+    recorder, end = recording.recorder, len(calls)
+    last = {memory.get(at): i for i, call in enumerate(calls) for at in (*call.reads, *call.writes)}
+    last.update({memory.get(at): end for at in (*recording.outputs, *(d.at for d in recorder.decisions))})
     names: dict[int, int] = {}
     kept = []
-    for call in calls:
+    for i, call in enumerate(calls):
         if names:
             call = _renamed(call, names)
         copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
-        if (copies or _is_itself(call, memory, tensors)) and changed.isdisjoint(
-            {memory.get(call.reads[0]), memory.get(call.writes[0])}
-        ):
-            names[call.writes[0]] = call.reads[0]
-        else:
+        if not copies and not _is_itself(call, memory, recorder.tensors):
             kept.append(call)
+            continue
+        given, made = memory.get(call.reads[0]), memory.get(call.writes[0])
+        until = last[made]  # nobody looks at it any more
+        later = {memory.get(at) for after in calls[i + 1 : until + 1] for at in after.changes}
+        if made in changed or (given in changed and (until == end or given in later)):
+            kept.append(call)
+            continue
+        names[call.writes[0]] = call.reads[0]
+        last[given] = max(last[given], until)
+        if made is not None and given is not None:
+            memory.update({at: given for at, place in memory.items() if place == made})
     return kept, names
 
 

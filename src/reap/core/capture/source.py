@@ -28,7 +28,7 @@ from torch import Tensor
 
 from reap._foreign.torch_internals import INFERENCE_GUARD
 from reap.core.capture.exact import Expression, Operand, as_numpy
-from reap.core.capture.out import has_room, is_view, writer
+from reap.core.capture.out import has_room, is_cast, is_view, writer
 from reap.core.capture.recorder import Call, Register, name_of
 
 _WORTH = 2  # torch calls from which on the guard costs less than it saves
@@ -303,6 +303,9 @@ class StepSource:
     def _into_reserved(self, call: Call, arguments: list[str]) -> None:
         at, write = call.results.at, writer(call)
         if write is not None:
+            if is_cast(call, self._tensors):  # into the same memory, and not into another as large
+                self._lines.append(Line(f"{self._value(Tensor.copy_)}(r{at}, {arguments[0]})", torch=True))
+                arguments = [f"r{at}", *arguments[1:]]
             self._lines.append(Line(f"{self._value(write)}({', '.join(arguments)}, out=r{at})", torch=True))
         elif name_of(call.func) == "clone":
             self._lines.append(Line(f"{self._value(Tensor.copy_)}(r{at}, {arguments[0]})", torch=True))
