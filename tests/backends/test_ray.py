@@ -352,15 +352,15 @@ def test_pause_returns_when_nothing_is_under_way(buffer):
     memory.sample()
     for _ in range(3):
         with c.pause(timeout=60):
-            assert not any(remote.working for remote in c._ray.workers)
+            assert not any(remote.working for remote in c._backend.workers)
             stats = c.stats()
             assert stats["frames"] == memory.write_count
             assert stats["worker_frames"] >= stats["frames"]
             assert buffer == "here" or stats["worker_frames"] == stats["frames"]
-            before = c._ray.workers[0].frames
+            before = c._backend.workers[0].frames
         while c.stats()["frames"] == stats["frames"]:
             memory.sample()
-        assert c._ray.workers[0].frames >= before
+        assert c._backend.workers[0].frames >= before
     with c.pause(resume=False):
         pass
     count = memory.write_count
