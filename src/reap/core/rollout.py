@@ -52,7 +52,7 @@ class RolloutLoop:
             key for key in policy.outputs if key[0] == "next" or key in spec.observation
         ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
-        self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
+        self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = RowKeys(spec, policy.inputs, policy.written, copied=not env.writes_after)
         self.me = env.driver = object()  # as whoever drives the env is known there
 
@@ -70,21 +70,21 @@ class RolloutLoop:
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         chosen = list(lanes)
-        self._due = sorted({*self._due}.difference(chosen))
+        self.due = sorted({*self.due}.difference(chosen))
         if self.ledger is not None:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
     def begin_anew(self) -> None:
         """Nobody knows any more where the lanes are: the next rollout begins with new episodes."""
-        self._due = list(self.lanes)
+        self.due = list(self.lanes)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
         self.env.expect(self._actions)  # somebody may have used the env by hand since
-        if self._due:
-            self.reset(self._due)
+        if self.due:
+            self.reset(self.due)
         slot.clear_flags()
         policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
@@ -109,7 +109,7 @@ class RolloutLoop:
         finals: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
         ends: list[tuple[int, list[int]]] = []
         due: list[int] = []
-        self._due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
+        self.due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):
@@ -166,7 +166,7 @@ class RolloutLoop:
             when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
             where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
             self.ledger.close(slot, t + 1, when, where, due=due, version=self.stamp)
-        self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
+        self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
         return t + 1
 
     @staticmethod

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.core.columns.skipped_rows import running
 
 RECENT = 100
+_COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
 Episodes = np.ndarray[
     Any, np.dtype[np.float64]
 ]  # [n, 3]: when each ended (seconds, perf_counter), its return and length
@@ -154,6 +156,21 @@ class Stats:
         """The last hundred episodes that ended since this was asked before: when, return and length of each."""
         found, self._untold = self._untold, _NONE
         return found
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is counted, to count on from elsewhere."""
+        numbers = {name: getattr(self, name) for name in _COUNTS}
+        lists = {name: list(getattr(self, name)) for name in ("returns", "lengths")}
+        opened = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("open_return", "open_length")}
+        return {**numbers, **lists, **opened}
+
+    def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
+        """Count on from there; `opened`: the episodes that were open go on too."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.returns, self.lengths = (deque(state[name], maxlen=RECENT) for name in ("returns", "lengths"))
+        if opened:
+            self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

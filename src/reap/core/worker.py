@@ -265,6 +265,11 @@ class Worker(AnyWorker):
             self._quota.count(ended if self.sorter is None else arrays[COME][at, ended])
         return self._quota.met or (self.plan.stop is not None and self.plan.stop())
 
+    def _cannot_resume(self) -> str | None:
+        if self.sorter is not None:
+            return "its lanes come as they are ready; frames that were on their way are not kept"
+        return None if self._quota is None else "it plays a number of whole episodes, from their beginning"
+
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all; what is played from then on counts anew."""
         super().reset(lanes)

@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_checks import unchecked_step
+from reap.envs.adapters.gymnasium_state import restore_env, saved_env
 from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
@@ -137,6 +138,14 @@ class GymLanes(Env):
             raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
         at[0] = -1
         return ended
+
+    def open_state(self) -> Any:
+        return [saved_env(env, lane) for lane, env in enumerate(self.envs)]
+
+    def load_open_state(self, state: Any) -> None:
+        for lane, (one, env) in enumerate(zip(state, self.envs)):
+            restore_env(one, env)
+            self._steps[lane] = unchecked_step(env) or env.step
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
