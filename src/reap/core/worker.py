@@ -281,4 +281,5 @@ class Worker(AnyWorker):
             return self.loop.reset(lanes, seeds, fresh_ids=fresh_ids)
         self.loop.reset(self.loop.lanes, seeds)
         self.sorter.clear()
-        return self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
+        self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
+        return None

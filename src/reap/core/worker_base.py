@@ -132,12 +132,12 @@ class AnyWorker:
         """What each lane sees next, leaf by leaf."""
         return list(zip(self.env.spec.observation.values(), self.loop.current))
 
-    def _saved(self, leaf: Leaf, array: Any) -> Tensor:
+    def _saved(self, leaf: Leaf, array: Any) -> Any:
         if leaf.loose:
             return packed(array)
         return array.cpu().clone() if isinstance(array, Tensor) else _as_tensor(array.copy(), leaf)
 
-    def _restore(self, leaf: Leaf, array: Any, kept: Tensor) -> None:
+    def _restore(self, leaf: Leaf, array: Any, kept: Any) -> None:
         if leaf.loose:
             array[...] = unpacked(kept)
         elif isinstance(array, Tensor):

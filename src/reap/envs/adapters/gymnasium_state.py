@@ -17,15 +17,14 @@ from typing import Any
 import cloudpickle
 import gymnasium as gym
 from gymnasium.utils import EzPickle
-from torch import Tensor
 
-from reap.core.resume import CannotResume, packed, unpacked
+from reap.core.resume import CannotResume, Packed, packed, unpacked
 from reap.errors import CorruptState
 
 _OWN, _PICKLED = "own", "pickled"
 
 
-def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Tensor]:
+def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
     """What `restore_env` takes."""
     try:
         if _has_own(env):
@@ -38,7 +37,7 @@ def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Tensor]:
         ) from cause
 
 
-def restore_env(state: tuple[str, Tensor], env: gym.Env[Any, Any]) -> None:
+def restore_env(state: tuple[str, Packed], env: gym.Env[Any, Any]) -> None:
     """Let `env`, made as the saved one was, be where that one was."""
     how, data = state
     if how == _OWN:
@@ -90,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
         return ale
 
 
-def _bare(kind: type) -> Any:
+def _bare(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
@@ -102,5 +101,3 @@ def _dumps(env: Any) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(env)
     return file.getvalue()
-
-

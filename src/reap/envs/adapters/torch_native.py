@@ -234,8 +234,8 @@ def saved_tensors(env: Any) -> Any:
             kept[name] = value
         elif not (callable(value) or isinstance(value, _NO_STATE)):
             raise CannotResume(
-                f"{type(env).__name__}.{name} is a {type(value).__name__}, which may be part of its state; give the env "
-                f"get_state() and set_state(state) for its episodes to go on"
+                f"{type(env).__name__}.{name} is a {type(value).__name__}, which may be part of its state; give "
+                f"the env get_state() and set_state(state) for its episodes to go on"
             )
     return {"tensors": kept}
 

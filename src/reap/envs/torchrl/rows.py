@@ -22,8 +22,8 @@ from reap.core.columns.object_columns import own
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
 from reap.core.policy import Policy, TensorDictPolicy
-from reap.core.rollout import RESERVED
 from reap.core.resume import CannotResume
+from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
