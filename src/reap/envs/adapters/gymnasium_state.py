@@ -3,7 +3,8 @@
 By the env's own `get_state()` and `set_state(state)` where it has both; else by pickling it with all its wrappers, its
 random generator among them. Two kinds of env cannot be pickled as they are: those that Gymnasium pickles by their
 arguments (`EzPickle`: MuJoCo) would begin anew, so they are pickled by what they hold; Atari's emulator is saved as a
-state of its own, for the emulator that is there. Whatever cannot be pickled either says so.
+state of its own, for the emulator that is there. That state lacks the action which sticky actions would repeat: it is
+kept beside it (`noting_actions`). Whatever cannot be pickled either says so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -22,11 +23,17 @@ from reap.core.resume import CannotResume, Packed, packed, unpacked
 from reap.errors import CorruptState
 
 _OWN, _PICKLED = "own", "pickled"
+_SURELY = 64  # times an action is given to an emulator that at each time may repeat the one before it
 
 
 def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
     """What `restore_env` takes."""
+    game: Any = env.unwrapped
     try:
+        if hasattr(game, "ale") and (game.continuous or env.action_space != game.action_space):
+            raise TypeError("its emulator would repeat an action that is not known")
+        if hasattr(game, "ale") and game.ale.getEpisodeFrameNumber() == 0:
+            game.last_action = None  # it was of the episode before
         if _has_own(env):
             return _OWN, packed(env.get_state())  # type: ignore[attr-defined]
         return _PICKLED, packed(env, _dumps)
@@ -43,7 +50,8 @@ def restore_env(state: tuple[str, Packed], env: gym.Env[Any, Any]) -> None:
     if how == _OWN:
         env.set_state(unpacked(data))  # type: ignore[attr-defined]
         return
-    found: gym.Env[Any, Any] = unpacked(data, lambda raw: _Unpickler(io.BytesIO(raw), env).load())
+    reader = _Unpickler(io.BytesIO(unpacked(data, bytes)), env)
+    found: gym.Env[Any, Any] = reader.load()
     mine, saved = list(_layers(env)), list(_layers(found))
     if [type(one) for one in mine] != [type(one) for one in saved]:
         raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
@@ -51,6 +59,8 @@ def restore_env(state: tuple[str, Packed], env: gym.Env[Any, Any]) -> None:
         one.__dict__ = other.__dict__  # one for both: what is inside may know its env
     for outer, inner in itertools.pairwise(mine):
         vars(outer)["env"] = inner
+    if reader.emulated is not None:
+        _emulate(env.unwrapped, reader.emulated)
 
 
 def _layers(env: Any) -> Iterator[Any]:
@@ -58,6 +68,19 @@ def _layers(env: Any) -> Iterator[Any]:
     while env is not None:
         yield env
         env = env.env if isinstance(env, gym.Wrapper) else None
+
+
+def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`env.step`; of an Atari game one that keeps the last action with it."""
+    game: Any = env.unwrapped
+    if not hasattr(game, "ale"):
+        return step
+
+    def noted(action: Any) -> Any:
+        game.last_action = action
+        return step(action)
+
+    return noted
 
 
 def _has_own(env: Any) -> bool:
@@ -68,9 +91,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Envs by what they hold, never by the arguments they were made with."""
 
     def persistent_id(self, thing: Any) -> Any:
-        if type(thing).__name__ == "ALEInterface":
-            return "ale", thing.cloneSystemState()
-        return None
+        return ("ale", thing.cloneSystemState()) if type(thing).__name__ == "ALEInterface" else None
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, EzPickle) and isinstance(thing, gym.Env):
@@ -82,11 +103,21 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, env: Any) -> None:
         super().__init__(file)
         self._env = env
+        self.emulated: Any = None
 
     def persistent_load(self, name: Any) -> Any:
-        ale = self._env.unwrapped.ale
-        ale.restoreSystemState(name[1])
-        return ale
+        """The emulator that is there; what is given back to it, once its env is known, is `emulated`."""
+        self.emulated = name[1]
+        return self._env.unwrapped.ale
+
+
+def _emulate(game: Any, state: Any) -> None:
+    """Let an emulator be where another was: its last action first, which its state does not hold."""
+    game.ale.reset_game()
+    action = getattr(game, "last_action", None)
+    for _ in range(0 if action is None else _SURELY):
+        game.ale.act(game._action_set[int(action)])
+    game.ale.restoreSystemState(state)
 
 
 def _bare(kind: Any) -> Any:
