@@ -15,6 +15,7 @@ pickle: say `trusted=True` of files that are your own, and its episodes go on; w
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -97,14 +98,18 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
             raise UsageError(f"{name!r} was saved as a value: it is in what load() returns; nothing was loaded")
         if not callable(getattr(part, "load_state_dict", None)):
             raise WrongArgument(f"{name} has no load_state_dict: {type(part).__name__}; nothing was loaded")
-    before = {name: part.state_dict() for name, part in parts.items()}
+    # Buffers last: theirs is the one state too large to be copied, and a load of theirs that fails changes nothing.
+    order = sorted(parts, key=lambda name: hasattr(parts[name], "sample"))
+    before: dict[str, Any] = {}
     done: list[str] = []
     try:
-        for name, part in parts.items():
+        for name in order:
+            if name != order[-1] or not hasattr(parts[name], "sample"):
+                before[name] = copy.deepcopy(parts[name].state_dict())
             done.append(name)
-            part.load_state_dict(states[name] if trusted else without_pickles(states[name]))
+            parts[name].load_state_dict(states[name] if trusted else without_pickles(states[name]))
     except Exception as cause:
-        for name in reversed(done):
+        for name in [name for name in reversed(done) if name in before]:
             with contextlib.suppress(Exception):
                 parts[name].load_state_dict(before[name])
         if isinstance(cause, ReapError):
