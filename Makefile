@@ -27,7 +27,9 @@ $(VENV)/.with-%: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.with-demo
 	$(BIN)/python examples/ppo_cartpole.py
 
-# Many tests wait for processes more than they compute: more of them at once than there are cores.
+# Many tests wait for processes more than they compute: more of them at once than there are cores. They start some fifty
+# interpreters, which would all compile reap where writing bytecode is switched off.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.with-test
 	$(BIN)/python -m pytest -m "not slow and not cuda" -n 4
 

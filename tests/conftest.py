@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from reap.testing import no_leaks
 from tests.programs import Programs
-from tests.seldom import SELDOM
+from tests.seldom import is_seldom
 
 HERE = Path(__file__).parent
 FAILED = pytest.StashKey[bool]()  # a test that failed holds on to what it had: that is not another failure
@@ -27,27 +27,35 @@ settings.load_profile("same")
 
 # Files are shared out in this order: the longest first, or one of them would be left for the end, alone.
 LONGEST = (
-    "interop/test_parity_multi.py",
     "backends/test_ray.py",
+    "interop/test_parity_multi.py",
     "faults/test_parent.py",
     "test_docs.py",
-    "interop/test_compat.py",
-    "interop/test_scripts.py",
-    "examples/test_examples.py",
-    "faults/test_launchers.py",
-    "faults/test_company.py",
-    "backends/test_multi.py",
-    "backends/test_shared_objects.py",
-    "faults/test_programs.py",
-    "faults/test_far.py",
     "faults/test_deaths.py",
+    "interop/test_parallel_envs.py",
+    "interop/test_grid.py",
+    "interop/test_captured_envs.py",
+    "background/test_running.py",
+    "backends/test_multi.py",
+    "faults/test_company.py",
+    "faults/test_launchers.py",
+    "examples/test_examples.py",
+    "faults/test_far.py",
+    "interop/test_compat.py",
+    "faults/test_forks.py",
+    "faults/test_programs.py",
+    "interop/test_scripts.py",
+    "envs/test_jax.py",
+    "examples/test_calls.py",
+    "buffers/test_full_disk.py",
+    "backends/test_shared_objects.py",
 )
 
 
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SELDOM):
+        if is_seldom(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.slow)
     places = {str(HERE / file): place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(str(item.path), len(LONGEST)))
@@ -76,10 +84,9 @@ def programs():
     made.close()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    report = (yield).get_result()
-    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    item.stash[FAILED] = item.stash.get(FAILED, False) or call.excinfo is not None  # also where that was expected
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,12 @@
 """Tests that take long and hardly ever fail alone: `make test-all` runs them, `make test` their shorter relatives.
 
-Each is told by where its name begins. What stands beside it in `make test` is told in the comment.
+Each is told by where its name begins; `*` stands for anything. What stands beside it in `make test` is told in the
+comment.
 """
+
+from __future__ import annotations
+
+import re
 
 SELDOM = (
     # An actor is an interpreter that Ray starts: one dead, one sync, one paused, one nested is enough here.
@@ -26,7 +31,9 @@ SELDOM = (
     "interop/test_compat.py::test_a_script_chooses_the_start_method_itself",
     "interop/test_compat.py::test_a_module_of_a_package_and_the_processes_it_spawns",
     "interop/test_torchrl_training.py::test_dqn",  # PPO, and recurrent DQN, do
+    "interop/test_scripts.py::test_the_same_numbers[tutorial_recurrent_dqn]",  # PPO, SAC and DQN do
     "buffers/test_full_disk.py::test_a_worker_that_writes_first_says_so",
+    "buffers/test_full_disk.py::test_without_memory_files_a_full_temporary_directory_is_told",
     "buffers/test_full_disk.py::test_memory_that_processes_share_does_not_lie_in_dev_shm",
     "buffers/test_dumps.py::test_on_a_full_disk_the_dump_before_is_whole",
     "envs/test_ids.py::test_an_entry_point_in_the_main_module",
@@ -35,9 +42,96 @@ SELDOM = (
     "envs/test_jax.py::test_the_predictable_world[OldGymnax]",
     "envs/test_jax.py::test_given_as_it_is",
     "envs/test_jax.py::test_cartpole_follows_a_loop_by_hand[500]",
+    # TorchRL's side of a grid takes most of its time. Each env with the options that change what a rollout holds is
+    # there; each transform over lanes; each way to join workers with several lanes.
+    "interop/test_grid.py::test_grid[*-stored]",
+    "interop/test_grid.py::test_grid[*-no ids]",
+    "interop/test_grid.py::test_grid[*-reset each]",
+    "interop/test_grid.py::test_grid[*-random]",
+    "interop/test_captured_envs.py::test_each_transform[*-one]",
+    "interop/test_captured_envs.py::test_each_transform[*-inside]",
+    "interop/test_captured_envs.py::test_a_transform_changed_between_batches[*-one]",
+    "interop/test_parity_multi.py::test_synchronous[stack]",
+    "interop/test_parity_multi.py::test_synchronous[along 0",
+    "interop/test_parity_multi.py::test_synchronous[along -1]",
+    "interop/test_parity_multi.py::test_synchronous[along 1",
+    "interop/test_parity_multi.py::test_synchronous[along -2",
+    "interop/test_parity_multi.py::test_synchronous[frames of each, along 0]",
+    "interop/test_parity_multi.py::test_synchronous[frames of each, split]",
+    "interop/test_parity_multi.py::test_synchronous[split]",
+    "interop/test_parity_multi.py::test_synchronous[reset each time]",
+    "interop/test_parity_multi.py::test_synchronous[devices]",
+    "interop/test_parity_multi.py::test_one_asynchronous_worker[usual]",
+    "interop/test_parity_multi.py::test_one_asynchronous_worker[max_frames_per_traj",
+    "interop/test_parity_multi.py::test_one_asynchronous_worker[reset_at_each_iter",
+    "interop/test_parity_multi.py::test_one_asynchronous_worker[trajs_per_batch traj_format0]",
+    "interop/test_parity_multi.py::test_front_door[*backend",
+    "interop/test_parity_multi.py::test_one_env_for_several_workers[False]",
+    "interop/test_parity_multi.py::test_an_env_that_raises[MultiAsyncCollector]",
+    "interop/test_parity_multi.py::test_rounding_is_announced[total_frames",
+    "interop/test_parity_multi.py::test_random_frames_come_first[AsyncCollector]",
+    "interop/test_parity_multi.py::test_reset[None]",
+    "interop/test_parity_multi.py::test_asynchronous_workers_one_by_one[None]",
+    "interop/test_parity_multi.py::test_script_of_several_workers",
+    "interop/test_parity_multi.py::test_script_of_a_batched_env",
+    "interop/test_grid_workers.py::test_workers[MultiSyncCollector-gym with counters-]",
+    "interop/test_grid_workers.py::test_workers[AsyncCollector-counters over lanes-]",
+    "interop/test_grid_workers.py::test_workers[AsyncCollector-nested-]",
+    "interop/test_grid_workers.py::test_text_of_workers_is_of_its_own_batch[tensorclass]",
+    "interop/test_contiguous.py::test_workers_joined_in_every_way[one-0]",
+    "interop/test_contiguous.py::test_workers_joined_in_every_way[one--1]",
+    "interop/test_contiguous.py::test_workers_joined_in_every_way[lanes-0]",
+    *(
+        f"interop/test_batched_envs.py::test_every_kind_in_threads[{kind}]"
+        for kind in ("CartPole", "CartPole with counters", "counters", "counting", "fixed norm", "flattened", "gym")
+    ),
+    *(
+        f"interop/test_batched_envs.py::test_every_kind_in_threads[{kind}]"
+        for kind in ("gym lanes", "lanes", "moving norm", "nested", "one lane", "renamed")
+    ),
+    "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-bare",
+    "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-inside-{}]",
+    "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-around-{}]",
+    "interop/test_parallel_envs.py::test_what_is_left_to_torchrl_and_why[unknown around]",
+    "interop/test_parallel_envs.py::test_what_is_left_to_torchrl_and_why[unknown inside, known around]",
+    "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-lanes, around-{}]",
+    "interop/test_parallel_envs.py::test_lanes_of_lanes_are_the_same_as_torchrls[around]",
+    # Every fault, in one process or another, and every process with one fault.
+    "faults/test_far.py::test_in_a_step[DistributedSyncCollector-exit]",
+    "faults/test_far.py::test_in_a_step[RPC*-exit]",
+    "faults/test_loading.py::test_a_child_that_cannot_load_what_it_was_given_tells_the_cause[*-ConnectionRefusedError]",
+    "faults/test_loading.py::test_a_child_that_cannot_load_what_it_was_given_tells_the_cause[a*-SystemExit]",
+    "faults/test_loading.py::test_a_factory_that_raises_what_a_lost_connection_does_is_told[*-EOFError]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[is_running-sync]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[is_running-ready]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[update_policy_weights_-async]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[update_policy_weights_-ready]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[async_shutdown-sync]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[async_shutdown-ready]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[state_dict-async]",
+    "background/test_running.py::test_an_error_surfaces_at_the_next_call[state_dict-ready]",
+    "background/test_running.py::test_a_worker_that_is_stuck_between_two_steps_is_reported[postproc-async]",
+    "background/test_running.py::test_a_worker_that_is_stuck_between_two_steps_is_reported[deaf-sync]",
+    "background/test_running.py::test_a_worker_that_is_stuck_between_two_steps_is_reported[writing-async]",
+    "faults/test_parent.py::test_start_of_many_is_about_that_of_one",  # it measures more than it demands
     # One more combination.
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_one_worker",
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_pool-spawn]",
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_pool-torch]",
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_threads_of_processes-fork]",
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_threads_of_processes-torch]",
+    "backends/test_shared_objects.py::test_what_multiprocessing_makes_works_in_an_env[in_evaluator-torch]",
+    "backends/test_multi.py::test_every_form_of_weights[MultiAsyncCollector-module]",
+    "backends/test_multi.py::test_every_form_of_weights[MultiAsyncCollector-TensorDict",
+    "backends/test_multi.py::test_every_form_of_weights[MultiSyncCollector-state dict]",
+    "backends/test_begin_anew.py::test_random_frames_are_counted_on[1-",
+    "backends/test_begin_anew.py::test_random_frames_are_counted_on[4-Multi",
+    "background/test_into_buffers.py::test_rows_are_what_happened[split-sync]",
+    "background/test_into_buffers.py::test_rows_are_what_happened[steps-async]",
+    "background/test_into_buffers.py::test_rows_are_what_happened[grouped-sync]",
+    "background/test_into_buffers.py::test_rows_are_what_happened[postproc-async]",
+    "buffers/test_replay.py::test_a_thread_that_waits_for_rows_ends_with_the_program[dropped]",
     "interop/test_parallel_envs.py::test_lanes_of_lanes_are_the_same_as_torchrls[parallel inside]",
-    "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-bare-{}]",
     "interop/test_parallel_envs.py::test_the_same_as_torchrls[CartPole-v1-lanes, inside-{}]",
     "interop/test_parallel_envs.py::test_seeds_are_torchrls[1]",
     "interop/test_captured_envs.py::test_an_atari_script[1]",
@@ -45,3 +139,11 @@ SELDOM = (
     "backends/test_stats.py::test_the_same_keys_from_the_beginning_to_after_the_end[gloo with processes]",
     "backends/test_weight_strategies.py::test_workers_of_their_own_for_each_station",
 )
+
+
+def is_seldom(name: str) -> bool:
+    """Whether a test, named from tests/ on, is one of these."""
+    return _PATTERN.match(name) is not None
+
+
+_PATTERN = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name in SELDOM))

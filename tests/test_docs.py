@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -16,15 +17,38 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", path.read_text(), re.S)
 
 
-@pytest.mark.parametrize(
-    ("path", "index"),
-    [(p, i) for p in PAGES for i, code in enumerate(blocks(p)) if "..." not in code],
-    ids=lambda v: v.name if isinstance(v, Path) else str(v),
-)
-def test_python_blocks_run(path, index, programs):
-    code = "import warnings; warnings.simplefilter('error', UserWarning)\n" + blocks(path)[index]
-    done = programs.run(code, cwd=ROOT)
+BLOCKS = {f"{path.name}-{i}": code for path in PAGES for i, code in enumerate(blocks(path)) if "..." not in code}
+READER = """
+import gc, json, sys, traceback, types, warnings
+
+told = {}
+for name, code in json.loads(sys.argv[1]).items():
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            exec(compile(code, name, "exec"), main.__dict__)
+            told[name] = "fine"
+        except BaseException:
+            told[name] = traceback.format_exc()
+    del main
+    gc.collect()  # collectors that the page does not shut down
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def read(programs):
+    """What became of each block. All run in one program, one after the other, each with a `__main__` of its own."""
+    done = programs.run(READER, json.dumps(BLOCKS), cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(400)  # the first waits for all
+@pytest.mark.parametrize("name", BLOCKS)
+def test_python_blocks_run(name, read):
+    assert read[name] == "fine", read[name]
 
 
 def test_the_option_table_is_the_docstring():

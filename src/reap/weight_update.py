@@ -25,7 +25,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import nn
 
-from reap.core.attribute_path import set_policy_keys
+from reap._foreign import torchrl_internals
+from reap.core.attribute_path import get_attribute
 from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.weights.links import Receiver, Sender, weights_of
 from reap.weights.local import by_worker
@@ -271,8 +272,7 @@ def _first_of(theirs: Any) -> Any:
     """The weights that TorchRL's scheme was given by `init_on_sender`: for all, or a dict by worker; None if none."""
     if not theirs.initialized_on_sender:
         return None
-    told = getattr(theirs, "_device_mapping_info", None) or {}
-    each = told.get("params_map") or getattr(getattr(theirs, "_shared_transport", None), "_params_map", None)
+    told, each = torchrl_internals.weights_of_sender(theirs)
     if each:
         alike = len({id(one) for one in each.values()}) == 1
         return next(iter(each.values())) if alike else dict(each)
@@ -422,7 +422,7 @@ class DistributedTransport(_OfCollectors):
 
 
 def _model_in(context: Any, model_id: str) -> Any:
-    found = context.get_model(model_id) if hasattr(context, "get_model") else set_policy_keys(context, model_id)
+    found = context.get_model(model_id) if hasattr(context, "get_model") else get_attribute(context, model_id)
     if found is None:
         raise WrongArgument(f"{type(context).__name__} has no model {model_id!r}")
     return found

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.faults.worlds import ran_ahead
 from torch import nn
 
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed.torchdist import DistributedAsyncCollector, DistributedSyncCollector
 from reap.testing import CountingEnv
+from tests.faults.worlds import ran_ahead
 
 KINDS = pytest.mark.parametrize(
     "kind", [MultiSyncCollector, MultiAsyncCollector, DistributedSyncCollector, DistributedAsyncCollector]

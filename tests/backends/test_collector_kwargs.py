@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
-from tests.faults.worlds import healthy
 
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector, RayCollector, RPCCollector
 from reap.collectors.distributed.collector_kwargs import merged
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.testing import EchoPolicy
+from tests.faults.worlds import healthy
 
 
 def made(collector_kwargs, workers=2, **options):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from tensordict import TensorDict, tensorclass
-from tests.envs.device_worlds import CountingDevice
 from torch import Tensor, nn
 
 from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
@@ -19,6 +18,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.modules import InferenceServer
 from reap.testing import CountingEnv
 from reap.testing.backend import counting_lanes
+from tests.envs.device_worlds import CountingDevice
 
 
 class Out(NamedTuple):
@@ -141,7 +141,7 @@ def test_by_an_inference_server():
 def test_by_lanes_on_a_device(monkeypatch):
     monkeypatch.setattr(TorchLanes, "on_device", lambda self: DeviceTorchLanes(self))
     c = Collector(TorchEnv(CountingDevice([(3, 1), (2,)])), as_dataclass, frames_per_batch=8)
-    assert isinstance(c._inline.worker, DeviceWorker)
+    assert isinstance(c._backend.worker, DeviceWorker)
     check(c.next())
 
 

@@ -11,6 +11,16 @@ import time
 import pytest
 import torch
 from tensordict import TensorDict
+
+from reap.collectors import Collector, MultiSyncCollector
+from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
+from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from reap.envs import GymEnv
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
+from reap.seeding import chain
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.testing.backend import backend_checks, closed_says_so
+from reap.weight_update import RayWeightSyncScheme
 from tests.faults.test_silence import PROMISED, ROOM, gated, log  # noqa: F401
 from tests.faults.worlds import (
     BOUND,
@@ -24,16 +34,6 @@ from tests.faults.worlds import (
     pids,
     within,
 )
-
-from reap.collectors import Collector, MultiSyncCollector
-from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
-from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
-from reap.envs import GymEnv
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
-from reap.seeding import chain
-from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
-from reap.testing.backend import backend_checks, closed_says_so
-from reap.weight_update import RayWeightSyncScheme
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)  # every actor is an interpreter that Ray starts and that imports torch

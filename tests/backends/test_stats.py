@@ -1,13 +1,13 @@
 """`stats()`: one shape in every collector, from its construction to after its end; one window of episodes."""
 
 import pytest
-from tests.faults.worlds import healthy
 
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector
 from reap.core.stats import EpisodeWindow, Stats
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing import CountingEnv, EchoPolicy
+from tests.faults.worlds import healthy
 
 KEYS = {
     "workers",

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 from tensordict import TensorDict
-from tests.faults.worlds import healthy
 from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -24,6 +23,7 @@ from reap.weight_update import (
     TransportBackend,
     WeightStrategy,
 )
+from tests.faults.worlds import healthy
 
 MIX = EchoPolicy().mix
 SCHEMES = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]

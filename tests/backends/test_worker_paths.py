@@ -5,13 +5,13 @@ import os
 
 import pytest
 import torch
-from tests.faults.worlds import healthy
 
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WorkerRaised, WrongArgument
 from reap.testing import EchoPolicy
+from tests.faults.worlds import healthy
 
 
 class Scaled(torch.nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reap.buffers.ring import SAMPLED
+from reap.buffers.storage.ring import SAMPLED
 from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv

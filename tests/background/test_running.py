@@ -244,7 +244,7 @@ def test_a_worker_killed_in_the_background(kind):
 
 def kill_in_the_middle_of_a_row(number=signal.SIGKILL):
     """In a worker: of lanes 2 and 3, the fifth write stops half-way, for ever."""
-    from reap.buffers.rows import Rows
+    from reap.buffers.storage.rows import Rows
 
     honest, calls = Rows.write, [0]
 
@@ -518,7 +518,7 @@ def test_the_end_tells_of_errors_nobody_has_asked_for(kind):
     collector = make(kind, buffer(), env=Bad, frames_per_batch=24)
     collector.start()
     deadline = time.monotonic() + 20
-    while not any(remote.child.gone() for remote in collector._process.workers) and time.monotonic() < deadline:
+    while not any(remote.child.gone() for remote in collector._backend.workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(WorkerRaised, match="boom"):
         collector.async_shutdown()

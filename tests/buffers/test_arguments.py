@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from reap.buffers.transforms import Transforms
 from reap.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -223,7 +224,7 @@ def test_methods():
                 check_named(error, wanted.split("|"), (name, junk))
                 assert (len(buffer), buffer.write_count) == (rows, written), name
             while buffer.transforms:
-                buffer._set_transforms([])
+                buffer._set_transforms(Transforms([]))
             buffer.set_rng(None)
     buffer.watch(None)
     assert len(buffer.sample()) == 2

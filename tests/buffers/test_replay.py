@@ -28,7 +28,7 @@ from reap.data import (
     TensorDictReplayBuffer,
 )
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
-from tests import examples
+from tests import example_count
 
 
 def frames(ids, steps, done=None, *, pixels=False):
@@ -121,7 +121,7 @@ def test_bare_tensors():
     assert buffer[0] == 10
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 @given(st.data(), st.integers(4, 40), st.booleans(), st.booleans())
 def test_slices_never_cross(data, capacity, with_ids, flat):
     """Several writers with several lanes each, in any order; episodes of any length; the ring wraps."""

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.ring import BEGINS, FRONTIER, HEAD, HOLE
-from tests import examples
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.ring import BEGINS, FRONTIER, HEAD, HOLE
+from tests import example_count
 from tests.buffers.lines import hear, tell
 
 
@@ -42,7 +42,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=example_count(150), deadline=None)
 @given(steps, st.integers(3, 20))
 def test_against_the_model(steps, capacity):
     memory, model = BufferFiles(capacity), Model(capacity)

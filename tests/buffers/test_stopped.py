@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from reap._system.processes import Child, end
-from reap.buffers import file_lock as gates
+from reap.buffers.storage import file_lock as gates
 from reap.collectors import MultiAsyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
@@ -140,7 +140,7 @@ def test_a_worker_that_is_stopped_while_it_writes_is_told_by_its_number():
         return CountingEnv()
 
     def stopped():
-        from reap.buffers.rows import Rows
+        from reap.buffers.storage.rows import Rows
 
         honest, left = Rows.write, [5]
 
@@ -157,7 +157,7 @@ def test_a_worker_that_is_stopped_while_it_writes_is_told_by_its_number():
     collector = MultiAsyncCollector(
         [healthy, stopped], EchoPolicy(), frames_per_batch=20, total_frames=-1, replay_buffer=buffer, timeout=1.0
     )
-    pid = collector._process.workers[1].child.pid
+    pid = collector._backend.workers[1].child.pid
     collector.start()
     try:
         wait_until_stopped(pid)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from reap.buffers import tree as module
 from reap.buffers.tree import SumTree
-from tests import examples
+from tests import example_count
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=example_count(80), deadline=None)
 @given(st.integers(1, 300), st.sampled_from([8, 16, 4096]), st.integers(0, 2**31), st.integers(0, 6))
 def test_sums_and_draws(size, top, seed, rounds):
     old, module._TOP = module._TOP, top

@@ -25,7 +25,7 @@ from reap.data import (
 )
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests import examples
+from tests import example_count
 from tests.buffers.lines import hear, tell
 from tests.buffers.test_processes import episodes, half_a_row, start, stop
 
@@ -145,7 +145,7 @@ class World:
         check(self.buffer[:], windows, self.gamma, self.n_steps)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=example_count(120), deadline=None)
 @given(
     data=st.data(),
     sampler=st.sampled_from(list(SAMPLERS)),
@@ -339,7 +339,7 @@ def test_in_a_collector():
         assert torch.equal(later[key], ours[key]), key
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(data=st.data(), strict=st.booleans(), capacity=st.integers(6, 40))
 def test_burn_in_never_crosses(data, strict, capacity):
     length = data.draw(st.integers(1, 4))

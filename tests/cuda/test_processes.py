@@ -49,7 +49,7 @@ def test_batches_on_the_gpu():
             assert batch["next", "observation"].is_cuda
             follows = (batch["next", "observation"][:, :-1] == batch["observation"][:, 1:]).all(-1)
             assert torch.equal(follows, ~batch["next", "done"][:, :-1, 0])
-        pids = [remote.child.pid for remote in c._process.workers]
+        pids = [remote.child.pid for remote in c._backend.workers]
         assert not any(uses_gpu(pid) for pid in pids), "a worker that needs no GPU has opened it"
 
 
@@ -70,9 +70,9 @@ def test_shared_slots_are_pinned_here_and_env_workers_have_no_gpu():
     env = ParallelEnv(4, make, num_workers=2)
     with Collector(env, EchoPolicy(), frames_per_batch=40, policy_device="cuda") as c:
         c.next()
-        slot = c._inline.worker.pool.acquire()
+        slot = c._backend.worker.pool.acquire()
         assert torch.from_numpy(slot.block).is_pinned()
-        c._inline.worker.pool.release(slot)
+        c._backend.worker.pool.release(slot)
         assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)
 
 
@@ -82,6 +82,6 @@ def test_the_log_of_ready_lanes_is_pinned_and_env_workers_have_no_gpu():
         make, EchoPolicy(), frames_per_batch=40, policy_device="cuda", env_backend="multiprocessing"
     ) as c:
         c.next()
-        worker = c._inline.worker
+        worker = c._backend.worker
         assert torch.from_numpy(worker._log.block).is_pinned()
         assert not any(uses_gpu(remote.child.pid) for remote in worker.env.lane_workers._remotes)

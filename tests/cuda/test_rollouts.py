@@ -9,7 +9,6 @@ import gymnasium as gym
 import pytest
 import torch
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from tests.envs.device_worlds import CountingDevice, Forgetful, OfTensorDicts, Recurrent
 from torch import nn
 from torch.distributions import Categorical
 
@@ -20,6 +19,7 @@ from reap.envs.adapters.torch_envs import TorchCartPole
 from reap.errors import ReapError, SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
+from tests.envs.device_worlds import CountingDevice, Forgetful, OfTensorDicts, Recurrent
 
 pytestmark = pytest.mark.cuda
 
@@ -33,7 +33,7 @@ def test_the_predictable_world(graph, rebinds, limit):
     env = TorchEnv(CountingDevice(WORLD, "cuda", rebinds=rebinds))
     options = {"cudagraph_policy": graph, "max_frames_per_traj": limit}
     c = Collector(env, EchoPolicy().cuda(), frames_per_batch=12, **options)
-    assert isinstance(c._inline.worker, DeviceWorker)
+    assert isinstance(c._backend.worker, DeviceWorker)
     world, kept = CountingWorld(WORLD, limit=limit), []
     for _ in range(8):
         kept.append(c.next())
@@ -258,7 +258,7 @@ def test_ready_lanes_and_a_policy_on_the_gpu(graph, backend):
     with ready(lengths, EchoPolicy(), frames_per_batch=64, cudagraph_policy=graph, env_backend=backend) as c:
         flat = torch.cat([c.next() for _ in range(8)])
         if graph:
-            widths = {shape[0] for shape in c._inline.worker.policy.policy._widths}
+            widths = {shape[0] for shape in c._backend.worker.policy.policy._widths}
             assert widths <= {1, 2, 4}
     for n, one in enumerate(lengths):
         frames = flat[flat["env_index"] == n].exclude("env_index", ("collector", "traj_ids"))
@@ -292,7 +292,7 @@ def test_every_width_is_replayed_and_follows_the_weights():
             batches = [c.next() for _ in range(4)]
             last = batches[-1]
             assert torch.equal(last["action"], EchoPolicy()(last["observation"]) * weight)
-        widths = c._inline.worker.policy.policy._widths
+        widths = c._backend.worker.policy.policy._widths
         assert 1 in {shape[0] for shape in widths}
         assert all(width.recording._graph is not None for shape, width in widths.items() if shape[0] == 1)
         let(8)

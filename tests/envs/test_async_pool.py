@@ -337,7 +337,7 @@ def test_a_process_that_hangs_is_named_while_the_others_go_on():
 def test_a_thread_that_hangs_is_named_and_left_behind_with_a_warning(monkeypatch):
     import reap.envs.parallel.thread_workers as module
 
-    monkeypatch.setattr(module, "_DEADLINE", 0.2)
+    monkeypatch.setattr(module, "DEADLINE", 0.2)
     stuck = threading.Event()
 
     class Stuck(CountingEnv):

@@ -15,7 +15,7 @@ from reap.envs import TorchEnv
 from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 from tests.envs.device_worlds import CountingDevice, OfTensorDicts, Recurrent
 
 
@@ -33,7 +33,7 @@ class Never:
 
 
 def on_device(collector):
-    return isinstance(collector._inline.worker, DeviceWorker)
+    return isinstance(collector._backend.worker, DeviceWorker)
 
 
 @given(
@@ -41,7 +41,7 @@ def on_device(collector):
     steps=st.integers(1, 6),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_the_predictable_world(lengths, steps, limit):
     env = TorchEnv(CountingDevice(lengths))
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)

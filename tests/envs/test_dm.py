@@ -12,7 +12,7 @@ from reap.collectors import Collector
 from reap.envs import DMEnv, SerialEnv
 from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 dm_env = pytest.importorskip("dm_env")
 
@@ -43,7 +43,7 @@ class CountingDm(dm_env.Environment):
     lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3),
     steps=st.integers(1, 6),
 )
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=example_count(25), deadline=None)
 def test_the_predictable_world(lengths, steps):
     makers = [lambda one=one, i=i: DMEnv(CountingDm(one, i)) for i, one in enumerate(lengths)]
     c = Collector(SerialEnv(len(lengths), makers), EchoPolicy(), frames_per_batch=steps * len(lengths))

@@ -15,7 +15,7 @@ from reap.envs import EnvPoolEnv
 from reap.envs.adapters.envpool import EnvPoolLanes
 from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 
 class CountingPool:
@@ -56,7 +56,7 @@ class CountingPool:
     steps=st.integers(1, 6),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_the_predictable_world(lengths, steps, limit):
     c = Collector(CountingPool(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)
     world = CountingWorld(lengths, limit=limit)
@@ -103,7 +103,7 @@ class ReadyPool(CountingPool):
     steps=st.integers(1, 6),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=example_count(80), deadline=None)
 def test_ready_lanes_are_the_predictable_world(lengths, ready, steps, seed):
     pool = ReadyPool(lengths, min(ready, len(lengths) - 1), seed)
     c = Collector(pool, EchoPolicy(), frames_per_batch=steps * len(lengths), track_policy_version=True)

@@ -20,7 +20,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes
 from reap.errors import MissingDependency, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -140,7 +140,7 @@ class Brax(Counting):
 )
 @example(lengths=[(1,), (1,), (1,)], steps=6, limit=None)  # every step ends every lane
 @example(lengths=[(4,), (4, 2)], steps=4, limit=None)  # together, at the edge of the batch
-@settings(max_examples=examples(4), deadline=None)
+@settings(max_examples=example_count(2), deadline=None)
 def test_the_predictable_world(dialect, lengths, steps, limit):
     env = JaxEnv(dialect(lengths), num_envs=len(lengths), seed=SEED)
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)

@@ -24,7 +24,7 @@ from reap.envs import GymEnv, PettingZooEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, check_env
 from reap.trajectories import with_next
-from tests import examples
+from tests import example_count
 from tests.envs.test_world import CountingVector, SkippingWorld
 
 BOX = CountingEnv.observation_space
@@ -110,7 +110,7 @@ patterns = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_siz
 
 @pytest.mark.parametrize("kind", [TextEnv, StoryEnv, StackedEnv, ScribblingEnv])
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), steps=st.integers(1, 7))
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 def test_one_lane(kind, lengths, steps):
     c = Collector(kind(lengths), EchoPolicy(), frames_per_batch=steps)
     world = CountingWorld([lengths])
@@ -124,7 +124,7 @@ def test_one_lane(kind, lengths, steps):
 @pytest.mark.parametrize("kind", [TextEnv, StoryEnv, StackedEnv])
 @pytest.mark.parametrize("door", DOORS)
 @given(lengths=patterns, steps=st.integers(1, 6), limit=st.sampled_from([None, 2]))
-@settings(max_examples=examples(10), deadline=None)
+@settings(max_examples=example_count(10), deadline=None)
 def test_lanes(kind, door, lengths, steps, limit):
     options = {} if limit is None else {"max_frames_per_traj": limit}
     c = Collector(DOORS[door](kind, lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), **options)
@@ -168,7 +168,7 @@ class TellingVector(CountingVector):
 
 
 @given(lengths=patterns, steps=st.integers(1, 8))
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 def test_skipped_steps_leave_blanks(lengths, steps):
     c = Collector(TellingVector(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths))
     world = SkippingWorld(lengths)
@@ -348,7 +348,8 @@ def test_one_lane_is_read_without_a_list():
 
 
 def test_policies_that_read_tensors_see_nothing_new():
-    from reap.core.policy import CallPolicy, FlatPolicy
+    from reap.core.policies.call_policy import CallPolicy
+    from reap.core.policies.flat_policy import FlatPolicy
 
     modules = {
         FlatPolicy: TensorDictModule(EchoPolicy(), in_keys=["observation"], out_keys=["action"]),
@@ -356,7 +357,7 @@ def test_policies_that_read_tensors_see_nothing_new():
     }
     for kind, policy in modules.items():
         c = Collector(two(), policy, frames_per_batch=8, capture=False)
-        assert type(c._inline.worker.policy) is kind
+        assert type(c._backend.worker.policy) is kind
         assert_story(c.next(), CountingWorld([(3, 2), (2,)]).batch(4))
 
     seen = []

@@ -17,7 +17,7 @@ from reap.collectors import Collector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, FaultyEnv, assert_same, backend_checks, no_leaks
-from tests import examples
+from tests import example_count
 
 
 def makers(lengths):
@@ -36,7 +36,7 @@ def parallel(create_env_fn, policy=None, **options):
     compact=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=example_count(15), deadline=None)
 def test_the_predictable_world(lengths, steps, limit, compact, data):
     from reap.trajectories import with_next
 
@@ -69,7 +69,7 @@ def test_results_are_written_into_the_slot():
     env = ParallelEnv(2, makers([(3,), (4,)]))
     c = Collector(env, EchoPolicy(), frames_per_batch=8)
     c.next()
-    slot = c._inline.worker.pool._slots[0]
+    slot = c._backend.worker.pool._slots[0]
     assert all(row.place is not None for row in slot._rows[1])
     assert len(env.lanes_env.remotes) == 2
     c.shutdown()
@@ -296,8 +296,8 @@ def test_shared_slots_are_blocks_that_can_be_pinned():
     """What a GPU would be told of: whole pages of shared memory that hold every column."""
     env = ParallelEnv(2, [lambda n=n: GymEnv(CountingEnv((3,), n)) for n in range(2)])
     with Collector(env, EchoPolicy(), frames_per_batch=8) as c:
-        slot = c._inline.worker.pool.acquire()
+        slot = c._backend.worker.pool.acquire()
         assert slot.block.nbytes == slot.layout.nbytes
         assert slot.block.ctypes.data % 4096 == 0
         assert all(np.shares_memory(slot.block, array) for array in slot.arrays.values())
-        c._inline.worker.pool.release(slot)
+        c._backend.worker.pool.release(slot)

@@ -15,7 +15,7 @@ from torch import nn
 from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
-from tests import examples
+from tests import example_count
 
 KEY = ("agents", "observation")
 
@@ -120,7 +120,7 @@ stays = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(
 
 
 @given(plan=st.lists(stays, min_size=1, max_size=4), steps=st.integers(1, 9))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 def test_any_coming_and_going(plan, steps):
     # somebody must be there at every step, or the day would be over early
     last = max(b for stay in plan for _, b in stay)

@@ -18,7 +18,7 @@ from reap.envs import PufferLibEnv
 from reap.envs.adapters.puffer import PufferLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 
 class Auto:
@@ -112,7 +112,7 @@ worlds = given(
 @worlds
 @example(lengths=[(1,), (1,), (1,)], steps=6, limit=None)  # every step ends every lane
 @example(lengths=[(4,), (4, 2)], steps=4, limit=None)  # together, at the edge of the batch
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=example_count(25), deadline=None)
 def test_the_predictable_world(door, lengths, steps, limit):
     env = TRUE[door](lengths)
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)
@@ -136,7 +136,7 @@ class RepeatingWorld(CountingWorld):
 @worlds
 @example(lengths=[(1,), (1,), (1,)], steps=6, limit=None)
 @example(lengths=[(4,), (4, 2)], steps=4, limit=None)
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=example_count(25), deadline=None)
 def test_lost_finals_are_repeated_and_marked(rebind, lengths, steps, limit):
     env = PufferLibEnv(Auto(lengths), lost_finals="repeat", rebind=rebind)
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths))

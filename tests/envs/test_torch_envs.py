@@ -30,7 +30,7 @@ class Beside:
             self.seen[lane], _ = self.theirs[lane].reset(seed=None if seed is None else seed + lane)
             self.env.state[:, lane] = torch.from_numpy(self.theirs[lane].unwrapped.state)
 
-    def set_policy_keys(self):
+    def settle(self):
         """States may differ in a last bit of float64, which is a library's sine. It is not to add up."""
         states = np.stack([one.unwrapped.state for one in self.theirs], 1)
         np.testing.assert_array_max_ulp(self.env.state.numpy() + 8, states + 8, 2)
@@ -41,7 +41,7 @@ class Beside:
         want = [one.step(a)[:4] for one, a in zip(self.theirs, action)]
         for mine, theirs in zip(got, map(np.array, zip(*want))):
             np.testing.assert_array_equal(mine, theirs.astype(mine.dtype))
-        self.set_policy_keys()
+        self.settle()
         self.seen, _, terminated, truncated = got
         self.terminated, self.truncated = self.terminated + terminated.sum(), self.truncated + truncated.sum()
         over = terminated | truncated

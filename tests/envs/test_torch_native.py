@@ -13,7 +13,7 @@ from reap.collectors import Collector
 from reap.envs import SerialEnv, TorchEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 
 class CountingTorch:
@@ -46,7 +46,7 @@ class CountingTorch:
     steps=st.integers(1, 6),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_the_predictable_world(lengths, steps, limit):
     env = TorchEnv(CountingTorch(lengths))
     c = Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths), max_frames_per_traj=limit)

@@ -16,7 +16,7 @@ from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.envs.adapters.pettingzoo_aec import TurnLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
-from tests import examples
+from tests import example_count
 
 pytest.importorskip("pettingzoo")
 from pettingzoo import AECEnv
@@ -162,7 +162,7 @@ tables = st.integers(1, 4).flatmap(
 
 
 @given(settings_=st.lists(tables, min_size=1, max_size=3), steps=st.integers(1, 7), batches=st.integers(1, 4))
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=example_count(80), deadline=None)
 def test_any_order_and_any_deaths(settings_, steps, batches):
     settings_ = [{**one, "count": settings_[0]["count"]} for one in settings_]  # worlds of one kind
     count = settings_[0]["count"]

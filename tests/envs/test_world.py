@@ -15,7 +15,7 @@ from reap.collectors import Collector
 from reap.envs import AsyncEnvPool, DMEnv, GymEnv, ParallelEnv, PufferLibEnv, SerialEnv, TorchEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 from tests.envs.test_dm import CountingDm
 from tests.envs.test_envpool import CountingPool, ReadyPool
 from tests.envs.test_puffer import Bindable, Honest
@@ -99,7 +99,7 @@ patterns = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_siz
 @given(lengths=patterns, steps=st.integers(1, 6), batches=st.integers(1, 5))
 @example(lengths=[[1], [1]], steps=3, batches=3)  # every step ends an episode, in all lanes together
 @example(lengths=[[3], [3]], steps=3, batches=3)  # every end is the end of a batch
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 def test_every_door(door, lengths, steps, batches):
     env = {**DOORS, **READY}[door](lengths)
     with Collector(env, EchoPolicy(), frames_per_batch=steps * len(lengths)) as c:
@@ -111,7 +111,7 @@ def test_every_door(door, lengths, steps, batches):
 
 @pytest.mark.parametrize("door", [d for d in DOORS if "by hand" not in d])
 @given(lengths=patterns, steps=st.integers(1, 6), limit=st.integers(1, 4))
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=example_count(15), deadline=None)
 def test_every_door_with_a_limit(door, lengths, steps, limit):
     env, size = DOORS[door](lengths), steps * len(lengths)
     with Collector(env, EchoPolicy(), frames_per_batch=size, max_frames_per_traj=limit) as c:
@@ -148,7 +148,7 @@ class SkippingWorld(CountingWorld):
 
 
 @given(lengths=patterns, steps=st.integers(1, 8), batches=st.integers(1, 5))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 def test_next_step_without_single_resets_skips_the_phantom(lengths, steps, batches):
     c = Collector(CountingVector(lengths, AutoresetMode.NEXT_STEP), EchoPolicy(), frames_per_batch=steps * len(lengths))
     world = SkippingWorld(lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -47,6 +48,7 @@ def nodes(secret):
         name: subprocess.Popen(["ip", "netns", "exec", space, *command], start_new_session=True)
         for name, space in NAMESPACES.items()
     }
+    joined(DistributedSyncCollector, secret).shutdown()  # a node keeps its fork server from its first collector on
     yield started
     for node in started.values():
         node.kill()
@@ -55,19 +57,14 @@ def nodes(secret):
 
 @pytest.fixture
 def make(nodes, secret):
-    def made(kind, **options):
-        given = {"frames_per_batch": 16, "track_traj_ids": False, "join_timeout": 80, **options}
-        return kind(
-            [healthy(0), healthy(1)],
-            EchoPolicy(),
-            launcher="join",
-            secret_file=secret,
-            listen=HUB,
-            tcp_port=PORT,
-            **given,
-        )
+    return functools.partial(joined, secret=secret)
 
-    return made
+
+def joined(kind, secret, **options):
+    """A collector whose two workers are on the two nodes."""
+    given = {"frames_per_batch": 16, "track_traj_ids": False, "join_timeout": 80, **options}
+    place = {"launcher": "join", "secret_file": secret, "listen": HUB, "tcp_port": PORT}
+    return kind([healthy(0), healthy(1)], EchoPolicy(), **place, **given)
 
 
 def link(name, state):

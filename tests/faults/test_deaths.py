@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from reap.backends.local.process import OWN_SLOTS
+from reap.backends.delivery import OWN_SLOTS
 from reap.collectors import Collector
 from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
@@ -141,7 +141,7 @@ def test_between_batches(kind, use):
         c.next()
         workers = pids(c)
         os.kill(workers[1], signal.SIGKILL)
-        assert c._process.workers[1].child.gone(1)
+        assert c._backend.workers[1].child.gone(1)
         arguments = (1,) if use == "set_seed" else ()
         with within(SOON), pytest.raises(WorkerDied, match="SIGKILL") as caught:
             for _ in range(1 + 2 * OWN_SLOTS * len(workers)):
@@ -252,7 +252,7 @@ def test_a_slow_consumer_is_not_a_silent_worker():
         for _ in range(2):
             held = [c.next() for _ in range(5)]
             time.sleep(1.3 * PATIENCE)  # all slots are full by now
-            while c._process._arrived:
+            while c._backend.supervisor.arrived:
                 held.append(c.next())
             held.clear()
             c.next()

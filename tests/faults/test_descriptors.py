@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from reap._system.processes import wait_for_ends
+from reap._system.threads import wait_for_ends
 from reap.collectors import AsyncCollector, Collector, MultiSyncCollector
 from reap.envs import AsyncEnvPool, ParallelEnv
 from reap.errors import ReapError

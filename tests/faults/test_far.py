@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from reap._system.processes import Child
 from reap.backends.network.signed_messages import Forged, MessageSigner
 from reap.backends.remote.rpc_worker import below
 from reap.collectors import Collector, MultiSyncCollector
@@ -88,11 +89,22 @@ def test_killed_from_outside(kind):
         del c
 
 
+@pytest.mark.parametrize("kind", KINDS[:1] + [RPCSyncCollector])
+def test_workers_that_have_gone_home_are_not_killed(kind, monkeypatch):
+    """They have closed their envs and say so: nobody waits for them until time is up."""
+    sent, send = [], Child.signal
+    monkeypatch.setattr(Child, "signal", lambda child, number: (sent.append(number), send(child, number)))
+    c = collect(kind, [healthy(), healthy(1)])
+    c.next()
+    c.shutdown()
+    assert signal.SIGKILL not in sent
+
+
 def test_closed_twice():
     c = collect(DistributedCollector, [healthy()])
     c.next()
     for _ in range(2):
-        c._process.close()
+        c._backend.close()
     c.shutdown()
 
 
@@ -237,10 +249,10 @@ def test_strangers_are_refused(caplog):
     with pytest.raises(Forged):
         seal.open(seal.close(b"go", "to/0/0"), "to/0/1")
     c = DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8)
-    remote, address = c._process.workers[0], c._process._address
+    remote, address = c._backend.workers[0], c._backend.transport._address
     assert address.host == "127.0.0.1"
     store = TCPStore("127.0.0.1", address.port, is_master=False, wait_for_workers=False)
-    store.set(f"to/0/{remote.told}", b"x" * 100)
+    store.set(f"to/0/{remote.connection.orders}", b"x" * 100)
     assert all_gone(pids(c), within=BOUND)  # first: an order of ours would take the place of what was put there
     with pytest.raises(WorkerDied):
         c.next()

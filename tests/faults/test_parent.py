@@ -22,7 +22,7 @@ offset = 1
 c = kind([lambda: CountingEnv((3,), offset)] * 2, EchoPolicy(), frames_per_batch=8, start_method="{start}")
 batch = c.next()
 assert (batch["observation"][..., 0] == 1).all()
-print(*[r.child.pid for r in c._process.workers], flush=True)
+print(*[r.child.pid for r in c._backend.workers], flush=True)
 """
 WAYS = {
     "a script": lambda path: [sys.executable, path],
@@ -93,7 +93,7 @@ STAY = {
     "deaf": """
 from reap.testing import FaultyEnv
 c2 = kind([lambda: FaultyEnv(CountingEnv(), at=0, fault='deaf')], EchoPolicy(), frames_per_batch=8)
-print(*[r.child.pid for r in c2._process.workers], flush=True)
+print(*[r.child.pid for r in c2._backend.workers], flush=True)
 c2.next()
 """,
 }
@@ -169,7 +169,7 @@ for kind in (reap.collectors.MultiSyncCollector, reap.collectors.MultiAsyncColle
 def test_idle_workers_use_no_cpu(kind):
     with collect(kind, [healthy(), healthy(1)], timeout=5) as c:
         held = [c.next() for _ in range(4)]
-        from reap._system.processes import kept_fork_server
+        from reap._system.fork_server_client import kept_fork_server
 
         watched = [*pids(c), kept_fork_server()[0]]
         for _ in range(10):  # they may still be running ahead; one that never rests uses some every time

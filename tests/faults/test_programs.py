@@ -10,7 +10,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
-from reap._system.processes import kept_fork_server
+from reap._system.fork_server_client import kept_fork_server
 from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied
@@ -112,7 +112,7 @@ def test_a_program_is_started_with_the_usual_signals(number):
             assert self.program.wait(20) == -number
 
     c = collect(MultiSyncCollector, [Polite])
-    (worker,) = c._process.workers
+    (worker,) = c._backend.workers
     c.shutdown()
     assert worker.child.exitcode in (0, -signal.SIGTERM), "closed in order: nobody had to kill it"
 

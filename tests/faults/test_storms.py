@@ -70,7 +70,7 @@ def test_workers_lose_nothing(kind, interrupts):
         batch = None
         c.next()
         c.next()  # looks who has given back what
-        assert sum(len(remote.lent) for remote in c._process.workers) <= 2, "slots were lost"
+        assert sum(len(remote.lent) for remote in c._backend.workers) <= 2, "slots were lost"
         c.shutdown()
         del c, batch
 

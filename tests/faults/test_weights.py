@@ -167,7 +167,7 @@ def read(file, shape, reads, least=0):
 @pytest.mark.parametrize("size", SIZES)
 def test_a_writer_that_never_rests(size):
     with writer(SIZES[size]) as file:
-        read(file, SIZES[size], 2000 if size == "small" else 40)
+        read(file, SIZES[size], 1000 if size == "small" else 20)
 
 
 def test_a_reader_that_is_always_overtaken(monkeypatch):

@@ -79,7 +79,7 @@ def collect(kind, makers, policy=None, **options):
 
 
 def pids(collector):
-    return [remote.child.pid for remote in collector._process.workers]
+    return [remote.child.pid for remote in collector._backend.workers]
 
 
 def alive(pid):
@@ -128,8 +128,8 @@ def within(seconds):
 
 def ran_ahead(collector, batches=2):
     """Wait until an asynchronous collector has so many batches that nobody has taken; one in step never has any."""
-    while not collector._sync and len(collector._process._arrived) < batches:
-        collector._process.look()
+    while not collector._sync and len(collector._backend.supervisor.arrived) < batches:
+        collector._backend.supervisor.look()
         time.sleep(0.001)
 
 

@@ -16,7 +16,9 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap._system.processes import Child, dumps, end, send
+from reap._system.messages import send
+from reap._system.pickling import dumps
+from reap._system.processes import Child, end
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
@@ -310,7 +312,7 @@ def test_shutting_down_answers_everybody_who_waits():
 def test_a_policy_that_does_not_return_holds_nobody_for_ever(monkeypatch):
     import reap.inference.server as module
 
-    monkeypatch.setattr(module, "_DEADLINE", 0.3)
+    monkeypatch.setattr(module, "DEADLINE", 0.3)
     entered, leave = threading.Event(), threading.Event()
 
     def stuck(observation):
@@ -409,7 +411,7 @@ def test_clients_may_be_asked_for_by_many_threads_at_once():
                 met = threading.Barrier(8)
                 clients = together(*[lambda met=met, s=server: (met.wait(), s.client("process"))] * 8)
                 names = [thread.name for thread in threading.enumerate()]
-                assert (names.count("reap-inference"), names.count("reap-desk")) == (1, 1)
+                assert (names.count("reap-inference"), names.count("reap-clients")) == (1, 1)
             del server, clients
 
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
-import pairs
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import TensorDictModuleBase
+
+from tests.interop import pairs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from scenarios import ENVS, FRAMES
 from tensordict import NonTensorData, TensorDict
 from tensordict.nn import TensorDictModuleBase
 
@@ -18,6 +17,7 @@ from reap.envs import AsyncEnvPool
 from reap.envs import ParallelEnv as Processes
 from reap.errors import UsageError
 from reap.testing import no_leaks
+from tests.interop.scenarios import ENVS, FRAMES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -27,6 +27,7 @@ from torchrl.envs import (
     FrameSkipTransform,
     GrayScale,
     GymEnv,
+    GymWrapper,
     InitTracker,
     NoopResetEnv,
     ObservationNorm,
@@ -51,6 +52,7 @@ from torchrl.envs.transforms import Transform
 
 from reap.collectors import Collector
 from reap.envs.torchrl.captured import CapturedRows
+from tests import example_count
 
 CHAINS = {
     "StepCounter": lambda: [StepCounter()],
@@ -182,7 +184,7 @@ def test_resets_stay_bound_for_a_few_sets_of_lanes_only(monkeypatch):
     assert len(reset.runs) == 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=example_count(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     chain=st.permutations(
         [
@@ -432,3 +434,25 @@ def test_random_first_values_and_those_of_a_function(default):
     for a, b in zip(batches(capture=False), batches()):
         for key in ("h", "action", "observation", ("next", "h")):
             assert torch.equal(a[key], b[key]), key
+
+
+def test_an_env_is_never_stepped_in_inference_mode():
+    class Watches(gym.Wrapper):
+        seen = set()
+
+        def step(self, action):
+            self.seen.add(torch.is_inference_mode_enabled())
+            return self.env.step(action)
+
+        def reset(self, **kwargs):
+            self.seen.add(torch.is_inference_mode_enabled())
+            return self.env.reset(**kwargs)
+
+    base = SerialEnv(2, lambda: GymWrapper(Watches(gym.make("CartPole-v1"))))
+    env = TransformedEnv(base, Compose(*CHAINS["as PPO"]()))
+    collector = Collector(env, TensorDictModule(Leans(), ["observation"], ["action"]), frames_per_batch=200)
+    for _ in range(3):
+        next(iter(collector))
+    assert "replays" in collector.explain()
+    assert Watches.seen == {False}
+    collector.shutdown()

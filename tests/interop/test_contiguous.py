@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES
+
+from tests.interop.pairs import LIBRARIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -150,7 +151,7 @@ def test_the_memory_of_a_copied_rollout_is_filled_again_while_the_batch_is_kept(
     c = Collector(lanes(), None, frames_per_batch=20)
     kept = [c.next() for _ in range(4)]
     assert len({batch["observation"].data_ptr() for batch in kept}) == 4
-    assert len(c._inline.worker.pool._slots) == 1
+    assert len(c._backend.worker.pool._slots) == 1
 
 
 def test_what_goes_into_a_buffer_unseen_is_not_copied_twice():
@@ -159,5 +160,5 @@ def test_what_goes_into_a_buffer_unseen_is_not_copied_twice():
     for options in ({}, {"post_collect_hook": seen.append}):
         c = Collector(lanes(), None, frames_per_batch=20, replay_buffer=buffer, **options)
         c.next()
-        assert c._inline.worker.layout.look.contiguous is bool(options)
+        assert c._backend.worker.layout.look.contiguous is bool(options)
     assert flat(seen[0])

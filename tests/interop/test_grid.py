@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES
-from scenarios import ENVS, GRID, OPTIONS, assert_same, policy_for
+
+from tests.interop.pairs import LIBRARIES
+from tests.interop.scenarios import ENVS, GRID, OPTIONS, assert_same, policy_for
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

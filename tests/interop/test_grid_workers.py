@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from scenarios import ENVS, assert_same, policy_for
-from teams import build, renumbered, take
+
+from tests.interop.scenarios import ENVS, assert_same, policy_for
+from tests.interop.teams import build, renumbered, take
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(60)]
 

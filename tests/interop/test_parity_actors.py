@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pairs import Each, assert_same_batches, collectors, differs, env_makers, one_episode
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
 from torch import distributions, nn
 from torchrl.data import Bounded, Categorical, Composite, OneHot
@@ -24,6 +23,7 @@ from torchrl.modules import (
 )
 
 from reap.errors import WorkerRaised
+from tests.interop.pairs import Each, assert_same_batches, collectors, differs, env_makers, one_episode
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

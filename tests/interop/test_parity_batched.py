@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairs import LIBRARIES
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from reap.testing import CountingEnv, EchoPolicy
+from tests.interop.pairs import LIBRARIES
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(90)]
 

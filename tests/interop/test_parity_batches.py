@@ -8,8 +8,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from pairs import actor, assert_identical, collectors, differs, env_makers
 from tensordict import TensorDict
+
+from tests.interop.pairs import actor, assert_identical, collectors, differs, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("torchrl")
-from tests.interop.pairs import Each, actor, assert_identical, assert_identical_tensors, collectors, env_makers
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 import reap.data
+from tests.interop.pairs import Each, actor, assert_identical, assert_identical_tensors, collectors, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pairs import assert_same_batches, collectors, env_makers
 from tensordict.nn import (
     NormalParamExtractor,
     ProbabilisticTensorDictModule,
@@ -12,6 +11,8 @@ from tensordict.nn import (
 from torch import distributions, nn
 from torchrl.envs import ExplorationType
 from torchrl.modules import IndependentNormal, OneHotCategorical, TanhNormal, TruncatedNormal
+
+from tests.interop.pairs import assert_same_batches, collectors, env_makers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

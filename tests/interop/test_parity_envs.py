@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from pairs import (
+
+from reap.testing import CountingEnv
+from tests.interop.pairs import (
     DISCRETE,
     KINDS,
     LIBRARIES,
@@ -19,8 +21,6 @@ from pairs import (
     env_makers,
     make,
 )
-
-from reap.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -1,9 +1,10 @@
 """Wrong calls: both libraries raise, and what TorchRL's users catch, they catch with reap too."""
 
 import pytest
-from pairs import LIBRARIES, SpaceEnv, actor, box, env_makers, spaces
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import distributions, nn
+
+from tests.interop.pairs import LIBRARIES, SpaceEnv, actor, box, env_makers, spaces
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BOTH = pytest.mark.parametrize("library", LIBRARIES)

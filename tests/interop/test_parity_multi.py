@@ -7,11 +7,12 @@ import warnings
 import cloudpickle
 import pytest
 import torch
-from pairs import LIBRARIES, actor, assert_identical, columns, differs, reap
-from teams import IDS, assert_same_runs, both, build, renumbered, said, take, team
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictSequential
 from torch import nn
+
+from tests.interop.pairs import LIBRARIES, actor, assert_identical, columns, differs, reap
+from tests.interop.teams import IDS, assert_same_runs, both, build, renumbered, said, take, team
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from pairs import (
+from torchrl.data.postprocs import MultiStep
+
+from reap.testing import CountingEnv
+from tests.interop.pairs import (
     LIBRARIES,
     Each,
     actor,
@@ -14,9 +17,6 @@ from pairs import (
     make,
     run,
 )
-from torchrl.data.postprocs import MultiStep
-
-from reap.testing import CountingEnv
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

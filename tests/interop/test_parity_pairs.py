@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from pairs import Each, actor, assert_identical, assert_same_batches, collectors, env_makers, make
 from tensordict import TensorDict
+
+from tests.interop.pairs import Each, actor, assert_identical, assert_same_batches, collectors, env_makers, make
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

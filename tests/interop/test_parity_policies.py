@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from pairs import SPACES, SpaceEnv, actor, assert_same_batches, collectors, differs, env_makers, one_episode
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
     CompositeDistribution,
@@ -19,6 +18,16 @@ from torchrl.envs import ExplorationType
 from torchrl.envs.utils import exploration_type
 
 from reap.errors import WorkerRaised
+from tests.interop.pairs import (
+    SPACES,
+    SpaceEnv,
+    actor,
+    assert_same_batches,
+    collectors,
+    differs,
+    env_makers,
+    one_episode,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairs import assert_identical, differs
 from tensordict import TensorDict
 from torchrl.collectors.utils import split_trajectories as theirs
 
 import reap.collectors.utils
+from tests.interop.pairs import assert_identical, differs
 
 ours = reap.collectors.utils.split_trajectories
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pairs import collectors, env_makers, reap
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
@@ -10,6 +9,8 @@ from torchrl.envs.utils import check_env_specs
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, QValueActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss, DQNLoss
 from torchrl.objectives.value import GAE
+
+from tests.interop.pairs import collectors, env_makers, reap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

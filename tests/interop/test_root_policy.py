@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES, assert_identical
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 
@@ -14,6 +13,7 @@ from reap.collectors import Collector
 from reap.envs.torchrl.root_policy import RootPolicy
 from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, WorkerRaised
+from tests.interop.pairs import LIBRARIES, assert_identical
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

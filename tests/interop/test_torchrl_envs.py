@@ -4,8 +4,6 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES, assert_identical
-from scenarios import ENVS, policy_for
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -17,6 +15,8 @@ from reap.envs.torchrl.lanes import WrappedGym
 from reap.envs.torchrl.rows import TorchRLRows
 from reap.errors import SpecMismatch, UsageError, WorkerRaised
 from reap.testing import CountingEnv, no_leaks
+from tests.interop.pairs import LIBRARIES, assert_identical
+from tests.interop.scenarios import ENVS, policy_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -61,7 +61,7 @@ def test_a_graph_of_whole_steps_is_refused():
 )
 def test_which_way_an_env_takes(kind, way):
     with Collector(ENVS[kind], None, frames_per_batch=4) as collector:
-        assert type(collector._inline.worker.env) is way
+        assert type(collector._backend.worker.env) is way
 
 
 def test_lanes_that_are_encoded_differently_are_not_joined():
@@ -80,7 +80,7 @@ class Subclass(GymWrapper):
 
 def test_gym_envs_that_are_not_bare_are_stepped_by_torchrl():
     with Collector(Subclass(CountingEnv()), None, frames_per_batch=4) as collector:
-        assert type(collector._inline.worker.env) is TorchRLRows
+        assert type(collector._backend.worker.env) is TorchRLRows
         assert bool((collector.next()["next", "reward"] >= 100).all())
 
 

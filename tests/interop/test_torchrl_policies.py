@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from pairs import LIBRARIES, assert_identical
 from tensordict.nn import (
     CompositeDistribution,
     NormalParamExtractor,
@@ -16,6 +15,7 @@ from tensordict.nn import (
 from torch import nn
 
 from reap.collectors import Collector, MultiSyncCollector
+from tests.interop.pairs import LIBRARIES, assert_identical
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -101,7 +101,7 @@ def test_dqn():
     explore = EGreedyModule(env.action_spec, eps_init=1.0, eps_end=0.05, annealing_num_steps=2_500)
     loss = DQNLoss(value, action_space=env.action_spec, delay_value=True)
     loss.make_value_estimator(gamma=0.98)
-    set_policy_keys = SoftUpdate(loss, eps=0.98)
+    target_update = SoftUpdate(loss, eps=0.98)
     optimizer = torch.optim.Adam(loss.parameters(), lr=2e-3)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=128)
     collector = Collector(
@@ -124,7 +124,7 @@ def test_dqn():
             optimizer.zero_grad()
             total.backward()
             optimizer.step()
-            set_policy_keys.step()
+            target_update.step()
     collector.shutdown()
     assert float(explore.eps) == pytest.approx(0.05, abs=0.01)
     first, last = torch.tensor(seen[:20]).mean(), torch.tensor(seen[-10:]).mean()
@@ -156,7 +156,7 @@ def test_sac():
     critic = ValueOperator(Critic(), in_keys=["observation", "action"])
     loss = SACLoss(actor, critic, num_qvalue_nets=2, action_spec=env.action_spec)
     loss.make_value_estimator(gamma=0.97)
-    set_policy_keys = SoftUpdate(loss, eps=0.98)
+    target_update = SoftUpdate(loss, eps=0.98)
     optimizer = torch.optim.Adam(loss.parameters(), lr=3e-3)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=128)
     collector = Collector(env, actor, frames_per_batch=200, total_frames=4_000, init_random_frames=600)
@@ -172,7 +172,7 @@ def test_sac():
             optimizer.zero_grad()
             (values["loss_actor"] + values["loss_qvalue"] + values["loss_alpha"]).backward()
             optimizer.step()
-            set_policy_keys.step()
+            target_update.step()
     collector.shutdown()
     first, last = sum(seen[:4]) / 4, sum(seen[-4:]) / 4
     assert last > 0.6 * first, (first, last)  # rewards are negative: nearer to zero
@@ -187,7 +187,7 @@ def test_recurrent_dqn_with_slices():
     head = TensorDictModule(nn.Linear(32, 2), ["features"], ["action_value"])
     policy = TensorDictSequential(gru, head, QValueModule(spec=env.action_spec))
     loss = DQNLoss(policy, action_space=env.action_spec, delay_value=True)
-    set_policy_keys = SoftUpdate(loss, eps=0.95)
+    target_update = SoftUpdate(loss, eps=0.95)
     optimizer = torch.optim.Adam(loss.parameters(), lr=3e-3)
     buffer = TensorDictReplayBuffer(
         storage=LazyTensorStorage(5_000),
@@ -211,7 +211,7 @@ def test_recurrent_dqn_with_slices():
             optimizer.zero_grad()
             total.backward()
             optimizer.step()
-            set_policy_keys.step()
+            target_update.step()
             losses.append(total.item())
     collector.shutdown()
     assert sum(losses[-16:]) < sum(losses[:16])

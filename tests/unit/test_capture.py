@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
+from reap.core.capture import source
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured
 from reap.core.capture.replay import Captured
@@ -462,3 +463,49 @@ def test_more_that_a_module_relies_on_is_seen(change, monkeypatch):
     else:
         model.inside[0][0] = 2.0
     assert not replay.bind()
+
+
+@torch.no_grad()
+def test_without_torchs_guard_there_is_no_inference_mode(monkeypatch):
+    torch.manual_seed(0)
+    model, x = ActorCritic(), torch.randn(8, 4)
+    assert captured(model).run(x)[0].is_inference()
+    monkeypatch.setattr(source, "_guard", None)
+    replay = captured(model)
+    torch.manual_seed(1)
+    wanted = outputs(model)(x)
+    torch.manual_seed(1)
+    got = replay.run(x)
+    assert all(map(torch.equal, wanted, got))
+    assert not any(value.is_inference() for value in got)
+
+
+class LooksBack(nn.Module):
+    """Results that are computed, views of them, and views of what is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y = (x * self.weight).abs() + 1.0
+        rows = y.reshape(-1, 2)
+        left, right = rows.unbind(-1)
+        z = torch.empty_like(left).copy_(left * right)
+        z += rows.sum(-1)
+        total = (z.sqrt() - right).clamp(-3.0, 3.0)
+        return total, rows[..., :1], y.clone(), (left - 1).reshape(-1, 2).sum(0)
+
+
+def test_what_was_returned_stays_as_it_was():
+    torch.manual_seed(0)
+    model = LooksBack()
+    replay = captured(model)
+    assert replay.bind()
+    with torch.no_grad():
+        kept = []
+        for _ in range(5):
+            x = torch.randn(8, 4)
+            kept.append((outputs(model)(x), replay.run(x)))
+    for wanted, got in kept:
+        assert all(map(torch.equal, wanted, got))

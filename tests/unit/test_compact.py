@@ -15,7 +15,7 @@ from reap.envs import SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.trajectories import with_next
-from tests import examples
+from tests import example_count
 
 
 def lanes(lengths):
@@ -29,7 +29,7 @@ def lanes(lengths):
     steps=st.integers(1, 7),
     limit=st.none() | st.integers(1, 4),
 )
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=example_count(50), deadline=None)
 def test_with_next_is_the_full_batch(lengths, steps, limit):
     c = Collector(
         lanes(lengths), EchoPolicy(), frames_per_batch=steps * len(lengths), compact_obs=True, max_frames_per_traj=limit
@@ -53,9 +53,9 @@ def test_memory_of_pixels():
     steps, count = 256, 4
     c = Collector(SerialEnv(count, lambda: Image((100,))), frames_per_batch=steps * count, compact_obs=True)
     batch = c.next()
-    slot = c._inline.worker.pool._slots[0]
+    slot = c._backend.worker.pool._slots[0]
     size = slot.block.nbytes + sum(v.nbytes for v in slot.finals.values.values())
-    size += sum(c_.nbytes for c_ in c._inline.worker.loop.current)
+    size += sum(c_.nbytes for c_ in c._backend.worker.loop.current)
     assert size <= 1.15 * (steps + 1) * count * 64 * 64 * 3
     full = with_next(batch)
     plain = Collector(SerialEnv(count, lambda: Image((100,))), frames_per_batch=steps * count).next()

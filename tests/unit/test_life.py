@@ -20,15 +20,15 @@ def test_a_failed_construction_closes_the_env():
 def test_an_interrupt_while_a_rollout_is_finished():
     c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
     c.next()
-    finish = c._inline.worker.ledger.close
+    finish = c._backend.worker.ledger.close
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    c._inline.worker.ledger.close = interrupted
+    c._backend.worker.ledger.close = interrupted
     with pytest.raises(KeyboardInterrupt):
         c.next()
-    c._inline.worker.ledger.close = finish
+    c._backend.worker.ledger.close = finish
     batch = c.next()
     assert batch["observation"][:, 1:].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]  # a new episode …
     assert batch["collector", "traj_ids"].unique().tolist() == [1]  # … with an id of its own

@@ -20,7 +20,7 @@ from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
-from tests import examples
+from tests import example_count
 
 
 def lanes(lengths=LENGTHS):
@@ -38,7 +38,7 @@ def collector(lengths=LENGTHS, policy=None, **options):
     batches=st.integers(1, 6),
     limit=st.none() | st.integers(1, 5),
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 def test_any_pattern_of_episodes(lengths, steps, batches, limit):
     world = CountingWorld(lengths, limit=limit)
     for _, batch in zip(
@@ -527,7 +527,7 @@ def test_stats():
     steps=st.integers(1, 6),
     batches=st.integers(1, 6),
 )
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=example_count(40), deadline=None)
 def test_returns_and_lengths_are_those_of_the_episodes(lengths, steps, batches):
     c = collector(lengths, frames_per_batch=steps * len(lengths))
     open_, returns, sizes = [0.0] * len(lengths), [], []
@@ -543,7 +543,7 @@ def test_returns_and_lengths_are_those_of_the_episodes(lengths, steps, batches):
                     returns.append(open_[lane])
                     sizes.append(length[lane])
                     open_[lane], length[lane] = 0.0, 0
-    stats = c._inline.worker.stats
+    stats = c._backend.worker.stats
     assert list(stats.returns) == pytest.approx(returns[-100:])
     assert list(stats.lengths) == sizes[-100:]
     assert stats.episodes == len(returns)

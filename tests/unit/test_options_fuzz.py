@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from reap.backends.inline import InlineBackend
-from reap.backends.local.process import ProcessBackend
+from reap.backends.worker_backend import WorkerBackend
 from reap.collectors import (
     AsyncBatchedCollector,
     AsyncCollector,
@@ -76,7 +76,7 @@ def nothing_starts(monkeypatch):
         raise Accepted
 
     monkeypatch.setattr(InlineBackend, "start", lambda self: self._plan.make_env() and started())
-    monkeypatch.setattr(ProcessBackend, "start", started)
+    monkeypatch.setattr(WorkerBackend, "start", started)
     monkeypatch.setattr(ProcessLanes, "__init__", started)
     monkeypatch.setattr(ThreadWorkers, "__init__", started)
     for kind in (ProcessLanes, ThreadWorkers):

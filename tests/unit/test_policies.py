@@ -23,11 +23,13 @@ from torch import distributions, nn
 
 from reap.collectors import Collector, RandomPolicy
 from reap.core.capture.fingerprint import Fingerprint
-from reap.core.policies.as_policy import untouched
+from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.captured_policy import CapturedPolicy
 from reap.core.policies.exploration import exploring
 from reap.core.policies.flat import flatten
-from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy
+from reap.core.policies.flat_policy import FlatPolicy
+from reap.core.policies.untouched import untouched
+from reap.core.policy import TensorDictPolicy
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import SpecMismatch
 from reap.spec import as_key
@@ -42,7 +44,7 @@ def echo(observation):
 
 
 def kind(c):
-    return type(c._inline.worker.policy)
+    return type(c._backend.worker.policy)
 
 
 class Base(TensorDictModuleBase):

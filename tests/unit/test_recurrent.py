@@ -15,7 +15,7 @@ from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
-from tests import examples
+from tests import example_count
 from tests.envs.test_world import CountingVector
 
 LENGTHS = [(3, 1, 5), (2, 2, 7), (4,)]
@@ -49,7 +49,7 @@ class GRU(nn.Module):
     lengths=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3),
     steps=st.integers(1, 6),
 )
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_memory_is_kept_in_an_episode_and_begun_anew_after_it(lengths, steps):
     c = Collector(lanes(lengths), Steps(), frames_per_batch=steps * len(lengths))
     for _ in range(4):

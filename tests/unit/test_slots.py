@@ -21,7 +21,7 @@ from reap.core.slot import FLAGS, Layout, Pool, Slot, State
 from reap.envs import SerialEnv
 from reap.spec import Leaf
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests import examples
+from tests import example_count
 
 FLAG = {(*root, f): Leaf((1,), torch.bool) for root in ((), ("next",)) for f in FLAGS}
 
@@ -53,7 +53,7 @@ def test_arrays_and_tensors_are_the_same_memory():
     st.integers(1, 4),
     st.integers(1, 3),
 )
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=example_count(50), deadline=None)
 def test_columns_never_overlap(leaves, steps, lanes):
     slot = Slot(layout(steps, lanes, **{f"k{i}": Leaf(tuple(s), d) for i, (s, d) in enumerate(leaves)}))
     for i, array in enumerate(slot.arrays.values()):
@@ -68,7 +68,7 @@ def test_life_of_a_slot():
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
     assert slot.state is State.WRITING
-    lent = slot.layout.tensors(pool.wrap_policy(slot))
+    lent = slot.layout.tensors(pool.lend(slot))
     assert slot.state is State.READING
     part = lent["done",][:1].view(-1)
     del lent
@@ -83,9 +83,9 @@ def test_life_of_a_slot():
 
 def test_the_reserve_is_copied_out():
     pool = Pool(layout(), limit=1)
-    first = pool.wrap_policy(pool.acquire())
+    first = pool.lend(pool.acquire())
     reserve = pool.acquire()
-    copy = pool.wrap_policy(reserve)
+    copy = pool.lend(reserve)
     assert not np.shares_memory(copy["done",], reserve.block)
     assert reserve.state is State.FREE
     assert pool.acquire() is reserve
@@ -95,7 +95,7 @@ def test_the_reserve_is_copied_out():
 def test_a_slot_given_back_in_another_thread():
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
-    box = [pool.wrap_policy(slot)]
+    box = [pool.lend(slot)]
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
@@ -110,7 +110,7 @@ def test_an_interrupt_while_a_batch_is_dropped_is_not_swallowed():
 
     pool = Pool(layout(), limit=1)
     slot = pool.acquire()
-    box = [pool.wrap_policy(slot)]
+    box = [pool.lend(slot)]
     soon = functools.partial(signal.setitimer, signal.ITIMER_REAL, 1e-4)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -129,7 +129,7 @@ def test_a_batch_is_lent_not_copied():
         slots.add(batch["observation"].data_ptr())
         if i == 20:
             break
-    pool = c._inline.worker.pool
+    pool = c._backend.worker.pool
     blocks = {slot.arrays[("observation",)].ctypes.data for slot in pool._slots}
     assert slots == blocks  # two slots take turns, and there never was a third
     assert len(blocks) == 2
@@ -145,7 +145,7 @@ def test_a_batch_is_freed_without_the_garbage_collector():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=25))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_whatever_is_kept_stays_true(keep):
     c, world = Collector(SerialEnv(2, CountingEnv), EchoPolicy(), frames_per_batch=8), CountingWorld([(3, 1, 5)] * 2)
     kept = []
@@ -200,7 +200,7 @@ def test_memory_is_two_batches():
         if i == 5:
             break
     size = sum(v.numel() * v.element_size() for v in batch.values(True, True))
-    pool = c._inline.worker.pool
+    pool = c._backend.worker.pool
     assert sum(s.block.nbytes for s in pool._slots) <= 2.01 * size
     assert pool._reserve is None
 

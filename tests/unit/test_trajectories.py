@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 from reap.errors import UsageError
 from reap.trajectories import split_trajectories
-from tests import examples
+from tests import example_count
 
 
 def pieces(ids, values):
@@ -28,7 +28,7 @@ def pieces(ids, values):
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.randoms(use_true_random=False), st.booleans())
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=example_count(80), deadline=None)
 def test_padded(lanes, steps, rng, with_ids):
     done = torch.tensor([[rng.random() < 0.3 for _ in range(steps)] for _ in range(lanes)])
     begins = torch.ones_like(done)

@@ -15,7 +15,7 @@ from reap.envs import SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy
 from reap.trajectories import cu_seqlens
-from tests import examples
+from tests import example_count
 from tests.envs.test_world import CountingVector
 
 
@@ -39,7 +39,7 @@ patterns = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_siz
 
 
 @given(lengths=patterns, steps=st.integers(1, 7), wanted=st.integers(1, 5))
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=example_count(30), deadline=None)
 def test_padded_and_cat_hold_the_same_whole_episodes(lengths, steps, wanted):
     size, total = steps * len(lengths), 12 * steps * len(lengths)
     expected = episodes(lengths, 12 * steps)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from reap.core.env import Env
+from reap.core.env_hooks import EnvHooks
 from reap.core.policies.recurrent_state import RecurrentState
 from reap.core.wrapped import Wrapped
 from reap.envs import GymEnv
@@ -15,11 +16,8 @@ from reap.spec import Leaf
 from reap.testing import CountingEnv
 
 NOT_PASSED_ON = {"send", "recv", "on_device"}  # Wrapped says why
-METHODS = sorted(
-    name
-    for name, value in vars(Env).items()
-    if inspect.isfunction(value) and not name.startswith("_") and name not in NOT_PASSED_ON
-)
+VOCABULARY = {name: value for name, value in (vars(EnvHooks) | vars(Env)).items() if not name.startswith("_")}
+METHODS = sorted(name for name, value in VOCABULARY.items() if inspect.isfunction(value) and name not in NOT_PASSED_ON)
 ATTRIBUTES = ("pending_seeds", "driver", "captures")  # written to by whoever has the env in hand
 TRAITS = ("has_after_step", "draws", "elsewhere")  # what the env is like, said once
 LEFT = ("writes_after",)  # of rows on a device only; where a wrapper adds leaves the loop copies them
@@ -77,8 +75,15 @@ def test_what_it_is_like_is_what_the_inner_one_is_like(name):
 
 
 def test_every_attribute_of_an_env_is_thought_of():
-    plain = {name for name, value in vars(Env).items() if not name.startswith("_") and not callable(value)}
+    plain = {name for name, value in VOCABULARY.items() if not callable(value)}
     assert plain == {*ATTRIBUTES, *TRAITS, *LEFT, "as_given"}
+
+
+def test_the_verbs_are_few_and_everything_else_is_a_hook():
+    verbs = {name for name in vars(Env) if not name.startswith("_")} - {"pending_seeds", "driver"}
+    life = {"expect", "reset", "send", "recv", "step", "close", "state_dict", "load_state_dict"}
+    assert verbs == {*life, "make_slot", "on_device"}, "what only some envs have to say goes into EnvHooks"
+    assert not verbs & vars(EnvHooks).keys()
 
 
 @pytest.mark.parametrize(

@@ -26,293 +26,34 @@ alone; a child has its environment as it is then (process_state.py).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import dataclasses
-import errno
-import math
 import os
-import pickle
-import secrets
-import select
 import signal
 import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import wait
+from typing import Literal
 
-from reap._system.fork_server import GRACE, NOT_OPENED, REQUEST, WORD, end_programs_of
+from reap._system.fork_server import NOT_OPENED, WORD, end_programs_of
+from reap._system.fork_server_client import ForkServer, common_fork_server, why_not_started
 from reap._system.forks import guard
-from reap._system.pickling import OwnedFd, Parcel, dumps, send_fds
+from reap._system.messages import MessageSocket
+from reap._system.pickling import OwnedFd, Parcel, send_fds
 from reap._system.process_state import state_for_child
-from reap.errors import ReapError, UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap._system.remote_errors import RemoteTraceback
+from reap._system.temporary import anonymous_file
+from reap.errors import UsageError, WorkerDied, WorkerSilent
 
 StartMethod = Literal["forkserver", "spawn"]
 
+DEADLINE = 5.0  # seconds within which whatever is closed has ended
+LAST_STEP = 1.0  # seconds of those that a child has for the step of an env it is in
+GOODBYE = 0.3  # seconds after which a worker that was told to go home is in a rollout nobody wants any more
+LEAVE = 2.0  # seconds a thread that waits has to leave, when what it waits for is closed
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
-_SOON = 0.5  # seconds that one which was silent has, once it is told to end
-_PIECE = 1 << 20  # bytes read at once
-_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
-_PRELOAD = ("torch", "tensordict.nn", "gymnasium", "reap.collectors", "reap.envs")  # else every worker would
-_PRELOAD_TOO = ("torchrl.envs",)  # where our program has imported it: workers are sent its envs, and it is slow
-
-
-def send(connection: Connection, thing: Any) -> None:
-    """Send anything, read by `MessageSocket.hear`. Not `connection.send`: that would share tensors, not send them."""
-    connection.send_bytes(dumps(thing, "what a child says"))
-
-
-class MessageSocket:
-    """The parent's end of a child's connection. Waits for nobody, but in `finish`: no reader, no half message."""
-
-    def __init__(self, own: socket.socket) -> None:
-        own.setblocking(False)
-        self._socket = own
-        self._heard, self._unsent = bytearray(), bytearray()
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._socket.fileno()
-
-    def say(self, data: bytes) -> None:
-        """Send a message as far as it goes; `flush` sends the rest."""
-        long = len(data) > 0x7FFFFFFF
-        self._unsent += _LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data)) if long else _LENGTH.pack(len(data))
-        self._unsent += data
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send what is left, as far as it goes; whether all has been sent, or nobody is there to read it."""
-        try:
-            while self._unsent:
-                with memoryview(self._unsent)[:_PIECE] as piece:
-                    sent = self._socket.send(piece)
-                del self._unsent[:sent]
-        except BlockingIOError:
-            return False
-        except OSError:  # one that is gone says so through its sentinel
-            self._unsent.clear()
-        return True
-
-    def finish(self) -> None:
-        """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
-        while not self.flush():
-            until_ready([], [self.fileno()])
-
-    def hear(self) -> list[bytes]:
-        """The messages that have come, whole ones only."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while piece := self._socket.recv(_PIECE):
-                self._heard += piece
-        found = []
-        while (ends := self._first()) is not None:
-            start, end = ends
-            found.append(bytes(memoryview(self._heard)[start:end]))
-            del self._heard[:end]
-        return found
-
-    def _first(self) -> tuple[int, int] | None:
-        """Where the first message begins and ends, if it is there."""
-        start = _LENGTH.size
-        if len(self._heard) < start:
-            return None
-        (size,) = _LENGTH.unpack_from(self._heard)
-        if size < 0:
-            start += _LONG_LENGTH.size
-            if len(self._heard) < start:
-                return None
-            (size,) = _LONG_LENGTH.unpack_from(self._heard, _LENGTH.size)
-        return (start, start + size) if len(self._heard) >= start + size else None
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-
-
-def until_ready(reading: Iterable[int], writing: Iterable[int] = (), within: float | None = None) -> bool:
-    """Wait for one of these descriptors, for so many seconds at most; whether there was one.
-
-    Not `select.select`: that refuses numbers from 1024 on, which a program with many envs or files has.
-    """
-    poll, asked = select.poll(), dict.fromkeys(reading, select.POLLIN)
-    for fd in writing:
-        asked[fd] = asked.get(fd, 0) | select.POLLOUT
-    for fd, events in asked.items():
-        poll.register(fd, events)
-    return bool(poll.poll(None if within is None else math.ceil(max(0.0, within) * 1000)))
-
-
-def anonymous_file(name: str) -> int:
-    """A descriptor of memory without a name in any file system: nothing to leak."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    import tempfile
-
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception in another process, as text."""
-
-    def __str__(self) -> str:
-        return "\n" + str(self.args[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Raised:
-    """An error on its way from a child: itself and its cause as bytes, as far as they can be, the traceback as text."""
-
-    error: bytes
-    cause: bytes
-    text: str
-
-    @classmethod
-    def of(cls, error: BaseException, doing: str = "") -> Raised:
-        """The message for what was just caught; foreign errors are told as raised by `doing`."""
-        if not isinstance(error, ReapError):
-            foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
-            error.__cause__ = foreign
-        text = "".join(traceback.format_exception(error.__cause__ or error))
-        return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
-
-    def unpack(self) -> ReapError:
-        """The error to raise here: what it was, caused by what caused it, with the remote traceback at the end."""
-        try:
-            raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
-        except Exception:  # of a kind that only the child can import
-            raised, cause = WorkerRaised(self.text.strip().rsplit("\n", 1)[-1]), None
-        error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
-        if cause is not None:
-            cause.__cause__ = RemoteTraceback(self.text)
-        error.__cause__ = cause if cause is not None else RemoteTraceback(self.text)
-        return error
-
-
-def _error_bytes(error: BaseException | None) -> bytes:
-    try:
-        data = dumps(error, "an error")
-        pickle.loads(data)  # some exceptions can be written but not read
-    except Exception:
-        if isinstance(error, ReapError):
-            plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
-            return dumps(plain, "an error")
-        return dumps(RuntimeError(f"{type(error).__name__}: {error}"), "an error")
-    return data
-
-
-# ---- the parent's side --------------------------------------------------------------------------------------------
-
-
-_NO_ROOM = {
-    errno.EAGAIN: "the limit of processes is reached (ulimit -u, or pids.max of the cgroup)",
-    errno.ENOMEM: "there is no memory for another process",
-    errno.EMFILE: "the limit of open files is reached (ulimit -n)",
-    errno.ENFILE: "the machine's limit of open files is reached",
-}
-
-
-def _no_start(number: int | None) -> str:
-    """Why a process could not be started, in words, from an errno."""
-    return f"could not be started: {_NO_ROOM.get(number or 0) or os.strerror(number or 0)}"
-
-
-@contextlib.contextmanager
-def enough_room(who: str) -> Iterator[None]:
-    """Inside, a limit of the system that is reached is told as what `who` could not be started for."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise WorkerDied(f"{who} {_no_start(error.errno)}") from error
-
-
-class _ForkServer:
-    """The parent's end of the process that forks children."""
-
-    def __init__(self, preload: Sequence[str]) -> None:
-        self.name = secrets.token_hex(8)
-        path = [p for p in sys.path if isinstance(p, str)]
-        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        ours, theirs = socket.socketpair()
-        arguments = theirs.fileno(), os.getpid(), self.name, tuple(preload)
-        code = f"import sys; sys.path[:] = {path!r}; from reap._system.fork_server import serve; serve(*{arguments!r})"
-        try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, *flags, "-c", code],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # what is sent to our process group is not for it
-                )
-        except BaseException:
-            ours.close()
-            raise
-        self._socket = ours
-        self.owner = os.getpid()
-
-    def fork(self, fds: Sequence[int]) -> None:
-        """Ask for a child that has these descriptors, and our resource tracker if we have one."""
-        tracker: int | None = getattr(resource_tracker._resource_tracker, "_fd", None)
-        given = [*fds, *(() if tracker is None else (tracker,))]
-        socket.send_fds(self._socket, [REQUEST.pack(len(given), tracker is not None)], given)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def alive(self) -> bool:
-        return self.owner == os.getpid() and self.process.poll() is None
-
-    def close(self) -> None:
-        self._socket.close()
-        if self.owner == os.getpid():
-            try:
-                self.process.wait(4 * GRACE)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-_common: _ForkServer | None = None
-_lock = threading.Lock()
-
-
-def _common_fork_server() -> _ForkServer:
-    """One for the whole process, started when first needed; it ends with the process."""
-    global _common
-    with _lock:
-        if _common is None or not _common.alive:
-            if _common is None:
-                atexit.register(_end_common)
-            _common = _ForkServer((*_PRELOAD, *(name for name in _PRELOAD_TOO if name in sys.modules)))
-        return _common
-
-
-def get_ready() -> None:
-    """Children will be started: have what they need imported meanwhile."""
-    _common_fork_server()
-
-
-def _end_common() -> None:
-    wait_for_ends()
-    if _common is not None:
-        _common.close()
-
-
-def kept_fork_server() -> tuple[int, int] | None:
-    """Pid of the helper process that is kept for the next children, and our descriptor to it; if there is one."""
-    return None if _common is None or not _common.alive else (_common.process.pid, _common.fileno())
-
-
+SOON = 0.5  # seconds that one which was silent has, once it is told to end
 _ENDS = {
     "SIGKILL": "was killed by SIGKILL (out of memory, or killed by somebody)",
     "SIGSEGV": "was killed by SIGSEGV (a crash in native code)",
@@ -348,12 +89,12 @@ class Child:
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
         self._elsewhere = False  # this is a copy of it, in a fork
         guard(self)
-        self._own: _ForkServer | None = None
+        self._own: ForkServer | None = None
         with contextlib.ExitStack() as undo:
             try:
                 self._start(start, fds, target.fds, undo)
             except OSError as error:
-                raise WorkerDied(f"{name} {_no_start(error.errno)}") from error
+                raise WorkerDied(f"{name} {why_not_started(error.errno)}") from error
             undo.pop_all()
         self.line.say(name.encode())
         self.line.say(state_for_child())
@@ -376,9 +117,9 @@ class Child:
                 self._stack = anonymous_file("reap-stack")
                 undo.callback(os.close, self._stack)
                 if start == "spawn":
-                    self._own = _ForkServer(())
+                    self._own = ForkServer(())
                     undo.callback(self._own.close)
-                server = self._own or _common_fork_server()
+                server = self._own or common_fork_server()
                 self._server = server.name
                 with contextlib.suppress(
                     ConnectionError
@@ -436,7 +177,7 @@ class Child:
         if code is None:
             return "is still running"
         if self._refused is not None:
-            return _no_start(self._refused)
+            return why_not_started(self._refused)
         if not self._pid:
             return "could not be started: the fork server has ended"
         if self._orphaned:
@@ -499,41 +240,6 @@ class Child:
             self._own.close()
 
 
-LINGER = 0.3  # seconds for which an error waits until those that are to be ended have: most do at once
-_LONGEST = 15.0  # seconds for which ends in the background are waited for
-_endings: set[threading.Thread] = set()
-
-
-def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
-    """End something: call `ending`, which takes a few seconds at most.
-
-    With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
-    told, and a child that is deaf, or closes its env slowly, shall not hold that up.
-    """
-    if linger is not None:
-        thread = threading.Thread(target=ending, name="reap-ending", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
-            thread.start()
-            atexit.unregister(wait_for_ends)  # once is enough
-            atexit.register(wait_for_ends)  # as late as can be: it comes before others close what is needed for it
-            _endings.add(thread)
-            thread.join(linger)
-            if not thread.is_alive():
-                _endings.discard(thread)
-            return
-    ending()
-
-
-def wait_for_ends() -> None:
-    """Wait for what is being ended while its error was told; a few seconds at most."""
-    until = time.monotonic() + _LONGEST
-    for thread in list(_endings):
-        if thread is not threading.current_thread():  # in a finalizer it may be
-            thread.join(max(0.0, until - time.monotonic()))
-            if not thread.is_alive():
-                _endings.discard(thread)
-
-
 def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
     """End all of them: they have been told already; SIGTERM after `patience` seconds, SIGKILL before `deadline`.
 
@@ -542,7 +248,7 @@ def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
     began, left = time.monotonic(), list(children)
     silent = [child for child in left if child.silent]
     steps = [(patience, signal.SIGTERM, left), (0.8 * deadline, signal.SIGKILL, left), (deadline, 0, [])]
-    steps += [(0.0, signal.SIGTERM, silent), (_SOON, signal.SIGKILL, silent)]
+    steps += [(0.0, signal.SIGTERM, silent), (SOON, signal.SIGKILL, silent)]
     for until, number, whom in sorted(steps, key=lambda step: step[0]):
         for child in _still_there(left, began + until):
             if child in whom:

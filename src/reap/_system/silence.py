@@ -27,7 +27,10 @@ class _Process(Protocol):
 
 class _Worker(Protocol):
     index: int
-    child: Any  # a _Process, here or elsewhere
+
+    @property
+    def child(self) -> Any:
+        """A _Process, here or elsewhere."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Temporary folders: gone when they are closed; if their process was killed, when the next one is made.
+"""Temporary folders, gone when they are closed or, if their process was killed, when the next is made; unnamed files.
 
 Who makes one holds a lock in it, which ends with the process however that ends. A folder whose lock can be had is
 nobody's any more. Process numbers would not do: another container may use the same folder, and has numbers of its own.
@@ -57,3 +57,11 @@ def _sweep(kind: str) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def anonymous_file(name: str) -> int:
+    """A descriptor of memory without a name in any file system: nothing to leak."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

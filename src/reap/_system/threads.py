@@ -1,16 +1,22 @@
-"""Threads: waiting for one that was told to end, for so long and no longer."""
+"""Threads: waiting for one that was told to end, for so long and no longer; ends that go on in the background."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 from reap._system.interrupts import Interrupts
 from reap.errors import WorkerSilent
 
+LINGER = 0.3  # seconds for which an error waits until those that are to be ended have: most do at once
+_LONGEST = 15.0  # seconds for which ends in the background are waited for
 CTRL_C = 0.05  # seconds for which Ctrl-C may wait while a thread is waited for
+_endings: set[threading.Thread] = set()
 
 
 def join(thread: threading.Thread, timeout: float, who: str) -> None:
@@ -33,3 +39,33 @@ def stack_of(thread: int) -> str:
     """Where the thread with this number is right now."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
+
+
+def see_to(ending: Callable[[], None], linger: float | None = None) -> None:
+    """End something: call `ending`, which takes a few seconds at most.
+
+    With `linger`, what takes longer than so many seconds goes on in a thread (see `wait_for_ends`): something is to be
+    told, and a child that is deaf, or closes its env slowly, shall not hold that up.
+    """
+    if linger is not None:
+        thread = threading.Thread(target=ending, name="reap-ending", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no room for a thread: we do it ourselves
+            thread.start()
+            atexit.unregister(wait_for_ends)  # once is enough
+            atexit.register(wait_for_ends)  # as late as can be: it comes before others close what is needed for it
+            _endings.add(thread)
+            thread.join(linger)
+            if not thread.is_alive():
+                _endings.discard(thread)
+            return
+    ending()
+
+
+def wait_for_ends() -> None:
+    """Wait for what is being ended while its error was told; a few seconds at most."""
+    until = time.monotonic() + _LONGEST
+    for thread in list(_endings):
+        if thread is not threading.current_thread():  # in a finalizer it may be
+            thread.join(max(0.0, until - time.monotonic()))
+            if not thread.is_alive():
+                _endings.discard(thread)

@@ -18,9 +18,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from reap._system.silence import Silence, frozen_first
+from reap.backends.delivery import ALL
 from reap.backends.local.pauses import Paused, Pauses
-from reap.backends.local.process import ProcessBackend
-from reap.backends.local.shared_counters import ALL, NOWHERE
+from reap.backends.local.shared_counters import NOWHERE, SharedCounters
+from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import ReapError
 
@@ -31,14 +32,22 @@ T = TypeVar("T")
 class BackgroundRunner:
     """Lets workers run free. `count` is told of frames and rollouts as they are found to be made."""
 
-    def __init__(self, backend: ProcessBackend, *, left: float, random: int, count: Callable[[int, int], None]) -> None:
-        self._backend, self._words = backend, backend.control
+    def __init__(
+        self,
+        backend: WorkerBackend,
+        words: SharedCounters,
+        *,
+        left: float,
+        random: int,
+        count: Callable[[int, int], None],
+    ) -> None:
+        self._backend, self._supervisor, self._words = backend, backend.supervisor, words
         self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
         self._left, self._random = left, random
-        self._began = self._counted = backend.control.made()
+        self._began = self._counted = words.made()
         self._before, self._over, self._pauses = 0, False, Pauses()
         self._lock = threading.RLock()
-        self._silence = Silence(backend.timeout)
+        self._silence = Silence(self._supervisor.silence.timeout)
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
         self._ended: dict[int, int] = {}  # episodes of each worker that were counted
         self._watch_over = threading.Event()
@@ -60,14 +69,14 @@ class BackgroundRunner:
         self._before = int(words.claimed.sum())
         words.stop, words.random = False, max(self._before + self._random - frames, 0)
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
-        self._backend.tell("run")  # one that fails at once is found by whoever asks next, as later
+        self._supervisor.tell("run")  # one that fails at once is found by whoever asks next, as later
         self._watch.start()
 
     def pause(self, paused: Paused) -> None:
         """Workers rest between two rollouts; returns when they do. Pauses add up."""
         self._pauses.begin(paused)
         self.obey_pauses()
-        self._backend.call("look", self._backend.everyone())
+        self._supervisor.call("look", self._supervisor.everyone())
 
     def resume(self, paused: Paused | None = None) -> None:
         """Go on, if no other pause holds."""
@@ -81,7 +90,7 @@ class BackgroundRunner:
             before, self._words.rest = self._words.rest, self._pauses.hold
             woken = before and not self._words.rest
         if woken:
-            self._backend.tell("look", wait=False)  # where others talk to them, they look by themselves soon
+            self._supervisor.tell("look", wait=False)  # where others talk to them, they look by themselves soon
 
     def stop(self, timeout: float) -> None:
         """Workers end with the backend; `catch_up` counts their last frames then."""
@@ -100,10 +109,10 @@ class BackgroundRunner:
         with self._lock:
             made = self._words.made()
             new, self._counted = made - self._counted, made
-            for remote, frames, rollouts in zip(self._backend.workers or self._backend.former, *new.tolist()):
-                remote.frames, remote.rollouts = remote.frames + frames, remote.rollouts + rollouts
-                remote.stats = self._words.stats(remote.index) or remote.stats
-                ended, self._ended[remote.index] = self._words.ended(remote.index, self._ended.get(remote.index, 0))
+            for worker, frames, rollouts in zip(self._backend.known_workers, *new.tolist()):
+                worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
+                worker.stats = self._words.stats(worker.index) or worker.stats
+                ended, self._ended[worker.index] = self._words.ended(worker.index, self._ended.get(worker.index, 0))
                 self._backend.episodes.add(ended)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)
@@ -122,7 +131,7 @@ class BackgroundRunner:
         if self._failure is None and not self._over:
             self.catch_up()
             try:
-                self._backend.look()
+                self._supervisor.look()
             except ReapError as error:
                 self._failure = error
         return self._failure
@@ -134,19 +143,19 @@ class BackgroundRunner:
         """
         words, now, workers = self._words, time.monotonic(), self._backend.workers
         made = words.made()[0]
-        for remote in workers:
-            place = int(words.step[remote.index]), int(made[remote.index])
-            if remote.index not in self._seen or self._seen[remote.index][0] != place:
-                self._seen[remote.index] = place, now
-        found = self._silence.check([(remote, self._silent_since(remote)) for remote in frozen_first(workers)])
+        for worker in workers:
+            place = int(words.step[worker.index]), int(made[worker.index])
+            if worker.index not in self._seen or self._seen[worker.index][0] != place:
+                self._seen[worker.index] = place, now
+        found = self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
         if found is not None and self._failure is None:
-            remote, error = found
-            self._failure = error.at(worker=remote.name, **self._backend.place(remote))
+            worker, error = found
+            self._failure = self._supervisor.at(worker, error)
         return self._failure is None
 
-    def _silent_since(self, remote: WorkerHandle) -> float | None:
-        (step, _), since = self._seen[remote.index]
-        return None if step == NOWHERE or remote.child.gone() else since
+    def _silent_since(self, worker: WorkerHandle) -> float | None:
+        (step, _), since = self._seen[worker.index]
+        return None if step == NOWHERE or worker.child.gone() else since
 
     def between(self, work: Callable[[], T]) -> T:
         """Workers answer between two rollouts whatever they are asked."""

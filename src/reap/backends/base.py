@@ -2,6 +2,14 @@
 
     start ─► take ─► take ─► … ─► close          publish: weights, any time between two takes
 
+    InlineBackend   one worker in this thread
+    WorkerBackend   workers elsewhere = one Supervisor + one Transport + one Delivery
+
+                          ┌── Delivery: which rollouts make a batch, and when a slot is given out again
+    WorkerBackend.take ───┤
+                          └── Supervisor: who was asked what, who has answered, who is gone
+                                 └── Transport: how calls, slots and weights reach a worker
+
 A taken rollout is the consumer's; its slot is released when the last tensor on it dies.
 """
 
@@ -9,12 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+from torch import Tensor
 
-from reap.core.slot import Finals, Layout
+from reap._system.interrupts import Interrupts
+from reap._system.silence import Silence
+from reap.core.slot import Finals, Layout, Slot
+from reap.errors import WorkerDied, WorkerSilent
 from reap.spec import Key
+from reap.weight_update import WeightTransport
+from reap.weights.shared import Packing
+
+if TYPE_CHECKING:
+    from reap.backends.supervisor import Supervisor
+    from reap.backends.worker_handle import WorkerHandle
 
 
 @dataclass(frozen=True)
@@ -72,3 +90,125 @@ class Backend(Protocol):
 
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
+
+
+class WorkerLiveness(Protocol):
+    """Whether a worker lives, and how it ended."""
+
+    @property
+    def pid(self) -> int:
+        """Its number; 0 if it never lived."""
+
+    @property
+    def label(self) -> str:
+        """Its number, and where it is, as errors show them after a name."""
+
+    def gone(self) -> bool:
+        """Whether nothing will come from it any more."""
+
+    def death(self) -> WorkerDied:
+        """The error for one that is gone: how it ended."""
+
+    def ask_stack(self) -> str:
+        """Where its threads are right now; empty if it does not answer at all."""
+
+    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
+        """The error for one that sent nothing for so long."""
+
+
+class WorkerConnection(Protocol):
+    """One worker as a transport reaches it. Another takes its place when the worker is started again."""
+
+    child: Any  # a WorkerLiveness
+
+    def call(self, data: bytes) -> None:
+        """Send a numbered call: it is answered between two rollouts."""
+
+    def fill(self, slot: int, *, random: bool) -> None:
+        """Give permission to fill a slot; `random`: with random actions, where the worker does not know by itself."""
+
+    def hear(self) -> tuple[list[Any], bool]:
+        """What it has said since, and whether it is gone and that was all."""
+
+
+class WeightChannel(Protocol):
+    """Where new weights for all workers are written."""
+
+    packing: Packing
+
+    def publish(self, named: Mapping[str, Tensor], version: int) -> None:
+        """Make these the current ones; what is not among them stays as it was."""
+
+
+class Transport(Protocol):
+    """How calls, slots and weights reach workers, and how their end is noticed. It knows nothing of batches."""
+
+    weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
+    replaceable: ClassVar[bool]  # whether a single worker can be launched later: a further one, or another for one
+
+    def place(self, worker: WorkerHandle) -> dict[str, int]:
+        """In which step and lane a worker is, as far as that can be known from outside."""
+
+    def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
+        """Make what is needed before the first worker is launched."""
+
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
+        """Start these, all at once, from their jobs; each has a connection from its first moment on."""
+
+    def wait(self, seconds: float | None) -> list[int]:
+        """Wait for so long (None: as long as it takes) until a worker has spoken or is gone: the numbers of those."""
+
+    def common_slots(self, workers: Sequence[WorkerHandle], whole: Layout, count: int) -> Callable[[int], Slot]:
+        """So many slots of which each worker fills its lanes; returns what makes the one of an index (-1: the last)."""
+
+    def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
+        """So many slots for each of these workers, which are its `slots`; not `here`: nobody but itself reads them."""
+
+    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+        """What a worker is told when memory and weights are ready: where they are."""
+
+    def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
+        """Where weights for all are published, once all workers have begun."""
+
+    def pass_weights(self, worker: WorkerHandle, data: bytes) -> Any:
+        """Bring the weights of one worker to it; returns what it is told of them."""
+
+    def resend_weights(self, worker: WorkerHandle) -> None:
+        """Send the latest weights for all to one that was launched later, where it does not find them by itself."""
+
+    def let_be_random(self, frames: int) -> None:
+        """So many frames of the run have random actions."""
+
+    def cut_short(self, stop: bool) -> None:
+        """Let rollouts end where they are; False: from now on they go to their end."""
+
+    def close(self, workers: Sequence[WorkerHandle]) -> None:
+        """End these workers, which are all, within one deadline, and give back what was opened. May be called twice."""
+
+
+class Delivery(Protocol):
+    """Which rollouts make a batch, and when a slot is given out again."""
+
+    in_step: bool  # whether all frames of a batch have one version
+
+    def prepare(self, supervisor: Supervisor) -> None:
+        """Make room for rollouts, as workers have said what these look like; again when there are more workers."""
+
+    def preempts(self, workers: int) -> bool:
+        """Whether rollouts may be cut short."""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a batch is half made: Ctrl-C interrupted who waited for it."""
+
+    def take(self, *, random: bool, most: float) -> Rollout:
+        """The next rollout; `most`: how many frames may still be asked for, where they are written as they are made."""
+
+    def forget_unfinished(self) -> None:
+        """Have what was begun and not delivered made to the end, and forget it."""
+
+    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+        """These have begun new episodes with this call: what they had made before it is not delivered any more."""
+
+    def settle(self) -> tuple[int, int]:
+        """Frames and rollouts nobody has taken; they are forgotten. Workers have nothing to do."""

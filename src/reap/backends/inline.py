@@ -97,7 +97,7 @@ class InlineBackend:
             raise
         if self.on_rollout is not None:
             self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
-        arrays = slot.arrays if self._same_slot else worker.pool.wrap_policy(slot)
+        arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
     def breaker(self) -> Callable[[], None]:

@@ -17,13 +17,15 @@ import cloudpickle
 import numpy as np
 from torch import Tensor
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
+from reap.backends.delivery import AsReady, InStep
 from reap.backends.joint_slot import joined
-from reap.backends.local.process import ProcessBackend
-from reap.backends.local.shared_counters import together
-from reap.backends.remote.remote_worker import RemoteJob, RemoteWorker
-from reap.backends.worker_server import WorkerInfo
+from reap.backends.local.shared_memory import SharedMemoryTransport
+from reap.backends.remote.remote_worker import RemoteWorker
+from reap.backends.worker_backend import WorkerBackend
+from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.slot import TRAJ_IDS, Slot, State
+from reap.core.stats import together
 from reap.core.worker import Plan
 from reap.errors import WorkerError
 
@@ -36,7 +38,7 @@ class NestedWorkers:
     sync: bool
     random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
 
-    def __call__(self, job: RemoteJob, *transport: Any) -> RemoteWorker:
+    def __call__(self, job: Job, *transport: Any) -> RemoteWorker:
         """The remote worker."""
         return NestedRemoteWorker(job, *transport, nested=self)
 
@@ -46,7 +48,7 @@ class NestedRemoteWorker(RemoteWorker):
 
     worker: _Processes  # type: ignore[assignment]
 
-    def __init__(self, job: RemoteJob, *transport: Any, nested: NestedWorkers) -> None:
+    def __init__(self, job: Job, *transport: Any, nested: NestedWorkers) -> None:
         self._job, self._nested = job, nested
         super().__init__(replace(job, hooks=None), *transport)  # they run in the workers
 
@@ -95,17 +97,17 @@ class _Processes:
 
     span = (0.0, 0.0)  # of the last rollout
 
-    def __init__(self, job: RemoteJob, nested: NestedWorkers) -> None:
+    def __init__(self, job: Job, nested: NestedWorkers) -> None:
         self._index, self._of, self._version = job.index, job.workers, 0
         plan = replace(job.plan, steps=_Share(job.plan.steps, nested.workers)) if nested.sync else job.plan
-        self._backend = ProcessBackend(
+        self._backend = WorkerBackend(
             [plan] * nested.workers,
-            sync=nested.sync,
+            transport=SharedMemoryTransport(),
+            delivery=InStep() if nested.sync else AsReady(nested.random_frames),
             threads=job.threads,
             init=job.init,
             hooks=job.hooks,
             strategy=job.strategy,
-            random_frames=0 if nested.sync else nested.random_frames,
         )
         try:
             with self._named():
@@ -203,7 +205,7 @@ class _Processes:
     def set_hooks(self, packed: bytes) -> None:
         """Other hooks from now on."""
         with self._named():
-            self._backend.call("hooks", self._backend.everyone(packed))
+            self._backend.set_packed_hooks(packed)
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""

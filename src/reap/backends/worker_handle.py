@@ -1,48 +1,29 @@
-"""WorkerHandle: a worker's process as the parent sees it, and the pipe through which it is given slots."""
+"""WorkerHandle: one worker as the parent sees it: what it was given, what it has made, and how it is reached."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
 import time
 from collections import deque
 from typing import Any
 
-from reap._system.processes import Child
-from reap.backends.worker_server import WorkerInfo
-from reap.core.shared_slots import SharedSlots
+from reap.backends.base import WorkerConnection
+from reap.backends.worker_server import Job, WorkerInfo
+from reap.core.slot import Slot
 from reap.core.stats import Stats
 
 
-class FreeSlots:
-    """The parent's end of a worker's free pipe. A fork of the parent gives nothing back: the slot is in use here."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd, self._owner = fd, os.getpid()
-
-    def give(self, slot: int) -> None:
-        """Permission to fill it."""
-        if self._fd >= 0 and self._owner == os.getpid():
-            with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
-                os.write(self._fd, bytes([slot]))
-
-    def close(self) -> None:
-        """No more of it."""
-        fd, self._fd = self._fd, -1  # first: nobody may write to a number that is somebody else's
-        if fd >= 0:
-            os.close(fd)
-
-
 class WorkerHandle:
-    """One worker as the parent sees it."""
+    """One worker as the parent sees it. It stays the same when its worker is started again."""
 
-    def __init__(self, index: int, child: Child, free: FreeSlots) -> None:
-        self.index, self.child, self.free = index, child, free
-        self.about: WorkerInfo
-        self.inbox: deque[Any] = deque()
-        self.slots: SharedSlots  # its own, if asynchronous
-        self.lent: set[int] = set()
+    about: WorkerInfo  # once it has said so
+    connection: WorkerConnection | None = None  # once it is launched
+
+    def __init__(self, job: Job) -> None:
+        self.index = job.index
+        self.job: Job | None = job  # what it is started from, where it may have to be started again
+        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number, if it shares none with others
+        self.lent: set[int] = set()  # of these, those the consumer looks at
+        self.inbox: deque[Any] = deque()  # answers to the call it was asked last
         self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
         self.working: set[int] = set()  # slots it may fill
         self.asked: int | None = None  # the call it has not answered yet
@@ -50,29 +31,45 @@ class WorkerHandle:
         self.frames = self.rollouts = 0  # made so far
 
     @property
+    def reached(self) -> WorkerConnection:
+        """Its connection, which it has."""
+        if self.connection is None:
+            raise RuntimeError(f"worker {self.index} was not launched")
+        return self.connection
+
+    @property
+    def child(self) -> Any:
+        """Its process, or what stands for it here."""
+        return self.reached.child
+
+    @property
     def busy(self) -> bool:
         """Whether something is to come from it."""
         return bool(self.working) or self.asked is not None
 
-    def give(self, slot: int) -> None:
-        """A slot to fill."""
+    def fill(self, slot: int, *, random: bool) -> None:
+        """Give it a slot to fill."""
         if not self.busy:
             self.busy_since = time.monotonic()
         self.working.add(slot)
-        self.free.give(slot)
+        self.reached.fill(slot, random=random)
 
-    def ask(self, call: int) -> None:
-        """Something is to be answered."""
+    def expect_answer(self, call: int, grace: float = 0.0) -> None:
+        """It was asked something; `grace`: seconds more than usual that it may take."""
+        self.inbox.clear()
         if not self.busy:
             self.busy_since = time.monotonic()
         self.asked = call
+        self.busy_since += grace
 
-    def messages(self) -> list[Any]:
-        """What it has said since."""
-        return [pickle.loads(data) for data in self.child.line.hear()]
+    def take_back_slots(self) -> list[int]:
+        """The slots it was to fill, which it will not: it is gone."""
+        slots = sorted(self.working)
+        self.working.clear()
+        return slots
 
     def uncount(self, frames: int) -> None:
-        """A rollout nobody will see."""
+        """Forget a rollout nobody will see."""
         self.frames, self.rollouts = self.frames - frames, self.rollouts - 1
 
     @property

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import cloudpickle
 from torch import Tensor, nn
 
+from reap._system.conversation import Answer, answered
 from reap._system.pickling import dumps
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.worker_view import WorkerView
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.policies.as_policy import PolicyWarning
@@ -67,6 +68,9 @@ class Job:
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them
     strategy: Any = None  # a user's own, by which weights are applied
+    writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
+    preempted: bool = False  # whether its rollouts may be cut short
+    nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
 
 
 @dataclass(frozen=True)
@@ -96,14 +100,7 @@ class RolloutReady:
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a call returned; or `Raised`, if it was a wrong call and nothing has happened."""
-
-    call: int
-    value: Any
-
-
+HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
 _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
 
@@ -159,11 +156,7 @@ class WorkerServer:
         """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
         self.doing = name
         self.since = call if name in _ANEW else self.since
-        try:
-            value = getattr(self, f"do_{name}")(*arguments)
-        except UsageError as error:
-            value = Raised.of(error)
-        return Answer(call, value)
+        return answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
@@ -244,7 +237,7 @@ class WorkerServer:
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
         try:
-            found = set_policy_keys(WorkerView(self, self.interruptor), path)
+            found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
                 args, kwargs = cloudpickle.loads(packed)
                 found = found(*args, **kwargs)
@@ -257,7 +250,7 @@ class WorkerServer:
         """Give a model at a path what a user's own strategy has made of its weights."""
         try:
             strategy, weights = cloudpickle.loads(packed)
-            strategy.apply_weights(set_policy_keys(WorkerView(self, self.interruptor), path), weights)
+            strategy.apply_weights(get_attribute(WorkerView(self, self.interruptor), path), weights)
         except Exception as error:
             return Raised.of(error, path)
 
@@ -277,3 +270,8 @@ class WorkerServer:
         self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+
+
+def what_it_did(worker: WorkerServer | None) -> str:
+    """What a worker was at when it raised something; None: it was being built."""
+    return "building it" if worker is None else worker.doing

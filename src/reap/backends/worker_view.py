@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,19 +52,19 @@ class WorkerView:
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path."""
-        return set_policy_keys(self, model_id)
+        return get_attribute(self, model_id)
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of its policy."""
-        return set_policy_keys(self.policy, attr)
+        return get_attribute(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of its env."""
-        return set_policy_keys(self.env, attr)
+        return get_attribute(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer it writes to."""
-        return set_policy_keys(self.replay_buffer, attr)
+        return get_attribute(self.replay_buffer, attr)
 
     def get_policy_version(self) -> int:
         """The version of the weights it acts with."""

@@ -12,7 +12,7 @@ batches and samples, and what is overshot is at most one of them.
 from __future__ import annotations
 
 from reap.buffers.arguments import number, whole
-from reap.buffers.ring import COUNT, SAMPLED, Ring
+from reap.buffers.storage.ring import COUNT, SAMPLED, Ring
 from reap.errors import Starved
 
 

@@ -19,9 +19,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.buffers import arguments
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.episode_index import Cuts, Marker
 from reap.buffers.samplers import nothing, refuse_taken
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.episode_index import Cuts, Marker
 from reap.errors import UsageError, WrongArgument
 from reap.spec import Key, as_key, own_entry
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,29 +20,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap._system.forks import renew
 from reap.buffers import arguments
 from reap.buffers.arguments import LARGEST
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.episode_index import Marker
 from reap.buffers.limiter import SamplesPerInsert
-from reap.buffers.multistep import MultiStep
 from reap.buffers.prefetch import Prefetch
-from reap.buffers.ring import BASE, COUNT, HEAD, HOLE
+from reap.buffers.row_reader import RowReader
 from reap.buffers.row_source import Feed
-from reap.buffers.rows import Rows, as_array, as_tensordict, storable
-from reap.buffers.samplers import RandomSampler, Sampler, nothing
+from reap.buffers.samplers import RandomSampler, Sampler
 from reap.buffers.snapshots import dump, restore, snapshot, undump
-from reap.buffers.storages import LazyTensorStorage, Storage
-from reap.errors import NoSpace, ReapError, SpecMismatch, Starved, UsageError, WrongArgument, WrongIndex, WrongState
-from reap.spec import Key, Leaf, as_key, show
+from reap.buffers.storage.batch_writer import BatchWriter, as_batch
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.ring import COUNT
+from reap.buffers.storage.storages import LazyTensorStorage, Storage
+from reap.buffers.transforms import Transforms
+from reap.errors import NoSpace, ReapError, Starved, UsageError, WrongArgument, WrongState
 
-MASK: Key = ("collector", "mask")
-_PLAIN: Key = ("_plain",)  # the column of a buffer that holds bare tensors
-_PATIENCE = 4  # reads that may be overtaken before writers are held off for one
 DEFAULT_SIZE = 1000
 _MOST_AHEAD = 1000  # samples that a thread prepares
 
@@ -69,8 +64,7 @@ class ReplayBuffer:
         limiter: `SamplesPerInsert` keeps a collector in the background and what is sampled in proportion.
     """
 
-    _as_index = False
-    _named = False  # whether it is known that the columns go with what a sample says
+    _tells = False  # whether samples hold what is known about their rows
 
     def __init__(
         self,
@@ -96,15 +90,13 @@ class ReplayBuffer:
             raise UsageError(f"writer: rows are written in turn; {arguments.shown(writer)} would choose another order")
         self._batch_size = None if batch_size is None else arguments.whole(batch_size, "batch_size", 1, LARGEST)
         prefetch = 0 if prefetch is None else arguments.whole(prefetch, "prefetch", 0, most=_MOST_AHEAD)
-        self._pin, self._generator = (
-            arguments.flag(pin_memory, "pin_memory"),
-            arguments.generator(generator, "generator"),
-        )
+        pin = arguments.flag(pin_memory, "pin_memory")
+        self._generator = arguments.generator(generator, "generator")
         for name, value in (("shared", shared), ("compilable", compilable), ("delayed_init", delayed_init)):
             arguments.flag(value, name, optional=True)
         if dim_extend is not None:
             arguments.whole(dim_extend, "dim_extend", 0)
-        self._set_transforms([] if transform is None else [transform])
+        transforms = Transforms([] if transform is None else [transform])
         self._collate = arguments.function(collate_fn, "collate_fn")
         if limiter is not None and not isinstance(limiter, SamplesPerInsert):
             raise WrongArgument(f"limiter is a SamplesPerInsert, got {type(limiter).__name__}")
@@ -112,8 +104,12 @@ class ReplayBuffer:
             raise UsageError(f"min_size={limiter.min_size} rows never fit into max_size={self._storage.max_size}")
         self.limiter, self.feed = limiter, Feed()
         self._memory: BufferFiles = self._storage.open()
-        self._cuts = self._sampler.cuts
-        self._marker = Marker(self._cuts)
+        self._cuts = self._storage.cuts or self._sampler.cuts
+        self._reader = RowReader(
+            self._memory, self._sampler, self._cuts, tells=self._tells, device=self._storage.device, pin=pin
+        )
+        self._writer = BatchWriter(self._memory, self._cuts, self._reader.check_names)
+        self._set_transforms(transforms)
         self._sampling = threading.RLock()  # samplers remember; rows need no lock
         self._prefetch, self._last = prefetch, False
         self._pool: Prefetch[tuple[Any, dict[Any, Any], bool]] | None = None
@@ -126,78 +122,13 @@ class ReplayBuffer:
 
         Single frames may come in a list.
         """
-        index = self._write(self._batch(data))
-        return torch.from_numpy(index)
+        return torch.from_numpy(self._writer.write(as_batch(data, self._transforms.inverse)))
 
     def add(self, data: TensorDictBase | Tensor) -> int:
         """Write one frame; its row's number."""
         if not isinstance(data, (Tensor, TensorDictBase)):
             raise WrongArgument(f"add takes a TensorDict or a tensor, got {type(data).__name__}")
-        batch = self._batch(data.unsqueeze(0))
-        return int(self._write(batch)[0])
-
-    def _batch(self, data: Any) -> TensorDictBase:
-        if isinstance(data, (list, tuple)) and data and all(isinstance(x, (Tensor, TensorDictBase)) for x in data):
-            try:
-                data = torch.stack(list(data))
-            except (RuntimeError, TypeError, KeyError) as error:
-                raise SpecMismatch(f"data is a list of frames that do not go together: {error}") from None
-        if isinstance(data, Tensor):
-            if not data.ndim:
-                raise UsageError("extend needs a batch dimension; add takes a single frame")
-            return TensorDict({_PLAIN[0]: data}, batch_size=data.shape[:1])
-        if not is_tensor_collection(data):
-            raise WrongArgument(f"a buffer takes TensorDicts, tensors or lists of them, got {type(data).__name__}")
-        if data.get(_PLAIN, None) is not None:
-            raise SpecMismatch(
-                f"the column {_PLAIN[0]!r} has the name under which a buffer keeps bare tensors; rename it"
-            )
-        for transform in reversed(self._transforms):
-            if (inverse := getattr(transform, "inv", None)) is not None:
-                data = inverse(data)
-        if data.ndim == 0:
-            raise UsageError("extend needs a batch dimension; add takes a single frame")
-        return data
-
-    def _write(self, batch: TensorDictBase) -> np.ndarray[Any, Any]:
-        ring, capacity, lead = self._memory.ring, self._memory.capacity, batch.ndim
-        if not batch.batch_size.numel():
-            return np.zeros(0, np.int64)
-        mask = batch.get(MASK, None)
-        keep = None if mask is None or bool(mask.all()) else as_array(mask).reshape(-1)
-        values, columns = {}, {}
-        for name, value in batch.items(True, True):
-            key = as_key(name)
-            if not isinstance(value, Tensor):
-                raise UsageError(f"{show(key)} holds {type(value).__name__}; a buffer's columns are tensors")
-            if value.layout is not torch.strided or value.is_quantized or not storable(value.dtype):
-                raise UsageError(f"{show(key)} is {value.dtype} ({value.layout}); a buffer's columns are dense tensors")
-            columns[key] = tuple(value.shape[lead:]), value.dtype
-            array = as_array(value)
-            array = array.reshape(batch.batch_size.numel(), *array.shape[lead:])
-            values[key] = array if keep is None else array[keep]
-        if not columns:
-            raise UsageError("this batch has no tensors to write")
-        if not self.initialized:
-            self._check_names({key: Leaf(*kind) for key, kind in columns.items()})
-        rows = self._memory.rows_for(columns)  # before anything is reserved: a wrong batch costs nothing
-        marks, identity, ended = self._marker.marks(batch, keep)
-        count = len(marks)
-        if not count:
-            return np.zeros(0, np.int64)
-        first, entry = ring.reserve(count)
-        try:
-            self._marker.join(marks, identity, ended, first, first + count, (threading.get_ident(), os.getpid()))
-            skip = max(count - capacity, 0)  # a batch longer than the ring: the last rows stay
-            ring.mark(first + skip, marks[skip:])
-            rows.write((first + skip) % capacity, {key: value[skip:] for key, value in values.items()})
-        except BaseException:
-            self._marker.forget()  # what comes next must not go on from rows that are not there
-            ring.abandon(entry)
-            raise
-        ring.commit(entry)
-        index: np.ndarray[Any, Any] = np.arange(first, first + count) % capacity
-        return index
+        return int(self._writer.write(as_batch(data.unsqueeze(0), self._transforms.inverse))[0])
 
     def empty(self) -> None:
         """Forget every row."""
@@ -244,7 +175,7 @@ class ReplayBuffer:
             if limiter is not None:
                 limiter.check(self._memory.ring)
             try:
-                rows, info, columns = self._draw(count)
+                rows, info, columns = self._reader.draw(count, self._generator)
             except (MemoryError, RuntimeError) as error:
                 if isinstance(error, ReapError) or "alloc" not in str(error).lower():
                     raise
@@ -253,82 +184,10 @@ class ReplayBuffer:
         count = len(rows)  # fewer at the end of a round, and where episodes are short
         if limiter is not None:
             limiter.count(self._memory.ring, count)
-        sample = self._deliver(columns, count, info)
+        sample = self._reader.deliver(columns, count, info)
         if self._collate is not None:
             sample = self._collate(sample)
-        return self._transformed(sample), info, last
-
-    def _transformed(self, sample: Any) -> Any:
-        for transform in self._transforms[self._ahead is not None :]:
-            sample = transform(sample)
-        return sample
-
-    def _draw(self, count: int) -> tuple[np.ndarray[Any, Any], dict[Any, Any], dict[Key, Tensor]]:
-        """Rows, what is to be known about them, and what they hold."""
-        memory, sampler, generator = self._memory, self._sampler, self._generator
-        ring = memory.ring
-        for _ in range(0 if sampler.alone else _PATIENCE):
-            low = ring.low
-            try:
-                positions, info = sampler.draw(memory, count, generator)
-            except Starved:
-                break  # or so it seems: a whole lap may have gone by between two looks
-            rows, columns = self._read(positions)
-            # The first question is the cheap one: nothing drawn is below `low`.
-            if ring.intact(low) or ring.intact(int(positions.min())):
-                info["index"] = torch.from_numpy(rows)
-                return rows, info, columns
-        with ring.gate.locked():  # nobody reserves what we read
-            positions, info = sampler.draw(memory, count, generator)
-            rows, columns = self._read(positions)
-        info["index"] = torch.from_numpy(rows)
-        return rows, info, columns
-
-    def _read(self, positions: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], dict[Key, Tensor]]:
-        rows = positions % self._memory.capacity
-        if not self._named:  # once: another process may have written them, which does not know what a sample needs
-            self._check_names(self._rows().layout.columns)
-            self._named = True
-        if self._ahead is not None:
-            return rows, self._ahead.read(self._memory, positions, self._cuts)
-        return rows, self._rows().read(rows)
-
-    def _deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
-        if _PLAIN in columns:
-            return self._placed(columns[_PLAIN])
-        if self._as_index:
-            columns.update(self._told(columns, info))
-        return self._placed(as_tensordict(columns, count))
-
-    def _told(self, columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-        """What a sample says about itself."""
-        told = {as_key(key): value for key, value in info.items()}
-        for key, ends in list(told.items()):
-            done = (*key[:-1], "done")
-            if key[-1] == "truncated" and done in columns:
-                shape = (-1, *[1] * (columns[done].ndim - 1))
-                told[done] = columns[done] | ends.reshape(shape)
-                if key in columns:
-                    told[key] = columns[key] | ends.reshape(shape)  # one that steps ahead have reached stays
-        return told
-
-    def _placed(self, sample: Any) -> Any:
-        if self._storage.device.type != "cpu":
-            return sample.to(self._storage.device)
-        return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
-
-    def _rows(self) -> Rows:
-        rows = self._memory.rows
-        if rows is None:
-            raise nothing()
-        return rows
-
-    def _check_names(self, columns: Mapping[Key, Leaf]) -> None:
-        """Raise if rows with these columns have a name that a sample uses for something else."""
-        if self._as_index:
-            self._sampler.check_columns(columns)
-        if self._ahead is not None:
-            self._ahead.check_names(columns)
+        return self._transforms(sample), info, last
 
     def __getitem__(self, index: Any) -> Any:
         """Rows by number, transformed as samples are; a slice leaves out those being written. Writers wait."""
@@ -336,22 +195,8 @@ class ReplayBuffer:
             raise WrongState("the buffer is empty: there is no row to look at")
         if isinstance(index, Tensor):
             index = _array(index, "index")
-        ring = self._memory.ring
-        with ring.gate.locked():  # nobody reserves what we read
-            low, high = ring.window()
-            try:
-                chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
-            except Exception as error:  # whatever NumPy, or the thing itself, has against it
-                raise WrongIndex(f"index {arguments.shown(index)} names no rows of this buffer: {error}") from None
-            if high < ring.words[HEAD] or ring.holes(low):
-                whole = np.zeros(ring.capacity, bool)
-                whole[np.arange(low, high)[ring.marks_of(low, high) != HOLE] % ring.capacity] = True
-                if isinstance(index, slice):
-                    chosen = chosen[whole[chosen]]
-                elif not whole[chosen].all():
-                    raise WrongState(f"of rows {index} some are being written, or never were to the end")
-            rows, columns = self._read(low + (np.array(chosen).reshape(-1) - low) % ring.capacity)
-        sample = self._transformed(self._deliver(columns, len(rows), {"index": torch.from_numpy(rows)}))
+        sample, chosen = self._reader.at(index)
+        sample = self._transforms(sample)
         if np.ndim(chosen) == 0:
             return sample[0]
         return sample if chosen.ndim == 1 else sample.reshape(chosen.shape)
@@ -401,10 +246,9 @@ class ReplayBuffer:
         """A buffer that another process made. It owns the descriptors from now on."""
         storage = LazyTensorStorage(description["capacity"])
         storage.memory = BufferFiles(description["capacity"], fds, place=description["place"])
+        storage.cuts = description["cuts"]
         known = {"batch_size": description["batch"], "limiter": description["limiter"]}
-        buffer = cls(storage=storage, **{**known, **options})
-        buffer._cuts, buffer._marker = description["cuts"], Marker(description["cuts"])
-        return buffer
+        return cls(storage=storage, **{**known, **options})
 
     def watch(self, timeout: float | None, worker: int | None = None) -> None:
         """Wait for `timeout` seconds at most for a writer or reader that does not finish: `WorkerSilent`, by name.
@@ -482,35 +326,20 @@ class ReplayBuffer:
     @property
     def transforms(self) -> tuple[Any, ...]:
         """Called with every sample, in this order; their inverses with what is written, in the other."""
-        return tuple(self._transforms)
+        return self._transforms.all
 
     def append_transform(self, transform: Any) -> ReplayBuffer:
         """One more transform, after the others."""
-        return self.insert_transform(len(self._transforms), transform)
+        return self.insert_transform(len(self._transforms.all), transform)
 
     def insert_transform(self, index: int, transform: Any) -> ReplayBuffer:
         """One more transform, before the one at `index`."""
-        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
-            raise WrongArgument(f"index is a whole number, got {arguments.shown(index)}")
-        transforms = self._transforms.copy()
-        transforms.insert(max(-len(transforms), min(int(index), len(transforms))), transform)
-        self._set_transforms(transforms)
+        self._set_transforms(self._transforms.inserted(index, transform))
         return self
 
-    def _set_transforms(self, transforms: list[Any]) -> None:
-        for transform in transforms:
-            if not callable(transform):
-                raise WrongArgument(
-                    f"transform is something that can be called with a sample, got {arguments.shown(transform)}"
-                )
-        if any(isinstance(transform, MultiStep) for transform in transforms[1:]):
-            raise UsageError(
-                "MultiStep looks up rows by itself: it is the first transform, and the only one of its kind"
-            )
-        self._named = False
-        ahead = transforms[0] if transforms else None
+    def _set_transforms(self, transforms: Transforms) -> None:
         self._transforms = transforms
-        self._ahead: MultiStep | None = ahead if isinstance(ahead, MultiStep) else None
+        self._reader.look_ahead(transforms.ahead)
 
     def set_rng(self, generator: torch.Generator) -> None:
         """Where random numbers come from."""

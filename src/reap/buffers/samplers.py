@@ -17,9 +17,9 @@ import torch
 
 from reap.buffers.arguments import LARGEST, flag, number, whole
 from reap.buffers.arguments import key as key_of
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.episode_index import Cuts
-from reap.buffers.ring import HOLE
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.episode_index import Cuts
+from reap.buffers.storage.ring import HOLE
 from reap.buffers.tree import SumTree
 from reap.errors import CorruptState, NoSpace, SpecMismatch, Starved, UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, Leaf, show
@@ -204,7 +204,7 @@ class PrioritizedSampler(Sampler):
         return self._largest if self._known else 1.0
 
     def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
-        self.set_policy_keys(memory)
+        self._catch_up(memory)
         tree, total = self._tree, self._tree.total
         if not total:
             raise nothing() if self._low == self._high else WrongState("every priority is zero: there is none to draw")
@@ -215,7 +215,7 @@ class PrioritizedSampler(Sampler):
         positions = low + (rows - low) % memory.capacity
         return positions, {"priority_weight": torch.from_numpy(weights).to(self.dtype)}
 
-    def set_policy_keys(self, memory: BufferFiles) -> None:
+    def _catch_up(self, memory: BufferFiles) -> None:
         """Take in the rows that came since, and forget those that went."""
         if self.max_size != memory.capacity:
             raise UsageError(f"max_capacity is {self.max_size}, the storage holds {memory.capacity} rows")
@@ -233,7 +233,7 @@ class PrioritizedSampler(Sampler):
         self._low, self._high = low, high
 
     def update_priority(self, memory: BufferFiles, index: Array, priority: Array) -> None:
-        self.set_policy_keys(memory)
+        self._catch_up(memory)
         index, priority = index.reshape(-1), priority.reshape(-1)
         if len(index) and (index.dtype.kind not in "iu" or not ((index >= 0) & (index < memory.capacity)).all()):
             raise UsageError(f"index holds numbers of rows, 0 to {memory.capacity - 1}, got {index.tolist()[:10]}")

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from reap.buffers.arguments import directory
-from reap.buffers.buffer_files import BufferFiles
-from reap.buffers.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
-from reap.buffers.rows import as_array
 from reap.buffers.samplers import Sampler
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.ring import BASE, COUNT, FRONTIER, HEAD, HOLE, HOLES, SAMPLED
+from reap.buffers.storage.rows import as_array
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
 from reap.spec import numpy_dtype, show
 

@@ -8,9 +8,10 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from reap.buffers import arguments
-from reap.buffers.replay import DEFAULT_SIZE, MASK, ReplayBuffer, made
+from reap.buffers.replay import DEFAULT_SIZE, ReplayBuffer, made
 from reap.buffers.samplers import PrioritizedSampler
-from reap.buffers.storages import LazyTensorStorage, Storage
+from reap.buffers.storage.batch_writer import MASK
+from reap.buffers.storage.storages import LazyTensorStorage, Storage
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, show
 
@@ -22,7 +23,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     >>> buffer.update_tensordict_priority(sample)
     """
 
-    _as_index = True
+    _tells = True
 
     def __init__(self, *, priority_key: AnyKey = "td_error", **options: Any) -> None:
         super().__init__(**options)

@@ -23,7 +23,8 @@ from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
-from reap._system.processes import wait_for_ends
+from reap._system.processes import DEADLINE, LEAVE
+from reap._system.threads import wait_for_ends
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
@@ -34,7 +35,7 @@ from reap.collectors.parts import Ended, Part
 from reap.collectors.profiling import Profiled
 from reap.collectors.updaters import as_updater
 from reap.collectors.weight_updates import WeightUpdates
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
@@ -57,8 +58,6 @@ _SHOWN = (
     "interruptor",
 )
 T = TypeVar("T")
-_DEADLINE = 5.0  # seconds a thread in the background has to end
-_LEAVE = 2.0  # seconds another thread has to leave `next` when the collector is closed
 _PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
 
 
@@ -411,7 +410,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
 
     def get_model(self, model_id: str) -> Any:
         """The model at this path, as weights are named by: "policy"."""
-        return set_policy_keys(self, model_id)
+        return get_attribute(self, model_id)
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Hand these to the `init` of the weight updater; without one, nothing happens."""
@@ -421,7 +420,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
         self._check_owner()
-        return set_policy_keys(self, attr_path)(*args, **kwargs)
+        return get_attribute(self, attr_path)(*args, **kwargs)
 
     def explain(self) -> str:
         """How env and policy are run: what is captured, and what is called at each step, and why.
@@ -462,7 +461,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
-        return set_policy_keys(self, f"replay_buffer.{attr}")
+        return get_attribute(self, f"replay_buffer.{attr}")
 
     # ---- in the background ----------------------------------------------------------------------------------------
 
@@ -585,7 +584,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         """
         if self._elsewhere is not None:  # its owner's to end
             return
-        patience = _DEADLINE if timeout is None else timeout
+        patience = DEADLINE if timeout is None else timeout
         try:
             if self._runner is not None and self._why_closed is None:
                 try:
@@ -654,7 +653,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         if self._busy not in (None, threading.get_ident()):
             self._backend.breaker()()
             away = self._backend.elsewhere or not close_env
-            if away and self._collecting.acquire(timeout=_LEAVE):
+            if away and self._collecting.acquire(timeout=LEAVE):
                 self._collecting.release()
 
     def _closed_meanwhile(self) -> WrongState:

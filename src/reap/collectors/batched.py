@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,48 @@ def _exclusive(name: str, others: Sequence[str], given: Sequence[Any]) -> None:
     also = [other for other, value in zip(others, given) if value is not None]
     if also:
         raise UsageError(f"{name} says what {' and '.join(also)} would; give one of them")
+
+
+def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless there are envs, one policy, and a buffer of single frames if there is one."""
+    factory = options.get("policy_factory")
+    if not listed(create_env_fn) or not create_env_fn:
+        raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
+    if policy is not None and factory is not None:
+        raise WrongArgument("give policy or policy_factory, not both")
+    if policy is None and factory is None:
+        raise WrongArgument("give policy or policy_factory: one must decide; RandomPolicy() draws at random")
+    dims = getattr(getattr(options.get("replay_buffer"), "storage", None), "ndim", 1)  # TorchRL's have a number
+    if dims > 1:
+        raise UsageError(
+            f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "
+            f"another, in one: give its storage ndim=1"
+        )
+
+
+def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeout: Any) -> tuple[int, int]:
+    """How many envs the policy decides about at a time, at least and at most."""
+    if config is not None:
+        _exclusive(
+            "server_config", ("max_batch_size", "min_batch_size", "server_timeout"), (most, fewest, server_timeout)
+        )
+        most, fewest = _members("server_config", config, ("max_batch_size", "min_batch_size"))
+    fewest, most = 1 if fewest is None else fewest, 64 if most is None else most
+    for what, size in (("min_batch_size", fewest), ("max_batch_size", most)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"{what} must be a whole number ≥ 1, got {size!r}")
+    if fewest > most:
+        raise UsageError(f"min_batch_size is {fewest}, above max_batch_size, which is {most}")
+    return fewest, most
+
+
+def _devices(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for devices that a `device_config` stands for."""
+    places = ("policy_device", "env_device", "storing_device", "output_device")
+    _exclusive("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
+    *chosen, output = _members("device_config", config, places)
+    chosen[1] = output if chosen[1] is None else chosen[1]  # actions go where the envs are
+    return dict(zip(places, chosen))
 
 
 def _checked_key(key: Any) -> Key:
@@ -142,18 +184,9 @@ class AsyncBatchedCollector(Collector):
     ) -> None:
         self._why_closed = "it was never built"
         name = type(self).__name__
-        if server_config is not None:
-            given = (max_batch_size, min_batch_size, options.get("server_timeout"))
-            _exclusive("server_config", ("max_batch_size", "min_batch_size", "server_timeout"), given)
-            max_batch_size, min_batch_size = _members(
-                "server_config", server_config, ("max_batch_size", "min_batch_size")
-            )
+        fewest, most = _batch_sizes(server_config, min_batch_size, max_batch_size, options.get("server_timeout"))
         if device_config is not None:
-            places = ("policy_device", "env_device", "storing_device", "output_device")
-            _exclusive("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
-            *chosen, output = _members("device_config", device_config, places)
-            chosen[1] = output if chosen[1] is None else chosen[1]  # actions go where the envs are
-            options.update(zip(places, chosen))
+            options.update(_devices(device_config, options))
         for unused in _WITHOUT_EFFECT:
             options.pop(unused, None)
         if policy_version is None:
@@ -167,29 +200,11 @@ class AsyncBatchedCollector(Collector):
         one_of("env_backend", env_backend, ("threading", "multiprocessing"), none=True)
         flag("yield_completed_trajectories", yield_completed_trajectories)
         cores = None if driver_affinity is None else mask("driver_affinity", driver_affinity)
-        if not listed(create_env_fn) or not create_env_fn:
-            raise WrongArgument(f"create_env_fn must be a list with one factory per env, got {create_env_fn!r}")
-        if policy is not None and options.get("policy_factory") is not None:
-            raise WrongArgument("give policy or policy_factory, not both")
-        if policy is None and options.get("policy_factory") is None:
-            raise WrongArgument("give policy or policy_factory: one must decide; RandomPolicy() draws at random")
-        min_batch_size = 1 if min_batch_size is None else min_batch_size
-        max_batch_size = 64 if max_batch_size is None else max_batch_size
-        for what, size in (("min_batch_size", min_batch_size), ("max_batch_size", max_batch_size)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise UsageError(f"{what} must be a whole number ≥ 1, got {size!r}")
-        if min_batch_size > max_batch_size:
-            raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
+        _check_parts(name, create_env_fn, policy, options)
         if yield_completed_trajectories:
             if options.get("trajs_per_batch") is not None or options.get("split_trajs"):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
-        dims = getattr(getattr(options.get("replay_buffer"), "_storage", None), "ndim", 1)  # TorchRL's have a number
-        if dims > 1:
-            raise UsageError(
-                f"replay_buffer stores rows of {dims} dimensions; {name} delivers frames of many envs, one after "
-                f"another, in one: give its storage ndim=1"
-            )
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=_WITHOUT)
         policy = without_steps(policy)
@@ -201,8 +216,8 @@ class AsyncBatchedCollector(Collector):
             backend=env_backend or backend or "threading",
             envs_per_worker=envs_per_worker,
             worker_threads=worker_threads,
-            min_ready=min_batch_size,
-            max_ready=max_batch_size,
+            min_ready=fewest,
+            max_ready=most,
             create_env_kwargs=settings.create_env_kwargs,
             timeout=settings.timeout,
             max_frames_per_traj=settings.max_frames_per_traj,
@@ -218,16 +233,15 @@ class AsyncBatchedCollector(Collector):
             device,
         )
         plan = dataclasses.replace(plan, stream=True)
-        self._inline = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
-        self._backend = self._inline
-        self._inline.start()
+        self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
+        self._backend.start()
         try:
             self._name_versions(policy_version)
         except BaseException:
-            self._inline.close()
+            self._backend.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
-        if self._inline.worker.model is not policy:
+        if self._backend.worker.model is not policy:
             self._watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
@@ -237,10 +251,10 @@ class AsyncBatchedCollector(Collector):
 
     def _name_versions(self, first: int) -> None:
         """Count them from `first`, and see that the name they are to have is free."""
-        self._version = self._inline.worker.loop.version = first
+        self._version = self._backend.worker.loop.version = first
         key = self._version_key
         self._renamed = key if self.options.track_policy_version and key != VERSION else None
-        others = self._inline.worker.layout.columns
+        others = self._backend.worker.layout.columns
         if self._renamed is not None and any(self._renamed == other[: len(self._renamed)] for other in others):
             raise UsageError(f"policy_version_key is {show(self._renamed)}, which is something else in a batch already")
 

@@ -18,9 +18,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from reap._foreign import torchrl_internals
 from reap.collectors.multi import MultiSyncCollector
 from reap.collectors.single import Collector
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.core.env import Env
 from reap.core.lanes.stream import ENV_INDEX
 from reap.core.quota import EpisodeQuota
@@ -80,11 +81,11 @@ class EpisodePlayer:
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
-            about = self.collector._process.workers[0].about
+            about = self.collector._backend.workers[0].about
             count = about.lanes or about.layout.lanes
         else:
             self.collector = EpisodeCollector(episodes, lanes, policy, **options)
-            count = self.collector._inline.worker.lanes
+            count = self.collector._backend.worker.lanes
         self._quota = EpisodeQuota(episodes, count)
 
     def breaker(self) -> Callable[[], None]:
@@ -155,7 +156,7 @@ def _load_at(root: Any, path: str, weights: Any) -> None:
 
 def _model_at(root: Any, path: str) -> nn.Module:
     try:
-        found = set_policy_keys(root, path)
+        found = get_attribute(root, path)
     except (AttributeError, LookupError, TypeError) as cause:
         raise UsageError(f"weights_dict names {path!r}, which is not there ({cause}); {_models_of(root)}") from cause
     if not isinstance(found, nn.Module):
@@ -206,6 +207,6 @@ def modules_of(env: Any) -> list[nn.Module]:
     for part in list(found):
         if type(part).__name__ == "SerialEnv" and part.is_closed:
             part.start()  # type: ignore[operator]  # its parts are made only then
-        for inner in vars(part).get("_envs") or ():  # of a SerialEnv; asked by name its parts would answer, too
+        for inner in torchrl_internals.serial_envs(part):
             found += modules_of(inner)
     return found

@@ -26,6 +26,7 @@ from torch import nn
 from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
+from reap._system.processes import DEADLINE
 from reap._system.threads import join
 from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
@@ -39,7 +40,6 @@ from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
 _FRAMES = 1_000  # collected at a time, at most, unless told otherwise
-_DEADLINE = 5.0  # seconds to end, unless told otherwise
 _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
 _LATER = ("num_gpus", "ray_kwargs", "weight_sync_schemes", "collector_cls")
@@ -369,7 +369,7 @@ class Evaluator:
         if thread is not None:
             if self._break_off is not None:
                 self._break_off()
-            join(thread, _DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
+            join(thread, DEADLINE if timeout is None else timeout, "the evaluating thread, whose env stays open,")
         player, self._player, self._break_off = self._player, None, None  # its memory goes with it
         if player is not None:
             player.collector.shutdown()

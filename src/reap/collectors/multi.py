@@ -13,35 +13,36 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from typing_extensions import Self
 
 from reap._system.pickling import Parcel, pack, pack_bytes
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
-from reap.backends.base import Rollout
-from reap.backends.local.process import ProcessBackend
-from reap.backends.local.shared_counters import together
+from reap.backends.base import Delivery, Rollout
+from reap.backends.delivery import AsReady, InStep, IntoBuffer
+from reap.backends.local.shared_memory import SharedMemoryTransport
+from reap.backends.worker_backend import WorkerBackend
 from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink, WriteOptions, WriterMaker
+from reap.collectors.joining import LagLimit, join_for
 from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.parts import Part
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
-from reap.core.slot import FRAME, TRAJ_IDS, Layout
+from reap.core.slot import Layout
+from reap.core.stats import together
 from reap.envs.gym_registry import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
 from reap.trajectories import FINAL
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-_TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
 _PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
@@ -62,9 +63,11 @@ class MultiCollector(BaseCollector):
         **options: see `reap.collectors.options.Options`.
     """
 
+    _backend: WorkerBackend
     _sync: bool | None = None
     _pack = staticmethod(pack)  # how what users give is packed for the workers
     _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
+    _lag_limit: LagLimit | None = None  # where rollouts may come too late
     _workers_go_on = True  # whether workers that write into the buffer collect on by themselves, in the background
 
     def __new__(
@@ -132,13 +135,11 @@ class MultiCollector(BaseCollector):
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
         plans = self._plans(workers, makers, policy, frames)
-        self._process = self._make_backend(plans, settings)
-        self._backend = self._process
-        self._dropped = 0
+        self._backend = self._make_backend(plans, settings)
         self._why_closed = None  # from here on there is something to close
         try:
-            self._process.start()
-            for text in sorted({text for remote in self._process.workers for text in remote.about.told}):
+            self._backend.start()
+            for text in sorted({text for remote in self._backend.workers for text in remote.about.told}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
             self._begin()
             self._count_frames()
@@ -154,24 +155,29 @@ class MultiCollector(BaseCollector):
     for _made in (__new__, __init__):
         _made.__signature__ = signature(_made)  # type: ignore[union-attr]
 
-    def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
+    def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Where the workers live."""
-        return ProcessBackend(
-            plans, start_method=settings.start_method, **self._running(settings), **self._writing(settings)
-        )
+        writer, buffer = self._writing(settings)
+        transport = SharedMemoryTransport(start_method=settings.start_method, buffer=buffer)
+        delivery = self._make_delivery(settings)
+        return WorkerBackend(plans, transport=transport, delivery=delivery, writer=writer, **self._running(settings))
+
+    def _make_delivery(self, settings: Options) -> Delivery:
+        """Which rollouts make a batch."""
+        threshold = settings.preemptive_threshold if self._sync else None
+        if self._direct:
+            return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
+        return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
     def _running(self, settings: Options) -> dict[str, Any]:
         """What workers are told wherever they live."""
         return {
-            "sync": bool(self._sync),
             "source": self._source,
-            "strategy": self._strategy,
+            "scheme": settings.transport,
             "timeout": settings.timeout,
-            "threshold": settings.preemptive_threshold if self._sync else None,
+            "strategy": self._strategy,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
-            "random_frames": settings.random_frames,
-            "transport": settings.transport,
             "hooks": (settings.pre_collect_hook, settings.post_collect_hook) if settings.hooks_in_workers else None,
         }
 
@@ -191,7 +197,7 @@ class MultiCollector(BaseCollector):
         given = self._source if self._strategy is None else extracted(self._strategy, self._source)
         apart = by_worker(given)
         every = range(self.num_workers)
-        self._process.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
+        self._backend.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""
@@ -202,11 +208,11 @@ class MultiCollector(BaseCollector):
     def _workers_write(self) -> bool:
         return isinstance(self.replay_buffer, ReplayBuffer)
 
-    def _writing(self, options: Options) -> dict[str, Any]:
-        """What workers need to write into the buffer themselves."""
+    def _writing(self, options: Options) -> tuple[WriterMaker | None, Sequence[int]]:
+        """What makes the writers of workers that write into the buffer themselves, and the descriptors these need."""
         buffer = self.replay_buffer
         if not isinstance(buffer, ReplayBuffer):
-            return {}
+            return None, ()
         if options.max_lag is not None:
             raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
         fds, about = buffer.handle()
@@ -217,7 +223,7 @@ class MultiCollector(BaseCollector):
             "what writes to the replay buffer",
             {**way.given, "a transform of the replay buffer": buffer.transforms},
         )
-        return {"writer": maker, "buffer": fds}
+        return maker, fds
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
@@ -254,7 +260,7 @@ class MultiCollector(BaseCollector):
 
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
-        layouts = [remote.about.layout for remote in self._process.workers]
+        layouts = [remote.about.layout for remote in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
@@ -283,8 +289,8 @@ class MultiCollector(BaseCollector):
         with self._uninterrupted():
             self._before_batch()
             self._batch_watched()
-            self._process.wanted = self.options.total - self._frames
-            rollout = self._process.take(random=self._frames < self.options.random_frames)
+            left = self.options.total - self._frames
+            rollout = self._backend.take(random=self._frames < self.options.random_frames, most=left)
             self._count(rollout.frames, 1)
         return None
 
@@ -302,7 +308,9 @@ class MultiCollector(BaseCollector):
                 "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
             )
         left, random = self.options.total - self._frames, self.options.random_frames - self._frames
-        return BackgroundRunner(self._process, left=left, random=random, count=self._count)
+        transport = self._backend.transport
+        assert isinstance(transport, SharedMemoryTransport)  # workers that go on by themselves count there
+        return BackgroundRunner(self._backend, transport.counters, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
         self._open()
@@ -347,11 +355,11 @@ class MultiCollector(BaseCollector):
         for name, hook in hooks.items():
             if hook is not None and not callable(hook):
                 raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
-        self._ask(lambda: self._process.set_hooks(hooks))
+        self._ask(lambda: self._backend.set_hooks(hooks))
         self._there |= hooks
 
     def _uninterrupted(self) -> AbstractContextManager[None]:
-        return self._process.uninterrupted()
+        return self._backend.uninterrupted()
 
     def _fetch(self) -> None:
         with self._uninterrupted():
@@ -378,17 +386,17 @@ class MultiCollector(BaseCollector):
             if weights is None and ids is not None and by_worker(given):
                 given, ids = {w: given[w] for w in ids if w in given}, None
             weights = None if given is None else extracted(self._strategy, given)
-        return self._process.publish(weights, ids)
+        return self._backend.publish(weights, ids)
 
     def _load_in_workers(self, path: str, state: Any, strategy: Any) -> None:
         if strategy is None:
             super()._load_in_workers(path, state, strategy)
         else:
-            self._between(lambda: self._process.apply(path, strategy, state))
+            self._between(lambda: self._backend.apply(path, strategy, state))
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
-        return self._ask(lambda: self._process.weights_of(worker))
+        return self._ask(lambda: self._backend.weights_of(worker))
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
@@ -400,7 +408,7 @@ class MultiCollector(BaseCollector):
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         self._open()
-        return self._between(lambda: self._process.find(attr))
+        return self._between(lambda: self._backend.find(attr))
 
     def map_fn(
         self,
@@ -418,7 +426,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # what was made before it is not delivered any more
             self.reset()
             return [None] * len(calls)
-        return self._between(lambda: self._process.find(method_name, calls))
+        return self._between(lambda: self._backend.find(method_name, calls))
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
@@ -436,9 +444,9 @@ class MultiCollector(BaseCollector):
         """Begin new episodes in all workers, or in those marked True."""
         self._open()
         chosen = (
-            range(len(self._process.workers)) if reset_idx is None else _marked(reset_idx, len(self._process.workers))
+            range(len(self._backend.workers)) if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
         )
-        self._ask(lambda: self._process.reset(workers=chosen))
+        self._ask(lambda: self._backend.reset(workers=chosen))
 
     def stats(self, workers: str = "aggregate") -> dict[str, Any]:
         """Counts so far, and means over the last hundred episodes of all workers; `workers` "aggregate", "per_worker"
@@ -447,8 +455,8 @@ class MultiCollector(BaseCollector):
         if workers not in ("aggregate", "per_worker", "both"):
             raise UsageError(f"workers must be 'aggregate', 'per_worker' or 'both', got {workers!r}")
         self.is_running()  # counts what is made in the background, and raises what went wrong there
-        remotes = self._process.workers or self._process.former
-        alive = sum(not remote.child.gone() for remote in self._process.workers)
+        remotes = self._backend.known_workers
+        alive = sum(not remote.child.gone() for remote in self._backend.workers)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
             found |= {
@@ -458,8 +466,8 @@ class MultiCollector(BaseCollector):
                 "completed": self._frames >= self.options.total,
                 "requested_frames_per_batch": self.requested_frames_per_batch,
                 "policy_version": self._version,
-                "dropped_frames": self._dropped,
-                **together([remote.stats for remote in remotes], self._process.episodes),
+                "dropped_frames": 0 if self._lag_limit is None else self._lag_limit.dropped_frames,
+                **together([remote.stats for remote in remotes], self._backend.episodes),
             }
         if workers != "aggregate":
             for remote, size in zip(remotes, self._sizes):
@@ -473,7 +481,7 @@ class MultiCollector(BaseCollector):
         return found
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_process"):
+        if not hasattr(self, "_backend"):
             return f"{type(self).__name__}(not built)"
         state = "" if self._why_closed is None else f", closed: {self._why_closed}"
         return (
@@ -490,24 +498,7 @@ class MultiSyncCollector(MultiCollector):
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         if rollout.parts:
             return batch
-        count, own = self.num_workers, self._process.workers[0].about.layout
-        out: TensorDictBase = batch
-        if FRAME in own.columns:  # the workers' batches are stacked already
-            if self._joins != "stack":
-                out = torch.cat(list(batch.unbind(0)), 0 if self._joins == "lanes" else -1)
-        elif self._joins == "lanes" and len(own.dims) == 1:
-            pass
-        elif self._joins == "lanes":
-            lanes, steps = batch.batch_size
-            out = batch.reshape(lanes // int(np.prod(own.dims[1:])), *own.dims[1:], steps)
-        elif own.batched:
-            lanes, steps = batch.batch_size
-            each = own.dims if len(own.dims) > 1 else (lanes // count,)
-            out = batch.reshape(count, *each, steps)
-            if self._joins == "time":
-                out = torch.cat(list(out.unbind(0)), -1)
-        elif self._joins == "time":
-            out = batch.reshape(batch.numel())
+        out = self._join(batch)
         if out.names[-1] != "time":
             out.names = [*[None] * (out.ndim - 1), "time"]
         if rollout.finals is not None:
@@ -515,7 +506,7 @@ class MultiSyncCollector(MultiCollector):
         return out
 
     def _by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
-        layouts = [remote.about.layout for remote in self._process.workers]
+        layouts = [remote.about.layout for remote in self._backend.workers]
         if rollout.parts:
             each = batch.split([layout.steps for layout in layouts], -1)
             return [Part(piece, part.worker) for piece, part in zip(each, rollout.parts)]
@@ -529,22 +520,7 @@ class MultiSyncCollector(MultiCollector):
         return out
 
     def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        cat, batched = self.cat_results, layouts[0].batched
-        dimensions = len(layouts[0].batch_size)
-        if isinstance(cat, int) and 0 < cat % dimensions < dimensions - 1:
-            raise SpecMismatch(f"cat_results={cat}: workers are joined along 0 (lanes) or -1 (time)")
-        if isinstance(cat, int) and not -dimensions <= cat < dimensions:
-            raise SpecMismatch(
-                f"cat_results={cat}: workers' rollouts {list(layouts[0].batch_size)} have no such dimension"
-            )
-        self._joins = "stack" if not isinstance(cat, int) else "time" if cat % dimensions == dimensions - 1 else "lanes"
-        lengths, widths = ({getattr(layout, what) for layout in layouts} for what in ("steps", "lanes"))
-        if (len(lengths) > 1 and self._joins != "time") or (len(widths) > 1 and self._joins != "lanes"):
-            shapes = [list(layout.batch_size) for layout in layouts]
-            how = "be stacked; give cat_results=-1" if self._joins == "stack" else f"be joined along {self._joins}"
-            raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
-        if self.options.compact_obs and self._joins == "time" and (batched or len(lengths) > 1):
-            raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
+        self._join = join_for(self.cat_results, layouts, compact=self.options.compact_obs)
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -559,44 +535,18 @@ class MultiAsyncCollector(MultiCollector):
         super()._prepare(options)
         if options.max_lag is not None and options.trajs_per_batch is not None:
             raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
-        self._renamed: dict[int, dict[int, int]] = {}
-        self._drops = 0
+        self._lag_limit = None if options.max_lag is None else LagLimit(options.max_lag)
 
-    def _take(self, *, random: bool) -> tuple[TensorDict, Rollout]:
+    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
         while True:
             batch, rollout = super()._take(random=random)
-            lag = self._process.version - rollout.version
-            if self.options.max_lag is None:
+            if self._lag_limit is None or self._lag_limit.keeps(batch, rollout, self._backend.version):
                 return batch, rollout
-            self._rename(batch, rollout.worker)
-            if lag <= self.options.max_lag:
-                return batch, rollout
-            self._dropped += rollout.frames
-            self._drops += 1
-            self._tear(batch, rollout.worker)
 
     def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        lag = self._process.version - rollout.version
+        lag = self._backend.version - rollout.version
         batch.origin = Origin(rollout.worker, rollout.version, lag)
         return batch
-
-    def _tear(self, batch: TensorDictBase, worker: int) -> None:
-        """A rollout was dropped: what goes on after it is another trajectory than what came before it."""
-        ids = batch.get(TRAJ_IDS, None)
-        if ids is not None:
-            renamed = self._renamed.setdefault(worker, {})
-            for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                own = now % _TORN
-                renamed[own] = own + self._drops * _TORN
-
-    def _rename(self, batch: TensorDictBase, worker: int) -> None:
-        renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
-        if renamed and ids is not None:
-            still = set(ids.reshape(-1, ids.shape[-1])[:, -1].tolist())
-            for own, now in list(renamed.items()):
-                ids[ids == own] = now
-                if own not in still:
-                    del renamed[own]  # it ended
 
 
 class AsyncCollector(MultiAsyncCollector):

@@ -15,7 +15,7 @@ from reap.collectors.buffer_writers import mark_truncated, processed
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
-from reap.core.attribute_path import each_call, set_policy_keys
+from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.device.slots import DeviceLayout, DeviceSlot
 from reap.core.policy import RandomPolicy, without_steps
@@ -52,6 +52,8 @@ class Collector(BaseCollector):
         backend_options: further arguments of the collector over that backend, as a mapping.
         **options: see `reap.collectors.options.Options`.
     """
+
+    _backend: InlineBackend
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
@@ -99,20 +101,19 @@ class Collector(BaseCollector):
         )
         first = settings.first_weights if policy is None else None
         source = policy if first is None else first
-        self._inline = InlineBackend(
+        self._backend = InlineBackend(
             plan,
             source=source,
             same_slot=settings.return_same_td,
             transport=settings.transport,
             strategy=settings.strategy(),
         )
-        self._backend = self._inline
-        self._inline.start()
+        self._backend.start()
         if first is not None:
-            self._inline.load(first[0] if by_worker(first) else first)
-        self._check_sizes(self._inline.worker.lanes)
-        self.frames_per_batch = self._inline.worker.layout.steps
-        if self._inline.worker.model is not policy:
+            self._backend.load(first[0] if by_worker(first) else first)
+        self._check_sizes(self._backend.worker.lanes)
+        self.frames_per_batch = self._backend.worker.layout.steps
+        if self._backend.worker.model is not policy:
             self._watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
@@ -127,7 +128,7 @@ class Collector(BaseCollector):
     @property
     def policy(self) -> Any:
         """The policy that acts: the one given, or its copy on `policy_device`."""
-        return self._inline.worker.model
+        return self._backend.worker.model
 
     @property
     def env(self) -> Any:
@@ -135,14 +136,14 @@ class Collector(BaseCollector):
 
         Moved by hand between two batches (`collector.env.reset()`), it begins new episodes with the next one.
         """
-        return self._inline.worker.env.as_given
+        return self._backend.worker.env.as_given
 
     def explain(self) -> str:
-        return self._inline.worker.explain()
+        return self._backend.worker.explain()
 
     def get_distant_attr(self, attr: str) -> Any:
         self._check_owner()
-        return set_policy_keys(self, attr)
+        return get_attribute(self, attr)
 
     def map_fn(
         self,
@@ -152,7 +153,7 @@ class Collector(BaseCollector):
     ) -> list[Any]:
         self._check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
-        return [set_policy_keys(self, method_name)(*args, **kwargs)]
+        return [get_attribute(self, method_name)(*args, **kwargs)]
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """`update_policy_weights_`, by the name it has where weights arrive."""
@@ -164,7 +165,7 @@ class Collector(BaseCollector):
         For a storage that is to be laid out, or a learner that is to be compiled, before anything is collected.
         """
         self._open()
-        worker = self._inline.worker
+        worker = self._backend.worker
         layout = worker.layout
         if FRAME in layout.loose:
             raise UsageError("fake_tensordict: frames of this env have no fixed shape")
@@ -179,11 +180,11 @@ class Collector(BaseCollector):
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
         self._open()
-        lanes = None if index is None else _lanes(index, self._inline.worker.lanes)
-        self._ask(lambda: self._inline.reset(lanes))
+        lanes = None if index is None else _lanes(index, self._backend.worker.lanes)
+        self._ask(lambda: self._backend.reset(lanes))
 
     def _wait_for_env(self, timeout: float) -> None:
-        self._inline.wait_closed(timeout)
+        self._backend.wait_closed(timeout)
 
     def stats(self) -> dict[str, Any]:
         """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
@@ -201,13 +202,13 @@ class Collector(BaseCollector):
             "requested_frames_per_batch": self.requested_frames_per_batch,
             "policy_version": self._version,
             "dropped_frames": 0,
-            **self._inline.worker.stats.summary(),
+            **self._backend.worker.stats.summary(),
         }
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_inline") or not hasattr(self._inline, "worker"):
+        if not hasattr(self, "_backend") or not hasattr(self._backend, "worker"):
             return f"{type(self).__name__}(not built)"
-        worker = self._inline.worker
+        worker = self._backend.worker
         total = self.options.total
         amount = "without end" if total == float("inf") else f"{total:,} in all ({len(self)} batches)"
         model = worker.model

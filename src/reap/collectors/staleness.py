@@ -29,6 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from reap._foreign import torch_internals
+
 _WATCHED = 256  # parameters, evenly among all
 _READ = 8  # of them a number each
 _PATIENCE = 3  # batches in a row
@@ -73,9 +75,11 @@ class StalenessWatch:
         """Note which parameters there are, and by which steps they are reached: replaced, they are others."""
         every = list(self._every())
         self._parameters = every[:: max(1, -(-len(every) // _WATCHED))]
+        if not torch_internals.SEES_REPLACED:  # all values are compared each time
+            return
         self._read = [p for p in self._parameters if p.numel()][-_READ:]
         parts = [part for module in self._modules for part in module.modules()]
-        held: list[dict[str, Any]] = [one for part in parts for one in (part._parameters, part._modules)]
+        held = chain.from_iterable(map(torch_internals.holders, parts))
         self._holders = [one for one in held if one]
         self._held = [*chain.from_iterable(map(dict.values, self._holders)), None]
         self._seen = self._look()
@@ -87,7 +91,7 @@ class StalenessWatch:
                     yield p
 
     def _look(self) -> tuple[int, list[float]]:
-        return sum([p._version for p in self._parameters]), [_number(p) for p in self._read]
+        return sum(map(torch_internals.version_of, self._parameters)), [_number(p) for p in self._read]
 
     def _checksum(self) -> list[int]:
         """Of every parameter's bits: the same for the same values, wherever they lie."""
@@ -98,9 +102,10 @@ class StalenessWatch:
 
     def changed(self) -> bool:
         """Whether the policy is another than the copies are."""
-        held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
-        if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
-            return self._other
+        if torch_internals.SEES_REPLACED:
+            held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
+            if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
+                return self._other
         self._find()
         self._other = self._checksum() != self._sums
         return self._other

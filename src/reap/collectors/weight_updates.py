@@ -17,7 +17,7 @@ from reap.backends.base import Backend
 from reap.collectors.options import Options
 from reap.collectors.staleness import StalenessWatch
 from reap.collectors.updaters import WeightUpdaterBase
-from reap.core.attribute_path import set_policy_keys
+from reap.core.attribute_path import get_attribute
 from reap.errors import UsageError, WorkerRaised
 from reap.weights.local import by_worker
 from reap.weights.strategy import extract
@@ -117,7 +117,7 @@ class WeightUpdates:
             raise _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")
         here = head == "postproc" or not hasattr(self, "num_workers")
         try:
-            module: Any = set_policy_keys(self, path) if here else None
+            module: Any = get_attribute(self, path) if here else None
             if weights is None and not here:
                 raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
             given, strategy = module if weights is None else weights, self.options.strategy(path)

@@ -11,8 +11,8 @@ from reap.errors import UsageError
 _STEP = re.compile(r"""\.?(?P<name>[^\W\d]\w*) | \[(?P<at>-?\d+)\] | \[(?P<q>['"])(?P<key>.*?)(?P=q)\]""", re.VERBOSE)
 
 
-def set_policy_keys(root: Any, path: str) -> Any:
-    """What is at `path`, seen from `root`. A wrong step raises what it would raise in code."""
+def get_attribute(root: Any, path: str) -> Any:
+    """Return what is at `path`, seen from `root`. A wrong step raises what it would raise in code."""
     found, at = root, 0
     while at < len(path):
         step = _STEP.match(path, at)

@@ -19,12 +19,13 @@ Guarantees an adapter gives, whatever the library behind it does by itself:
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from reap.core.env_hooks import EnvHooks
 from reap.core.resume import CannotResume
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
@@ -36,58 +37,15 @@ Rows = Sequence["np.ndarray[Any, Any]"]
 CLOSED = object()  # the driver of lanes nobody can move any more
 
 
-class Env(abc.ABC):
-    """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`."""
+class Env(EnvHooks, abc.ABC):
+    """N lanes in lockstep. Adapters implement `expect`, `reset`, `close` and either `step` or `send` and `recv`.
+
+    What only some of them have to say besides are hooks (env_hooks.py).
+    """
 
     spec: EnvSpec
     pending_seeds: Sequence[int] | None = None  # for the next first reset, set by hand before a worker takes over
     driver: object = None  # whoever moved the lanes last: nobody else knows where they are
-    has_after_step = False  # whether `after_step` has anything to do
-    writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
-    draws = False  # whether random actions come from `draw`, step by step
-    elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
-    captures = True  # whether it may record what it asks of torch, and replay that
-
-    @property
-    def as_given(self) -> Any:
-        """The env as its owner knows it: what `collector.env`, and paths that begin with "env", lead to."""
-        return self
-
-    def report_lane(self, memory: Any) -> None:  # noqa: B027
-        """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
-
-    def after_step(self, row: Row) -> None:  # noqa: B027
-        """Called after successors were copied to `row.after`: a last word on what the next step will see."""
-
-    def draw(self, row: Row) -> None:
-        """A random action for every lane into `row`, where they cannot be drawn ahead."""
-        raise NotImplementedError
-
-    def bind_policy(self, model: Any) -> None:  # noqa: B027
-        """The policy that is going to act, as the user made it: it may be waiting for something of the env's."""
-
-    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
-        """The policy as this env wants it, if it cannot be as all are: what it sees are no columns."""
-        return None
-
-    def wrap_policy(self, policy: Any) -> Any:
-        """A policy of whole TensorDicts, on the env's own where it has one that is the same."""
-        return policy
-
-    def set_policy_keys(self, outputs: Sequence[Key]) -> None:  # noqa: B027
-        """The keys of `row.outputs`, before each rollout: for an env that reads more than its action."""
-
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
-        """Which of a policy's outputs its steps look at; the others need not be there before a rollout ends."""
-        return self.spec.action
-
-    def filled(self) -> int:
-        """In how many positions of the row that is decided about next a lane stands."""
-        return self.spec.lanes
-
-    def explain(self) -> str:
-        """Who steps the lanes, in a sentence."""
-        return "reap steps it"
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:

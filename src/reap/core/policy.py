@@ -1,11 +1,11 @@
 """Policies: whatever the user has, as one thing that reads a row and writes a row.
 
-    as_policy(x) ──►  FlatPolicy      TensorDictModules run as a flat program on plain tensors
-                      CallPolicy      a module or function of observation tensors
-                      TensorDictPolicy  anything that takes and returns a TensorDict
-                      RandomActions   None, or RandomPolicy
+    as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
+                      FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
+                      CallPolicy        a module or function of observation tensors (policies/call_policy.py)
+                      TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
 
-`as_policy` (its own file) chooses among them.
+`as_policy` (policies/as_policy.py) chooses among them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from torch import Tensor
 
 from reap.core.columns.assemble_ragged import frame
 from reap.core.columns.object_columns import ObjectColumn
-from reap.core.policies.flat import Program
-from reap.core.policies.outputs import Getter, as_tensordict, by_name, getters, is_named
+from reap.core.policies.outputs import as_tensordict, is_named
 from reap.core.resume import CannotResume
 from reap.core.slot import FLAGS, Row, Slot
-from reap.errors import SpecMismatch, UsageError, WrongState
+from reap.errors import SpecMismatch, WrongState
 from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
 
 Reader = Callable[[Any], "np.ndarray[Any, Any]"]
@@ -148,6 +147,10 @@ class TensorPolicy(Policy):
         """The values of `outputs`, in that order."""
         raise NotImplementedError
 
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
+        """Learn `outputs` from one call; `size` are the dimensions of the lanes."""
+        raise NotImplementedError
+
     def once(self, inputs: tuple[Any, ...]) -> Sequence[Any]:
         """The values of `written` for these inputs, as at first; nothing is remembered."""
         return self.forward(inputs)
@@ -194,186 +197,6 @@ class TensorPolicy(Policy):
             f"the policy's output {show(key)} changed: {column.dtype}{list(column.shape)} before, "
             f"{array.dtype}{list(array.shape)} now"
         )
-
-
-class CallPolicy(TensorPolicy):
-    """A module or function of plain tensors.
-
-    A tuple is the action, then `output1`, `output2`, …, then the new carry; what has names is delivered under them.
-    """
-
-    def __init__(
-        self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
-    ) -> None:
-        super().__init__(inputs, device)
-        self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
-        self._many = False
-        self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
-        self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
-        self._getters: list[Getter] = []
-        self._names: int | None = None  # how many there are in a mapping
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        if self.trusted:
-            out = self._call(*inputs)
-        elif self._alone:
-            out = self._call(inputs[0].clone())
-        else:
-            out = self._call(*self.private(inputs))
-        if self._getters:
-            try:
-                if self._names is None or len(out) == self._names:
-                    return [get(out) for get in self._getters]
-            except (AttributeError, LookupError, TypeError):
-                pass
-            now = show_keys(by_name(out, list(self.outputs)[:1]))
-            raise SpecMismatch(f"the policy returned {now} now; before there were {show_keys(self.outputs)}")
-        if not self._many:
-            return (out,)
-        if self.outputs and len(out) != len(self.outputs):
-            wanted = show_keys(self.outputs)
-            raise SpecMismatch(f"the policy returned {len(out)} tensors now; before there were {wanted}")
-        return out  # type: ignore[no-any-return]
-
-    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
-        (out,) = self.forward(inputs)
-        if out is None:
-            raise UsageError("policy returned None; the action is expected")
-        if is_named(out):
-            found = getters(out)
-            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
-            keys = [carried.get(key, key) for key in found]
-            self._names = len(out) if isinstance(out, Mapping) else None
-            self.learn_outputs(keys, [get(out) for get in found.values()], size)
-            self._getters = list(found.values())
-            return
-        self._many = isinstance(out, tuple)
-        values = tuple(out) if self._many else (out,)
-        extra = len(values) - len(self._first) - len(self._last)
-        if extra < 0:
-            wanted = show_keys([*self._first, *self._last])
-            raise SpecMismatch(f"policy returned {len(values)} tensors; {wanted} are expected")
-        keys = [*self._first, *(as_key(f"output{i}") for i in range(1, extra + 1)), *self._last]
-        self.learn_outputs(keys, values, size)
-
-
-class FlatPolicy(TensorPolicy):
-    """TensorDictModules as a `Program`; turns into a TensorDictPolicy if a hook appears later."""
-
-    def __init__(self, program: Program, fallback: TensorDictPolicy, device: torch.device | None) -> None:
-        super().__init__(program.inputs, device)
-        self._program, self._fallback = program, fallback
-        self._run: Callable[..., Sequence[Any]] = program.run
-        self._flat, self._compiled = True, False
-        self._reader_of: dict[Key, Reader] = {}
-
-    def begin(self, slot: Slot) -> None:
-        before = self._flat
-        self._flat = self._program.bind() and self._program.outputs == list(self.outputs)
-        if before and not self._flat:
-            self._fallback.adopt(self.inputs, self.outputs)
-        keys = list(self.outputs)
-        self._readers = tuple(self._reader_of[key] for key in (self._program.written if self._flat else keys))
-
-    def act(self, row: Row) -> None:
-        program = self._program
-        if not self._flat or self._compiled or self.device is not None:
-            return super().act(row)
-        # From here on `TensorPolicy.act`, less three calls a step.
-        regs = [*(self.private(row.inputs) if program.opaque else row.inputs), *program.blank]
-        for op in program.ops:
-            op(regs)
-        for i, read, column in zip(program.taken, self._readers, row.outputs):
-            array = read(regs[i])
-            if array.shape != column.shape or array.dtype != column.dtype:
-                raise self._changed(array, column, row)
-            column[...] = array
-        return None
-
-    @property
-    def written(self) -> Sequence[Key]:
-        return self._program.written if self._flat else list(self.outputs)
-
-    def end(self, slot: Slot, steps: int) -> None:
-        if not self._flat:
-            return
-        for key, (valid, what) in self._program.checked.items():
-            if key in slot.arrays:
-                good = valid(slot.layout.tensor(key, slot.arrays[key][:steps]))
-                if not bool(good.all()):
-                    t, lane = (~good).nonzero()[0][:2].tolist()
-                    raise SpecMismatch(f"the policy wrote {what} as {show(key)}").at(lane=lane, step=t)
-        for key, deferred in self._program.deferred.items():
-            if key in self.outputs:
-                columns = [slot.layout.tensor(k, slot.arrays[k][:steps]) for k in deferred.reads]
-                slot.put(key, deferred.compute(*columns))
-
-    def explain(self) -> str:
-        called = "; modules of your own in it are called at each step" if self._program.opaque else ""
-        why = f" ({self.why})" if called and self.why else ""
-        return f"it runs flat, without TensorDicts{called}{why}" if self._flat else super().explain()
-
-    @property
-    def opaque(self) -> bool:
-        """Whether modules of the user's own are called in it, and no distribution that is known by heart is sampled."""
-        return self._program.opaque and not self._program.checked
-
-    def as_module(self) -> TensorDictPolicy:
-        """The same policy, called as the module it is."""
-        module = self._fallback
-        module.adopt(self.inputs, self.outputs)
-        module.outputs = self.outputs
-        module._readers = tuple(self._reader_of[key] for key in self.outputs)
-        return module
-
-    def stay(self) -> None:
-        super().stay()
-        self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]
-
-    def compile(self, options: Mapping[str, Any]) -> None:
-        """Run the program through torch.compile."""
-        self._run = torch.compile(self._program.run, **options)
-        self._compiled = True
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
-        if not self._flat:
-            return self._fallback.forward(inputs)
-        if self.device is not None or self._program.opaque:
-            inputs = self.private(inputs)
-        return self._run(*inputs)
-
-    @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        return not self._flat
-
-    def forget(self, lanes: Sequence[int]) -> None:
-        self._fallback.forget(lanes)
-
-    def open_state(self) -> list[tuple[Key, Tensor]]:
-        return self._fallback.open_state()
-
-    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        self._fallback.load_open_state(state)
-
-    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
-        program = self._program
-        values = dict(zip(program.written, self.forward(inputs)))
-        known = {**dict(zip(program.inputs, inputs)), **values}
-        for key, deferred in program.deferred.items():
-            if not all(isinstance(known.get(k), Tensor) for k in deferred.reads):
-                raise NotFlat
-            values[key] = deferred.compute(*[known[k] for k in deferred.reads])
-        if not all(isinstance(value, Tensor) for value in values.values()):
-            raise NotFlat
-        if any(values[key].dtype is torch.bfloat16 for key in program.deferred):
-            raise NotFlat  # columns of bfloat16 cannot be computed with in NumPy memory
-        self.learn_outputs(program.outputs, [values[key] for key in program.outputs], size)
-        self._reader_of = dict(zip(program.outputs, self._readers))
-        self._readers = tuple(self._reader_of[key] for key in program.written)
-
-
-class NotFlat(Exception):
-    """The program cannot stand for the modules; use them as they are."""
 
 
 class TensorDictPolicy(TensorPolicy):

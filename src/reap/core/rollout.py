@@ -22,7 +22,7 @@ from reap.core.env import Env
 from reap.core.ledger import Ledger
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, RowKeys, Slot
+from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, Row, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
@@ -53,8 +53,12 @@ class RolloutLoop:
         ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
-        self._keys = RowKeys(spec, policy.inputs, policy.written, copied=not env.writes_after)
+        self._keys = self._row_keys()
         self.me = env.driver = object()  # as whoever drives the env is known there
+
+    def _row_keys(self) -> RowKeys:
+        copied = not self.env.writes_after
+        return RowKeys(self.env.spec, self.policy.inputs, self.policy.written, copied=copied)
 
     @property
     def stamp(self) -> int | None:
@@ -82,33 +86,15 @@ class RolloutLoop:
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
         policy = policy or self.policy
-        self.env.expect(self._actions)  # somebody may have used the env by hand since
-        if self.due:
-            self.reset(self.due)
-        slot.clear_flags()
-        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
-        policy.begin(slot)
-        if policy is self.policy and self._keys.outputs != tuple(policy.written):
-            copied = not self.env.writes_after
-            self._keys = RowKeys(
-                self.env.spec, policy.inputs, policy.written, copied=copied
-            )  # a hook appeared, or went
-        self.env.set_policy_keys(self._keys.outputs)
-        arrays = slot.arrays
-        if MASK in arrays:
-            arrays[MASK][...] = True
-        for key, value in zip(self._keys.observation, self.current):
-            arrays[key][0] = value
-
+        self._begin(slot, policy)
         act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
         forget = policy.forget if policy.remembers else None
         after_step = self.env.after_step if self.env.has_after_step else None
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
-        compact = [i for i, key in enumerate(self._keys.observation) if ("next", *key) not in arrays]
-        finals: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
-        ends: list[tuple[int, list[int]]] = []
-        due: list[int] = []
+        ends = _Ends(slot, self._keys.observation)
+        when, where, compact = ends.when, ends.where, ends.compact
+        due: list[int] = []  # lanes that ended and are not reset in this rollout
         self.due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
@@ -123,13 +109,14 @@ class RolloutLoop:
                         after[...] = successor
                     if after_step is not None:
                         after_step(row)
-                    if due and not resets:
+                    if due:
                         for after in row.after:
                             after[due] = 0  # nobody stepped these lanes: their successors are old memory
                     if ended:
-                        ends.append((t, ended))
-                        if compact:  # before a reset writes over it
-                            finals.append((t, ended, [row.next[i][ended] for i in compact]))
+                        when += [t] * len(ended)
+                        where += ended
+                        if compact:
+                            ends.keep(t, ended, row.next)  # before a reset writes over it
                         if not resets:
                             due += ended
                             lanes = [lane for lane in lanes if lane not in ended]
@@ -148,34 +135,67 @@ class RolloutLoop:
         except Exception as cause:
             who = "the env" if acted else "the policy"
             raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
-        if t + 1 < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
+        self._finish(slot, policy, t + 1, row, ends, due)
+        return t + 1
+
+    def _begin(self, slot: Slot, policy: Policy) -> None:
+        """Bring env, policy and slot to the first row: whatever was done to them since the last rollout."""
+        self.env.expect(self._actions)  # somebody may have used the env by hand since
+        if self.due:
+            self.reset(self.due)
+        slot.clear_flags()
+        policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
+        policy.begin(slot)
+        if policy is self.policy and self._keys.outputs != tuple(policy.written):
+            self._keys = self._row_keys()  # a hook has appeared, or gone
+        self.env.set_policy_keys(self._keys.outputs)
+        arrays = slot.arrays
+        if MASK in arrays:
+            arrays[MASK][...] = True
+        for key, value in zip(self._keys.observation, self.current):
+            arrays[key][0] = value
+
+    def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: _Ends, due: list[int]) -> None:
+        """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""
+        if steps < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
             for mine, last in zip(self.current, row.after):
                 mine[...] = last
-        if compact:
-            over = set(ends[-1][1]) if ends and ends[-1][0] == t else set()
-            rest = [lane for lane in self.lanes if lane not in over]
-            finals.append((t, rest, [self.current[i][rest] for i in compact]))  # the batch ends, the episodes do not
-            slot.finals = self._finals(finals, [self._keys.observation[i] for i in compact], slot)
+        if ends.compact:
+            slot.finals = ends.finals(slot, steps, self.current)
         try:
-            policy.end(slot, t + 1)
+            policy.end(slot, steps)
         except ReapError:
             raise
         except Exception as cause:
             raise WorkerRaised(f"the policy raised {cause!r}") from cause
         if self.ledger is not None:
-            when = np.repeat([t for t, _ in ends], [len(lanes) for _, lanes in ends]).astype(np.int64)
-            where = np.array([lane for _, lanes in ends for lane in lanes], np.int64)
-            self.ledger.close(slot, t + 1, when, where, due=due, version=self.stamp)
+            when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
+            self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
         self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
-        return t + 1
 
-    @staticmethod
-    def _finals(kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]], keys: list[Key], slot: Slot) -> Finals:
-        """What was kept of a compact rollout, (step, lanes, values) by (step, lanes, values), as whole arrays."""
+
+class _Ends:
+    """Where episodes ended in a rollout; of a compact slot, which has no column for it, also what they ended with."""
+
+    def __init__(self, slot: Slot, observation: Sequence[Key]) -> None:
+        self.when: list[int] = []  # steps
+        self.where: list[int] = []  # lanes
+        self.compact = {i: key for i, key in enumerate(observation) if ("next", *key) not in slot.arrays}
+        self._kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
+
+    def keep(self, step: int, lanes: list[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Keep the successors of these lanes: no later row has them as its observation."""
+        self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
+
+    def finals(self, slot: Slot, steps: int, current: Sequence[np.ndarray[Any, Any]]) -> Finals:
+        """All that was kept, and where the other lanes are now: the batch ends, their episodes do not."""
+        over = {lane for step, lane in zip(self.when, self.where) if step == steps - 1}
+        self.keep(steps - 1, [lane for lane in range(slot.layout.lanes) if lane not in over], current)
+        kept = self._kept
         return Finals(
             lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
             step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
-            values={key: np.concatenate([values[n] for _, _, values in kept]) for n, key in enumerate(keys)},
+            values={key: np.concatenate([v[n] for _, _, v in kept]) for n, key in enumerate(self.compact.values())},
             steps=slot.layout.steps,
             size=slot.layout.batch_size,
         )

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from reap._system.processes import anonymous_file
+from reap._system.temporary import anonymous_file
 from reap.core.slot import Layout, Slot
 from reap.errors import NoSpace
 

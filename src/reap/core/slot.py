@@ -221,7 +221,7 @@ class Slot:
         """Copies of all columns, each its own: keeping one keeps one."""
         return {key: array.copy() for key, array in self.arrays.items() if key not in self._loose} | self.hand_over()
 
-    def wrap_policy(self) -> dict[Key, np.ndarray[Any, Any]]:
+    def lend(self) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns for a consumer to keep; the slot is `returned` when nothing looks at any of them any more."""
         owners = {key: array.view() for key, array in self.arrays.items() if key not in self._loose}
         # In a finalizer Python swallows Ctrl-C, and what the finalizer had to do is not done. This one has no Python
@@ -363,14 +363,14 @@ class Pool:
         slot.state = State.WRITING
         return slot
 
-    def wrap_policy(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
+    def lend(self, slot: Slot) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns of a full slot for the consumer to keep; lent, or copied if it is the reserve."""
         if slot is self._reserve:
             slot.state = State.FREE
             return slot.copied()
         slot.state = State.READING
         self._lent.append(slot)
-        return slot.wrap_policy()
+        return slot.lend()
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was never lent."""

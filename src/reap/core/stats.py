@@ -20,6 +20,14 @@ _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
 Episodes = np.ndarray[
     Any, np.dtype[np.float64]
 ]  # [n, 3]: when each ended (seconds, perf_counter), its return and length
+TOLD = (
+    "episodes",
+    "mean_return",
+    "mean_length",
+    "nan_rewards",
+    "collect_seconds",
+    "frames_per_second",
+)  # of a worker's summary, in this order
 _NONE: Episodes = np.zeros((0, 3))
 
 
@@ -36,6 +44,14 @@ class EpisodeWindow:
         new = episodes + (shift, 0.0, 0.0) if shift else episodes
         self._kept = _latest(self._kept, new)
         self._untold = _latest(self._untold, new)
+
+    def state(self) -> torch.Tensor:
+        """Those it holds, to go on from elsewhere: how long ago each ended, return and length."""
+        return torch.from_numpy(self._kept - (time.perf_counter(), 0.0, 0.0))
+
+    def load(self, state: torch.Tensor) -> None:
+        """Hold these, and no others."""
+        self._kept = state.numpy() + (time.perf_counter(), 0.0, 0.0)
 
     def ended_since(self) -> Episodes:
         """Those that were added since this was asked before, a hundred at most."""
@@ -182,3 +198,25 @@ class Stats:
             "collect_seconds": self.seconds,
             "frames_per_second": self.frames / self.seconds if self.seconds else 0.0,
         }
+
+
+def numbers_of(stats: dict[str, Any]) -> list[float]:
+    """What a worker has to say about its episodes, as numbers."""
+    return [np.nan if stats[name] is None else stats[name] for name in TOLD]
+
+
+def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """The statistics encoded by `numbers_of`."""
+    told = {name: None if np.isnan(value) else value for name, value in zip(TOLD, numbers.tolist())}
+    return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
+
+
+def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
+    """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
+    return {
+        "episodes": sum(s["episodes"] for s in stats),
+        **window.means(),
+        "nan_rewards": sum(s["nan_rewards"] for s in stats),
+        "collect_seconds": max((s["collect_seconds"] for s in stats), default=0.0),
+        "frames_per_second": sum(s["frames_per_second"] for s in stats),
+    }

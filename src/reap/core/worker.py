@@ -18,7 +18,7 @@ from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
-from reap.core.policies.as_policy import as_policy
+from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
 from reap.core.policies.per_lane_policy import PerLanePolicy
@@ -30,7 +30,7 @@ from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
-from reap.spec import READY, Key, Leaf, show_keys
+from reap.spec import Key, Leaf, show_keys
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class Worker(AnyWorker):
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
             self.halting = self._played
-        stream = plan.stream or (self._quota is not None and spec.ready_of is not None)
         self.stats: Stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
@@ -112,6 +111,18 @@ class Worker(AnyWorker):
             reset_when_done=plan.reset_when_done,
             stop=self.halting,
         )
+        self.layout = self._layout()
+        if same_slot and self.layout.loose:
+            raise UsageError(
+                f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
+                f"its values are objects of their own: leave return_same_td out"
+            )
+        make = pinned(self.env.make_slot, plan.policy_device)
+        self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
+
+    def _layout(self) -> Layout:
+        """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
+        spec, plan = self.env.spec, self.plan
         columns = columns_of(
             spec,
             self.policy,
@@ -122,6 +133,7 @@ class Worker(AnyWorker):
         )
         if plan.compact:
             self._check_compact(columns)
+        stream = plan.stream or (self._quota is not None and spec.ready_of is not None)
         steps = plan.steps(self.lanes) * (self.lanes if stream and not plan.stream else 1)
         self.sorter: Sorter | None = None
         if spec.ready_of is not None:
@@ -138,14 +150,7 @@ class Worker(AnyWorker):
         lanes, batched = (1, False) if stream else (self.lanes, spec.batched)
         contiguous = spec.look.contiguous if plan.contiguous is None else plan.contiguous
         look = replace(spec.look, inner={**self.policy.inner, **spec.look.inner}, contiguous=contiguous)
-        self.layout = Layout(columns, steps, lanes, batched=batched, look=look)
-        if same_slot and self.layout.loose:
-            raise UsageError(
-                f"return_same_td writes over one batch's memory; {show_keys(list(self.layout.loose)[:1])} has none, "
-                f"its values are objects of their own: leave return_same_td out"
-            )
-        make = pinned(self.env.make_slot, plan.policy_device)
-        self.pool = Pool(self.layout, limit=0 if same_slot else 2, make=make)
+        return Layout(columns, steps, lanes, batched=batched, look=look)
 
     def _check_ready(self, columns: Mapping[Key, Leaf]) -> None:
         if self.plan.stop is not None:
@@ -178,23 +183,18 @@ class Worker(AnyWorker):
         spec, plan = self.env.spec, self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
-        policy = own or as_policy(
-            self.model,
-            columns=columns,
-            observation=[key for key in spec.observation if key not in self.memory and key != READY],
-            side=spec.side,
+        context = PolicyContext(
+            spec,
+            columns,
+            plan.exploration,
             carry=list(self.memory),
-            action=spec.action,
-            size=spec.size,
-            primed=spec.primed,
-            inner=spec.look.inner,
-            kind=plan.exploration,
             device=plan.policy_device,
             shown=plan.shown_device,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
+        policy = own or as_policy(self.model, context)
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
         elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:

@@ -16,7 +16,7 @@ from reap.buffers.samplers import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from reap.buffers.storages import LazyMemmapStorage, LazyTensorStorage, Storage
+from reap.buffers.storage.storages import LazyMemmapStorage, LazyTensorStorage, Storage
 from reap.buffers.tensordict_replay import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,

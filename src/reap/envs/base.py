@@ -16,7 +16,7 @@ from typing_extensions import Self
 from reap.core.columns.assemble_ragged import assembler, frame
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
-from reap.core.policies.as_policy import as_policy
+from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import RandomActions, visible_columns
 from reap.core.rollout import RolloutLoop, columns_of, current_for
@@ -192,22 +192,14 @@ class EnvBase:
         if auto_reset or remembers:
             seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
             env.reset(range(spec.lanes), current, seeds)
-        chosen = as_policy(
-            policy,
-            columns=visible_columns(spec, current),
-            side=spec.side,
-            observation=[key for key in spec.observation if key not in memory],
-            carry=list(memory),
-            action=spec.action,
-            size=spec.size,
-            kind=interaction_type(),
-        )
+        kind = interaction_type()
+        chosen = as_policy(policy, PolicyContext(spec, visible_columns(spec, current), kind, carry=list(memory)))
         loop = RolloutLoop(
             env,
             chosen,
             current=current,
             ledger=Ledger(spec, TrajectoryIds(), Stats(spec.lanes)),
-            exploration=interaction_type(),
+            exploration=kind,
             stop=env.any_ended if break_when_any_done else None,
         )
         columns_ = columns_of(spec, chosen, ids=False, mask=False, version=False)

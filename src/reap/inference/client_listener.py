@@ -14,8 +14,8 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from reap._system.fork_server_client import enough_room
 from reap._system.listener import Listener, Visitor
-from reap._system.processes import enough_room
 from reap.errors import ReapError
 from reap.inference.clients import SERVICE, refusal, reply, request_from
 from reap.inference.requests import Request, RequestQueue
@@ -37,7 +37,7 @@ class ClientListener:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(self.address)
         listening.listen(128)
-        self._listener = Listener(listening, "desk", self.key, self._attend, SERVICE.__eq__)
+        self._listener = Listener(listening, "clients", self.key, self._attend, SERVICE.__eq__)
 
     def _attend(self, visitor: Visitor, service: str) -> None:
         number = None

@@ -2,7 +2,7 @@
 
     here                                         its process
     ProcessInferenceServer ── calls, weights ──► InferenceServer
-    clients, here and elsewhere ──── socket ───► desk ──► line ──► batch ──► policy
+    clients, here and elsewhere ──── socket ───► ClientListener ──► RequestQueue ──► batch ──► policy
 
 The policy is made there, by a factory. Whoever makes the server owns it: when that process ends, so does the server's.
 """
@@ -14,8 +14,6 @@ import functools
 import inspect
 import pickle
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,11 +22,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from reap._system.fork_server import TOLD_TO_GO
+from reap._system.conversation import Answer, ChildGone, ChildSilent, Conversation, answered, live
 from reap._system.forks import guard, refuse_all
-from reap._system.interrupts import Interrupts
-from reap._system.pickling import dumps, pack
-from reap._system.processes import BOOT, Child, Raised, StartMethod, end, send, until_ready
+from reap._system.messages import send
+from reap._system.pickling import pack
+from reap._system.processes import BOOT, DEADLINE, Child, StartMethod, end
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessRequests
 from reap.inference.requests import check_timeout
@@ -36,7 +34,6 @@ from reap.inference.server import InferenceServer
 from reap.spec import Key
 from reap.weights import local
 
-_DEADLINE = 5.0
 _HERE, _MADE = 0, 1  # what it says unasked; questions are numbered from there
 _OPTIONS = inspect.signature(InferenceServer).parameters.keys() - {"policy", "policy_factory"}
 
@@ -79,8 +76,6 @@ class ProcessInferenceServer:
             raise UsageError(f"startup_timeout must be a number of seconds > 0 or None, got {startup_timeout!r}")
         self._why_closed: str | None = None
         self._lock = threading.Lock()
-        self._heard: deque[bytes] = deque()
-        self._asked = _MADE
         target = pack(
             functools.partial(_serve, make=policy_factory, options=options, threads=num_threads),
             "policy_factory",
@@ -88,6 +83,7 @@ class ProcessInferenceServer:
         )
         guard(self)
         self._child = Child(target, start=start_method, name="reap-inference")
+        self._talk = Conversation(self._child, first=_MADE)
         try:
             self._answer(
                 _HERE, None if startup_timeout is None else BOOT, f"its process has not begun after {BOOT:.0f} s"
@@ -150,32 +146,16 @@ class ProcessInferenceServer:
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
             self._open()
-            data = dumps((self._asked + 1, name, arguments), name)
-            with Interrupts().held():  # a number and its question belong together
-                self._asked += 1
-                self._child.line.say(data)
-            return self._answer(self._asked)
+            return self._answer(self._talk.ask(name, *arguments))
 
     def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:
-        """What the process says to the question of this number; its end is an answer, too."""
-        line, sentinel = self._child.line, self._child.sentinel
-        until = None if within is None else time.monotonic() + within
-        while True:
-            gone = self._child.gone()  # asked first: what it said before is all there then
-            self._heard.extend(line.hear())
-            while self._heard:
-                about, answer = pickle.loads(self._heard.popleft())
-                if about != number:  # a question that was broken off (Ctrl-C)
-                    continue
-                if isinstance(answer, Raised):
-                    raise answer.unpack()
-                return answer
-            if gone:
-                raise self._death()
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
-                raise WorkerSilent(late)
-            until_ready([line.fileno(), sentinel], [] if line.flush() else [line.fileno()], left)
+        """What the process says to the call of this number; its end is an answer, too."""
+        try:
+            return self._talk.answer(number, within)
+        except ChildGone:
+            raise self._death() from None
+        except ChildSilent:
+            raise WorkerSilent(late) from None
 
     def shutdown(self) -> None:
         """End the process; clients that wait get an error. May be called twice."""
@@ -185,7 +165,7 @@ class ProcessInferenceServer:
         if self._why_closed is None:
             self._why_closed = why
             self._child.line.close()
-            end([self._child], patience=0.4 * _DEADLINE, deadline=_DEADLINE)
+            end([self._child], patience=0.4 * DEADLINE, deadline=DEADLINE)
 
     def __enter__(self) -> Self:
         return self
@@ -201,21 +181,20 @@ class ProcessInferenceServer:
 def _serve(connection: Connection, fds: Sequence[int], make: Any, options: Any, threads: int) -> None:
     """The life of the process: until nobody is there who could call."""
     torch.set_num_threads(threads)
-    send(connection, (_HERE, None))  # the factory's time begins
-    try:
-        server = InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:
-        send(connection, (_MADE, Raised.of(error, "policy_factory")))
-        return
-    with server:
-        send(connection, (_MADE, (*server.address, server.in_keys)))
+    send(connection, Answer(_HERE, None))  # the factory's time begins
+
+    def serve(server: InferenceServer) -> None:
+        send(connection, Answer(_MADE, (*server.address, server.in_keys)))
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 number, name, arguments = pickle.loads(connection.recv_bytes())
-                try:
-                    answer = getattr(server, name)(*arguments)
-                except Exception as error:
-                    answer = Raised.of(error, f"InferenceServer.{name}")
-                send(connection, (number, answer))
+                work = functools.partial(getattr(server, name), *arguments)
+                send(connection, answered(number, work, Exception, f"InferenceServer.{name}"))
+
+    live(
+        lambda: InferenceServer(policy_factory=lambda: local.in_own_memory(make()), **options),
+        serve,
+        tell=functools.partial(send, connection),
+        doing=lambda server: "policy_factory" if server is None else "InferenceServer",
+        close=lambda server: server.shutdown(),
+    )

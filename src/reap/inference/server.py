@@ -1,8 +1,8 @@
 """InferenceServer: one policy in one thread, which answers whoever asks, many at a time.
 
-    thread clients  ──────────────────────► line ──► batch ──► pad to a bucket ──► policy ──► rows back to each
-    process clients ──► socket ──► desk ──►  ▲                    │
-                                             └── weights are exchanged here, between two batches, never inside one
+    thread clients  ───────────────────────────► RequestQueue ──► batch ──► pad to a bucket ──► policy ──► rows back
+    process clients ──► socket, ClientListener ───►  ▲               │
+                                                     └── weights are exchanged here, between two batches
 
 Guarantees: a request is answered exactly once, by one version of the weights, which its answer names. A policy that
 raises fails the requests of that batch and no others. `shutdown` answers everybody who waits, with an error.
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
+from reap._system.processes import DEADLINE
 from reap.arguments import function, seconds
 from reap.core.device.devices import named_device
-from reap.core.policies.as_policy import takes_tensordict
 from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
+from reap.core.policies.signature import takes_tensordict
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.client_listener import ClientListener
 from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests
@@ -42,7 +43,6 @@ from reap.inference.requests import Columns, Request, RequestQueue, check_timeou
 from reap.spec import AnyKey, Key, as_key, private, show_keys
 from reap.weights import local
 
-_DEADLINE = 5.0
 _WINDOW = 1024
 
 
@@ -181,18 +181,18 @@ class InferenceServer:
         self._line.close(f"the inference server does not answer any more: {self._why_closed}")
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_DEADLINE)
+            thread.join(DEADLINE)
             if thread.is_alive():
                 for request in self._current:
                     request.answer(ServerGone("the inference server was shut down while its policy was computing"))
                 warnings.warn(
-                    f"the policy of an InferenceServer did not return within {_DEADLINE:.0f} s; its thread is left",
+                    f"the policy of an InferenceServer did not return within {DEADLINE:.0f} s; its thread is left",
                     RuntimeWarning,
                     stacklevel=2,
                 )
         listener, self._listener = self._listener, None  # last: answers that were being computed still go out
         if listener is not None:
-            listener.close(_DEADLINE)
+            listener.close(DEADLINE)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reap._system.fork_server import is_resource_tracker
-from reap._system.processes import kept_fork_server, wait_for_ends
+from reap._system.fork_server_client import kept_fork_server
+from reap._system.threads import wait_for_ends
 
 # Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a
 # stranger's shared memory may be seen a moment before he maps it, or for a while after he was killed.

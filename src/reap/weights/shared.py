@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap._foreign import torch_internals
 from reap.core.shared_slots import SharedFile
 
 _ALIGN = 64
@@ -79,7 +80,7 @@ class SharedWeights:
     def begin_with(self, tensors: Sequence[Tensor]) -> None:
         """What version 0 is; for the one process that knows it, before anybody publishes or reads."""
         with torch.no_grad():
-            torch._foreach_copy_(self._copies[0], list(tensors))
+            torch_internals.copy_all(self._copies[0], list(tensors))
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Make these weights the current ones; what is not among them stays as it was."""
@@ -90,7 +91,7 @@ class SharedWeights:
         with self._file.locked():
             header[_BEGUN] = count  # before the first byte: readers of this copy must find out
             with torch.no_grad():
-                torch._foreach_copy_(new, values)
+                torch_internals.copy_all(new, values)
             there = np.array([entry[0] in named for entry in self.packing.entries], np.bool_)
             self._given[count % 2] = np.where(there, count, self._given[(count - 1) % 2])
             header[_VERSION + count % 2] = version
@@ -113,7 +114,7 @@ class SharedWeights:
         if new:
             values = self._copies[count % 2]
             with torch.no_grad():
-                torch._foreach_copy_([tensors[i] for i in new], [values[i] for i in new])
+                torch_internals.copy_all([tensors[i] for i in new], [values[i] for i in new])
         if int(self._header[_BEGUN]) > count + 1:
             return None
         self._seen = count

@@ -1,4 +1,4 @@
-"""The other side of the process backend: what runs in a worker's process.
+"""The other side of the shared-memory transport: what runs in a worker's process.
 
     free pipe ──► slot number ──► refresh weights ──► fill ──┬──────────► "full" ──► connection
                                                              └► writer ─► "full" ──► connection    (a replay buffer)
@@ -14,21 +14,23 @@ import contextlib
 import os
 import pickle
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 
-from reap._system.fork_server import TOLD_TO_GO, leave_at, no_more_goodbyes, settle
+from reap._system.conversation import live
+from reap._system.fork_server import leave_at, settle
+from reap._system.messages import send
 from reap._system.pickling import dumps
-from reap._system.processes import Raised, send
+from reap._system.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
-from reap.backends.worker_server import Job, RowWriter, WorkerServer
+from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
@@ -36,16 +38,17 @@ from reap.core.slot import Layout, Slot
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
-HELLO = "hello"  # the first word of a worker: the process is there, now the user's code begins
 _LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
 
 
-@dataclass(frozen=True)
-class ProcessJob(Job):
-    """What a worker's process is started with."""
+class WorkerFiles(NamedTuple):
+    """The memory a worker shares with its parent."""
 
-    preempted: bool = False
-    writer: Callable[[Sequence[int], int], RowWriter] | None = None  # from descriptors, for a worker
+    common: SharedFile  # slots of which it fills its lanes
+    own: SharedFile  # slots of its own
+    weights: SharedFile  # of the policy, for all workers
+    counters: SharedFile
+    packed: SharedFile  # weights that are for it alone
 
 
 @dataclass(frozen=True)
@@ -59,33 +62,31 @@ class WorkerMemory:
     packing: Packing | None
 
 
-def run_worker(connection: Connection, fds: Sequence[int], job: ProcessJob) -> None:
+def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     """The life of a worker."""
     send(connection, HELLO)
     torch.set_num_threads(job.threads)
     seed_process(job.entropy)
-    free, common, own, weights, control, parcel, *buffer = fds
-    host = None
-    try:
-        host = _ProcessWorkerServer(job, connection, control=SharedFile(fd=control), parcel=parcel, buffer=buffer)
-        send(connection, host.about)
-        memory = connection.recv()
-        host.remember(memory, SharedFile(fd=common if memory.common else own), SharedFile(fd=weights))
-        settle()
+    free, *given = fds
+    count = len(WorkerFiles._fields)
+    files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
+
+    def serve(host: _ProcessWorkerServer) -> None:
         leave_at(RolloutLoop.fill, WorkerServer._collect, _ProcessWorkerServer.serve, asked=lambda: host.control.leave)
-        send(connection, "ready")
+        send(connection, host.about)
         host.serve(free)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+
+    def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
-            send(connection, Raised.of(error, "building it" if host is None else host.doing))
-    finally:
-        try:
-            no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
-            if host is not None:
-                host.worker.close()
+            send(connection, raised)
+
+    live(
+        lambda: _ProcessWorkerServer(job, connection, files, buffer=given[count:]),
+        serve,
+        tell=tell,
+        doing=what_it_did,
+        close=lambda host: host.worker.close(),
+    )
 
 
 class _Interruptor:
@@ -125,11 +126,9 @@ class _Says:
 class _ProcessWorkerServer(WorkerServer):
     """A worker and what ties it to the parent."""
 
-    def __init__(
-        self, job: ProcessJob, connection: Connection, *, control: SharedFile, parcel: int, buffer: Sequence[int]
-    ) -> None:
-        self._connection, self._job, self._parcel = connection, job, SharedFile(fd=parcel)
-        self.control = SharedCounters(control, job.workers)
+    def __init__(self, job: Job, connection: Connection, files: WorkerFiles, *, buffer: Sequence[int]) -> None:
+        self._connection, self._job, self._files = connection, job, files
+        self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
         if job.init is not None:
@@ -143,16 +142,6 @@ class _ProcessWorkerServer(WorkerServer):
         self.worker.env.report_lane(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
-
-    def remember(self, memory: WorkerMemory, slots: SharedFile, weights: SharedFile) -> None:
-        """Map the memory the parent has made."""
-        whole = SharedSlots(slots, memory.layout, memory.count)
-        pin(whole.block, self.worker.plan.policy_device)
-        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
-        if memory.packing is not None:
-            self._shared = SharedWeights(weights, memory.packing)
-            if self._job.index == 0:
-                self._shared.begin_with(self.tensors)
 
     def serve(self, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
@@ -217,6 +206,17 @@ class _ProcessWorkerServer(WorkerServer):
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
+    def do_begin(self, memory: WorkerMemory) -> None:
+        """Map the memory the parent has made."""
+        whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
+        pin(whole.block, self.worker.plan.policy_device)
+        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
+        if memory.packing is not None:
+            self._shared = SharedWeights(self._files.weights, memory.packing)
+            if self._job.index == 0:
+                self._shared.begin_with(self.tensors)
+        settle()
+
     def do_run(self) -> None:
         """From here on it needs no slots."""
         self._free = True
@@ -229,5 +229,5 @@ class _ProcessWorkerServer(WorkerServer):
             self.control.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:
-        """Weights that came as a parcel, for this worker alone."""
-        self._load(cloudpickle.loads(self._parcel.map(size)), version)
+        """Act with weights that are for this worker alone: so many bytes of the file for them."""
+        self._load(cloudpickle.loads(self._files.packed.map(size)), version)

@@ -15,32 +15,29 @@ ended     when its last episodes ended, their returns and lengths        its wor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from reap.core.shared_slots import SharedFile
-from reap.core.stats import RECENT, Episodes, EpisodeWindow
+from reap.core.stats import RECENT, TOLD, Episodes, numbers_of, stats_of
 
 NOWHERE = -1  # the step of a worker that is in no rollout
 BETWEEN = -2  # of one that is in a rollout, but in no step of it: hooks, weights, postproc, writing to a buffer
-ALL = 2**62
 _FLAGS = 5
 _RING = 4 * RECENT  # episodes of a worker that are kept: whoever reads the last hundred is not overtaken
-_TOLD = ("episodes", "mean_return", "mean_length", "nan_rewards", "collect_seconds", "frames_per_second")
 
 
 class SharedCounters:
     """The words, as one process sees them."""
 
     def __init__(self, file: SharedFile, workers: int) -> None:
-        words = file.map(8 * (_FLAGS + (6 + len(_TOLD) + 3 * _RING) * workers)).view(np.int64)
+        words = file.map(8 * (_FLAGS + (6 + len(TOLD) + 3 * _RING) * workers)).view(np.int64)
         self.file, self._flags = file, words[:_FLAGS]
         each = words[_FLAGS:][: 6 * workers].reshape(6, workers)
         self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count = each
-        told, ended = np.split(words[_FLAGS + 6 * workers :].view(np.float64), [workers * len(_TOLD)])
-        self._told, self._ended = told.reshape(workers, len(_TOLD)), ended.reshape(workers, _RING, 3)
+        told, ended = np.split(words[_FLAGS + 6 * workers :].view(np.float64), [workers * len(TOLD)])
+        self._told, self._ended = told.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, 3)
 
     @property
     def stop(self) -> bool:
@@ -123,25 +120,3 @@ class SharedCounters:
         if not self._rollouts[worker]:
             return {}
         return stats_of(self._told[worker])
-
-
-def numbers_of(stats: dict[str, Any]) -> list[float]:
-    """What a worker has to say about its episodes, as numbers."""
-    return [np.nan if stats[name] is None else stats[name] for name in _TOLD]
-
-
-def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The statistics encoded by `numbers_of`."""
-    told = {name: None if np.isnan(value) else value for name, value in zip(_TOLD, numbers.tolist())}
-    return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
-
-
-def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
-    return {
-        "episodes": sum(s["episodes"] for s in stats),
-        **window.means(),
-        "nan_rewards": sum(s["nan_rewards"] for s in stats),
-        "collect_seconds": max((s["collect_seconds"] for s in stats), default=0.0),
-        "frames_per_second": sum(s["frames_per_second"] for s in stats),
-    }

@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
+from reap._system.fork_server_client import get_ready
 from reap._system.pickling import pack_bytes
-from reap._system.processes import Child, end, get_ready
+from reap._system.processes import DEADLINE, Child, end
 from reap.backends.network.authenticated_listener import Refused, Tunnel, dial
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import UsageError
 
-DEADLINE = 5.0  # seconds within which a node has ended its workers
 _TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
     "gloo": "reap.backends.remote.gloo_worker:run_gloo_guest",
     "rpc": "reap.backends.remote.rpc_worker:run_rpc_guest",

@@ -13,47 +13,90 @@ from __future__ import annotations
 import functools
 import pickle
 import secrets
-import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from reap._system import silence
 from reap._system.pickling import dumps
-from reap._system.processes import end
-from reap.backends.local.process import DEADLINE
+from reap._system.processes import DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import end as end_children
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import NodePool, Nodes
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import MessageSigner
-from reap.backends.remote.base import LocalChild, RemoteBackend, RemoteHandle, Wakeup
 from reap.backends.remote.gloo_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
-from reap.backends.remote.remote_worker import Header, Order, RemoteJob, header
+from reap.backends.remote.message_transport import (
+    MessageConnection,
+    MessageTransport,
+    NetworkChild,
+    SentWeights,
+    Wakeup,
+    connection_of,
+    store,
+)
+from reap.backends.remote.remote_worker import Header, Order, header
 from reap.backends.worker_handle import WorkerHandle
+from reap.core.slot import Slot
 from reap.errors import WorkerDied
-from reap.weights.shared import Packing
 
-_GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
-_UNDER_WAY = 2  # parcels of weights that may be on their way at a time
+_UNDER_WAY = 2  # messages of weights that may be on their way at a time
 _LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who waits for other things too
 
 
-class GlooHandle(RemoteHandle):
+class _OrderStore:
+    """Where orders are put. It ends with its collector, and workers with it: nobody else keeps it alive."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: bytes) -> None:
+        """For the worker that waits for this key."""
+        self._store.set(key, value)
+
+    def give_up(self, index: int) -> None:
+        """A worker has ended: whoever waits for its first sign need not any more."""
+        if (store := self._store) is not None:
+            store.compare_set(f"here/{index}", "", "never")
+
+    def close(self) -> None:
+        """Nobody is reached any more."""
+        self._store = None
+
+
+class GlooConnection(MessageConnection):
     """A worker and the thread that receives from it."""
 
-    def __init__(self, index: int, child: Any, address: Address, wakeup: Wakeup, give_up: Callable[[], None]) -> None:
-        super().__init__(index, LocalChild(child, self, give_up))
-        self._address, self._wakeup, self._seal = address, wakeup, MessageSigner(address.secret)
+    def __init__(
+        self,
+        worker: WorkerHandle,
+        sent: SentWeights,
+        child: Any,
+        address: Address,
+        orders: _OrderStore,
+        wakeup: Wakeup,
+    ) -> None:
+        super().__init__(worker, sent)
+        self.child = NetworkChild(child, self, functools.partial(orders.give_up, worker.index))
+        self._address, self._put, self._wakeup = address, orders.put, wakeup
+        self._seal = MessageSigner(address.secret)
         self._group: Any = None
-        self.told = self._heard = 0  # orders and messages so far
-        self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{index}", daemon=True)
+        self._heard = 0  # messages so far
+        self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
+        self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{self.index}", daemon=True)
         self.thread.start()
+
+    def send(self, order: Order | None) -> None:
+        key = f"to/{self.index}/{self.orders}"
+        self.orders += 1
+        self._put(key, self._seal.close(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
@@ -62,7 +105,7 @@ class GlooHandle(RemoteHandle):
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
-                    self.ear.append(self._receive(group, Header(words)))
+                    self.inbox.append(self._receive(group, Header(words)))
                     self._wakeup.ring()
         except (ConnectionError, RuntimeError):
             pass  # it is gone, or about to be: whoever listens finds out how
@@ -70,7 +113,7 @@ class GlooHandle(RemoteHandle):
             self._group = None
             self.over = True
             self._wakeup.ring()
-            self.child.see_off()  # type: ignore[attr-defined]
+            self.child.end_with_connection()
 
     def abandon(self) -> None:
         """Its machine is lost: its connection would stay open for ever."""
@@ -82,70 +125,72 @@ class GlooHandle(RemoteHandle):
         return bytes(self._address.store().get(f"here/{self.index}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
-        if head.rollout and (block := self.slots.bytes_of(head.slot)).size:
-            wait(group.recv([torch.from_numpy(block)], 1, 0))
+        if head.rollout:
+            self._receive_rollout(group, self.slots[head.slot])
         place = f"from/{self.index}/{self._heard}"
         more = self._seal.open(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
         return head.full(more) if head.rollout else pickle.loads(more)
 
+    def _receive_rollout(self, group: Any, slot: Slot) -> None:
+        """Receive bytes in the slot itself, if it is the worker's own. Lanes of a slot are not one piece of memory."""
+        size = slot.layout.nbytes
+        if slot.block.size:
+            wait(group.recv([torch.from_numpy(slot.block)], 1, 0))
+        elif size:
+            if self._passing is None or self._passing.size != size:
+                self._passing = np.empty(size, np.uint8)
+            wait(group.recv([torch.from_numpy(self._passing)], 1, 0))
+            store(slot, self._passing)
 
-class GlooBackend(RemoteBackend):
-    """Workers over torch.distributed, on this machine or on nodes."""
 
-    transports = ("distributed", "parcel", "none")
+class GlooTransport(MessageTransport):
+    """Reaches workers over torch.distributed, on this machine or on nodes."""
 
-    def __init__(self, plans: Sequence[Any], *, nodes: Nodes, **options: Any) -> None:
-        super().__init__(plans, **options)
+    weight_schemes = ("distributed", "parcel", "none")
+
+    def __init__(self, *, nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
+        super().__init__(start_method=start_method)
         self._nodes = nodes
         self._company: NodePool | None = None
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
         self._group: Any = None
-        self._store: Any = None
+        self._orders: _OrderStore | None = None
 
-    def launch(self, jobs: Sequence[RemoteJob]) -> None:
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
         local = self._nodes.launcher == "mp"
-        self._store = loopback_store(self._nodes.port if local else 0, EVER)
-        port = self._store.port
-        packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
+        store = loopback_store(self._nodes.port if local else 0, EVER)
+        self._orders = _OrderStore(store)  # first: it is closed with us
+        packed = [dumps(worker.job, f"what worker {worker.index} needs") for worker in workers]
         if local:
-            self._address = Address(LOOPBACK, port, secrets.token_bytes(32), LOOPBACK)
+            self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
             run = functools.partial(run_gloo, address=self._address)
             self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
         else:
-            self._company = self._nodes.open(len(jobs), port, self.wakeup.ring)
-            self._address = Address(LOOPBACK, port, self._company.registry.secret, self._nodes.listen)
+            self._company = self._nodes.open(len(workers), store.port, self.wakeup.ring)
+            self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
             self._children = self._company.gather(packed, "gloo", None, self._lost, self.linger)
-        self._seal = MessageSigner(self._address.secret)
-        for index, child in enumerate(self._children):
-            give_up = functools.partial(self._give_up, index)
-            self.workers.append(GlooHandle(index, child, self._address, self.wakeup, give_up))
-            self._selector.register(child.sentinel, selectors.EVENT_READ)
+        for worker, child in zip(workers, self._children):
+            connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
+            self.connect(worker, connection, child.sentinel)
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
-        if node_process.lost and node_process.index < len(self.workers):
-            self.workers[node_process.index].abandon()  # type: ignore[attr-defined]
+        if not node_process.lost:
+            return
+        connection = self._workers[node_process.index].connection
+        if isinstance(connection, GlooConnection):
+            connection.abandon()
             if (group := self._group) is not None:
                 abandon(group, node_process.index + 1)
 
-    def _give_up(self, index: int) -> None:
-        """It ended; whoever waits for its first sign need not any more."""
-        if (store := self._store) is not None:
-            store.compare_set(f"here/{index}", "", "never")
+    def join_weights(self) -> None:
+        self._group = self._address.group("weights", 0, len(self._workers) + 1)
 
-    def send(self, remote: Any, order: Order | None) -> None:
-        key = f"to/{remote.index}/{remote.told}"
-        remote.told += 1
-        self._store.set(key, self._seal.close(pickle.dumps(order), key))
-
-    def bind_policy(self, packing: Packing) -> None:
-        self._group = self._address.group("weights", 0, len(self.workers) + 1)
-
-    def broadcast(self, parcel: Tensor) -> None:
+    def broadcast(self, packed: Tensor) -> None:
         try:
-            self._under_way.append((join_broadcast(self._group, parcel), parcel))
+            self._under_way.append((join_broadcast(self._group, packed), packed))
         except (ConnectionError, RuntimeError) as error:
             raise self._unsent(error) from None
 
@@ -167,31 +212,35 @@ class GlooBackend(RemoteBackend):
                 self._interrupts.let_in()
             waited = time.monotonic() - began
             if waited > self._silence.limit and not logged:
-                remote, logged = self._no_taker(), True
-                if self.timeout is not None:
-                    raise remote.child.silence(waited, self.timeout).at(worker=remote.name)
-                silence.log(f"worker {remote.name}, which is to take new weights,", waited, remote.child.ask_stack())
+                worker, logged = self._no_taker(), True
+                if self._silence.timeout is not None:
+                    raise worker.child.silence(waited, self._silence.timeout).at(worker=worker.name)
+                silence.log(f"worker {worker.name}, which is to take new weights,", waited, worker.child.ask_stack())
         return self._spare.pop() if self._spare else None
 
     def _unsent(self, error: Exception) -> WorkerDied:
-        for remote in self.workers:
-            if self._children[remote.index].gone(1.0):
-                return self._death(remote)
+        for worker in self._workers:
+            if self._children[worker.index].gone(1.0):
+                died: WorkerDied = worker.child.death()
+                return died.at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> WorkerHandle:
         """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
-        deaf = [remote for remote in self.workers if not remote.child.ask_stack()]
-        quiet = deaf or [remote for remote in self.workers if not remote.speaks] or self.workers  # type: ignore[attr-defined]
+        deaf = [worker for worker in self._workers if not worker.child.ask_stack()]
+        quiet = deaf or [worker for worker in self._workers if not connection_of(worker).speaks] or self._workers
         return min(quiet, key=lambda one: one.busy_since)
 
-    def part(self, workers: Sequence[RemoteHandle]) -> None:
-        for remote in workers:
-            self.send(remote, None)
-        end(self._children, patience=_GOODBYE, deadline=DEADLINE)
-        for remote in workers:
-            remote.thread.join(DEADLINE)  # type: ignore[attr-defined]
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        connections = [one for worker in workers if isinstance(one := worker.connection, GlooConnection)]
+        for connection in connections:
+            connection.send(None)
+        end_children(self._children, patience=GOODBYE, deadline=DEADLINE)
+        for connection in connections:
+            connection.thread.join(DEADLINE)
         if self._company is not None:
             self._company.close(DEADLINE)
         self._under_way.clear()
-        self._group = self._store = None
+        self._group = None
+        if self._orders is not None:
+            self._orders.close()

@@ -17,22 +17,23 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from reap._system.processes import Raised
+from reap._foreign import torch_internals
+from reap._system.remote_errors import Raised
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.remote_worker import (
     LocalWeights,
     Message,
     Order,
-    RemoteJob,
-    Transport,
+    ParentConnection,
     WeightInbox,
     Weights,
-    parcel_size,
     run_remote_worker,
+    weights_size,
 )
+from reap.backends.worker_server import Job
 from reap.core.shared_slots import SharedFile
 from reap.weights.shared import Packing
 
@@ -57,10 +58,7 @@ class Address:
 
     def group(self, name: str, rank: int, size: int) -> Any:
         """Joined when all others have."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.listen)]
-        options._timeout = JOIN
-        return ProcessGroupGloo(PrefixStore(name, self.store()), rank, size, options)
+        return torch_internals.gloo_group(PrefixStore(name, self.store()), rank, size, self.listen, JOIN)
 
 
 def abandon(group: Any, peer: int) -> None:
@@ -78,20 +76,20 @@ def wait(work: Any) -> None:
 
 
 def receive(group: Any, source: int, size: int) -> bytes:
-    """Bytes."""
+    """Receive so many bytes."""
     room = torch.empty(size, dtype=torch.uint8)
     wait(group.recv([room], source, 0))
     return bytes(room.numpy())
 
 
-def join_broadcast(group: Any, parcel: torch.Tensor) -> Any:
+def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
     """This side of a broadcast by rank 0."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
-    return group.broadcast([parcel], options)
+    return group.broadcast([packed], options)
 
 
-class _GlooTransport(Transport):
+class _GlooConnection(ParentConnection):
     """Orders are keys of the store, one after the other. A thread sends, in order."""
 
     def __init__(self, index: int, address: Address) -> None:
@@ -148,7 +146,7 @@ class _GlooTransport(Transport):
 class _Broadcasts(WeightInbox):
     """Weights that come by broadcast, in a thread."""
 
-    def __init__(self, job: RemoteJob, address: Address) -> None:
+    def __init__(self, job: Job, address: Address) -> None:
         super().__init__()
         self._job, self._address = job, address
 
@@ -160,24 +158,24 @@ class _Broadcasts(WeightInbox):
         try:
             group = self._address.group("weights", self._job.index + 1, self._job.workers + 1)
             while True:
-                parcel = self.room(parcel_size(packing))
-                wait(join_broadcast(group, parcel))
-                self.put(parcel)
+                packed = self.room(weights_size(packing))
+                wait(join_broadcast(group, packed))
+                self.put(packed)
         except (ConnectionError, RuntimeError):
             self.close()
 
 
 def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address) -> None:
     """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them."""
-    transport = _GlooTransport(index, address)
+    parent = _GlooConnection(index, address)
     try:
-        opened: RemoteJob = cloudpickle.loads(job)
+        opened: Job = cloudpickle.loads(job)
     except Exception as error:  # of a kind that this machine cannot import
-        transport.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
-        transport.finish()
+        parent.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
+        parent.finish()
         return
     weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=index == 0) if fds else _Broadcasts(opened, address)
-    run_remote_worker(opened, transport, weights)
+    run_remote_worker(opened, parent, weights)
 
 
 def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:

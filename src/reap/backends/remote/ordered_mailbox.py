@@ -15,19 +15,19 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from reap._system.processes import Raised
+from reap._system.remote_errors import Raised
 from reap.backends.remote.remote_worker import (
     LocalWeights,
     Message,
     Order,
-    Transport,
+    ParentConnection,
     WeightInbox,
     Weights,
     run_remote_worker,
 )
 
 
-class _OrderedInbox(Transport):
+class _OrderedInbox(ParentConnection):
     """The remote worker's end."""
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class _OrderedInbox(Transport):
 class MailboxWorker:
     """What is called over the network; `run` does the work meanwhile, in another thread."""
 
-    def __init__(self, near: LocalWeights | None = None) -> None:
-        self._inbox, self._parcels = _OrderedInbox(), WeightInbox()
-        self._weights: Weights = near or self._parcels
+    def __init__(self, shared: LocalWeights | None = None) -> None:
+        self._inbox, self._sent = _OrderedInbox(), WeightInbox()
+        self._weights: Weights = shared or self._sent
 
     def run(self, job: bytes) -> None:
         """Work until it is told to go home."""
@@ -98,11 +98,11 @@ class MailboxWorker:
         """Waits for the next."""
         return self._inbox.fetch()
 
-    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+    def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
         """New weights."""
-        own = self._parcels.room(parcel.nbytes)
-        np.copyto(own.numpy(), parcel)
-        self._parcels.put(own)
+        own = self._sent.room(packed.nbytes)
+        np.copyto(own.numpy(), packed)
+        self._sent.put(own)
 
 
 def _nothing() -> None:

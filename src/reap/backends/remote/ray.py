@@ -1,9 +1,9 @@
 """Ray: workers are actors. A batch is one object, read where it lies; weights are put once per version, and pulled.
 
     actor.order ──►  remote worker  ──► actor.message: one object per batch ──► slot
-    put ──► actor.parcel: a reference, pulled by each
+    put ──► actor.take_weights: a reference, pulled by each
 
-An actor that dies is named; or replaced, if `restart` is True: what it was asked for is asked of the new one.
+An actor can be launched later, alone: one more, or another in the place of one that died.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from reap._system.messages import until_ready
 from reap._system.pickling import dumps
-from reap._system.processes import BOOT, until_ready
-from reap.backends.local.process import DEADLINE, FIRST, OWN_SLOTS
-from reap.backends.remote.base import RemoteBackend, RemoteHandle, Wakeup
+from reap._system.processes import BOOT, DEADLINE
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, Wakeup
 from reap.backends.remote.ordered_mailbox import MailboxWorker
-from reap.backends.remote.remote_worker import Message, Order, RemoteJob
+from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
-from reap.core.shared_slots import SharedSlots
-from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerSilent, WrongState, missing
+from reap.backends.worker_server import Job
+from reap.errors import UsageError, WorkerDied, WorkerSilent, missing
 
 _log = logging.getLogger("reap")
 _ASKED = 2  # messages asked for at a time: one is fetched while another is read
 # Calls of a group follow one another, groups run side by side.
 _GROUPS = {"orders": 1, "messages": 1, "weights": 1, "stack": 1}
-_FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 _LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
 _STACK = 1.0  # seconds for a stack to come
 _SLOW = 60.0  # seconds more for actors that there is room for, on a busy machine
@@ -148,11 +146,11 @@ class ReapWorker(MailboxWorker):
         self._thread = threading.Thread(target=self.run, args=(job,), name="reap-worker", daemon=True)
         self._thread.start()
 
-    def parcel(self, parcel: np.ndarray[Any, Any]) -> None:
+    def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
         """New weights: read where they lie, when they are acted with."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
-            self._parcels.put(torch.from_numpy(parcel))
+            self._sent.put(torch.from_numpy(packed))
 
     def where(self) -> tuple[int, str]:
         """Process and node."""
@@ -180,11 +178,12 @@ class _Actor:
         self._handle, self.pid, self.node, self._how = handle, pid, node, ""
         self.silent = False  # whether it was found to be: it is not asked to leave
 
+    @property
+    def label(self) -> str:
+        return f" (pid {self.pid})" if self.pid else ""
+
     def end(self, how: str) -> None:
         self._how = self._how or how
-
-    def end_more(self, also: str) -> None:
-        self._how += f"; {also}"
 
     def gone(self) -> bool:
         return bool(self._how)
@@ -206,21 +205,26 @@ class _Actor:
         return WorkerSilent(f"its actor sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
 
-class RayHandle(RemoteHandle):
-    """An actor as it is seen here."""
+class RayConnection(MessageConnection):
+    """An actor as it is reached from here."""
 
-    def __init__(self, index: int, actor: Any, where: tuple[int, str], wakeup: Wakeup) -> None:
-        super().__init__(index, None)
+    def __init__(
+        self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
+    ) -> None:
+        super().__init__(worker, sent)
         self._ring = lambda _: wakeup.ring()  # holds on to nothing else: Ray may keep it for a while
-        self.move(actor, where)
-
-    def move(self, actor: Any, where: tuple[int, str]) -> None:
-        """From now on it is this actor."""
         self._futures: deque[Any] = deque()
-        self.actor, self.child = actor, _Actor(actor, *where)  # type: ignore[assignment]
-        self.told = 0
+        self.actor, self.child = actor, _Actor(actor, *where)
         for _ in range(_ASKED):
             self._ask_message()
+
+    def send(self, order: Order | None) -> None:
+        self.actor.order.options(concurrency_group="orders").remote(self.orders, order)
+        self.orders += 1
+
+    def send_weights(self, packed: Any) -> None:
+        """Send packed weights, as Ray knows them."""
+        self.actor.take_weights.options(concurrency_group="weights").remote(packed)
 
     def _ask_message(self) -> None:
         future = self.actor.message.options(concurrency_group="messages").remote().future()
@@ -231,66 +235,55 @@ class RayHandle(RemoteHandle):
     def speaks(self) -> bool:
         return bool(self._futures) and self._futures[0].done()
 
-    def messages(self) -> list[Any]:
+    def hear(self) -> tuple[list[Any], bool]:
         found = []
         while self.speaks:
             future = self._futures.popleft()
             error = future.exception()
             message = None if error is not None else future.result()
             if message is None:
-                self.child.end("its actor ended" if error is None else _short(error))  # type: ignore[attr-defined]
+                self.child.end("its actor ended" if error is None else _short(error))
                 self._futures.clear()
                 break
-            found.append(self.carried_in(Message(*message)))
+            found.append(self.received(Message(*message)))
             self._ask_message()
-        return found
+        return found, self.child.gone()
 
 
-class RayBackend(RemoteBackend):
-    """Workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
+class RayActorTransport(MessageTransport):
+    """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
-    transports = ("ray", "parcel", "none")
+    weight_schemes = ("ray", "parcel", "none")
+    replaceable = True
 
-    def __init__(
-        self,
-        plans: Sequence[Any],
-        *,
-        cluster: Mapping[str, Any],
-        resources: Sequence[Mapping[str, Any]],
-        restart: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
         engine()  # is it there?
-        super().__init__(plans, **options)
-        self._config, self._resources, self._restart = dict(cluster), list(resources), restart
+        super().__init__()
+        self._config, self._resources = dict(cluster), list(resources)
         self._ray: Any = None  # when connected
-        self.restarts = 0
         self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
-        self._starts = 0  # of workers that came later
         self._latest: Any = None  # weights, as Ray knows them
-        self._own: dict[int, Sequence[Any]] = {}  # weights a worker was given by itself since, and their version
-        self._loaded: Sequence[Any] | None = None  # those a new worker begins with, of a state that was loaded since
 
-    def launch(self, jobs: Sequence[RemoteJob]) -> None:
-        self._ray = CLUSTER.enter(self._config)
-        self._jobs: list[RemoteJob] = []
-        self._hire(jobs)
+    def expect(self, resources: Sequence[Mapping[str, Any]]) -> None:
+        """More workers will be launched, and ask this of the cluster."""
+        self._resources[len(self._workers) :] = resources
 
-    def _hire(self, jobs: Sequence[RemoteJob]) -> list[RayHandle]:
-        """An actor for each; they are among the workers then."""
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
+        if self._ray is None:
+            self._ray = CLUSTER.enter(self._config)
+        elif not self._cluster_answers():
+            raise ConnectionError("the cluster does not answer any more")
+        jobs = [worker.job for worker in workers if worker.job is not None]
         actors = [self._actor(job) for job in jobs]
-        places = self._places(jobs, actors)
-        new = [RayHandle(job.index, actor, where, self.wakeup) for job, actor, where in zip(jobs, actors, places)]
-        self.workers.extend(new)
-        self._jobs.extend(jobs)
-        return new
+        for worker, actor, where in zip(workers, actors, self._places(jobs, actors)):
+            self.connect(worker, RayConnection(worker, self.sent, actor, where, self.wakeup))
 
-    def _actor(self, job: RemoteJob) -> Any:
+    def _actor(self, job: Job) -> Any:
         kind = self._ray.remote(concurrency_groups=_GROUPS)(ReapWorker)
         actor = kind.options(**self._resources[job.index])
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
-    def _places(self, jobs: Sequence[RemoteJob], actors: Sequence[Any]) -> list[tuple[int, str]]:
+    def _places(self, jobs: Sequence[Job], actors: Sequence[Any]) -> list[tuple[int, str]]:
         """Where they are, when all of them are there. If one cannot be, none is."""
         asked = [actor.where.remote() for actor in actors]
         try:
@@ -313,7 +306,7 @@ class RayBackend(RemoteBackend):
                 self._ray.kill(actor)
             raise
 
-    def _refuse_for_room(self, jobs: Sequence[RemoteJob], left: Mapping[str, float]) -> None:
+    def _refuse_for_room(self, jobs: Sequence[Job], left: Mapping[str, float]) -> None:
         """Raise if these would take more than there is."""
         wanted: dict[str, float] = {}
         for job in jobs:
@@ -327,37 +320,34 @@ class RayBackend(RemoteBackend):
                 f"it has {dict(left)}"
             )
 
-    def _answer(self, job: RemoteJob, ref: Any) -> tuple[int, str]:
+    def _answer(self, job: Job, ref: Any) -> tuple[int, str]:
         try:
             where: tuple[int, str] = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
         return where
 
-    def send(self, remote: Any, order: Order | None) -> None:
-        remote.actor.order.options(concurrency_group="orders").remote(remote.told, order)
-        remote.told += 1
+    def broadcast(self, packed: Tensor) -> None:
+        self._latest = self._ray.put(packed.numpy())
+        for worker in self._workers:
+            self.resend_weights(worker)
 
-    def broadcast(self, parcel: Tensor) -> None:
-        self._latest = self._ray.put(parcel.numpy())
-        self._own, self._loaded = {}, None
-        for remote in self.workers:
-            self._send_parcel(remote)
+    def resend_weights(self, worker: WorkerHandle) -> None:
+        if self._latest is not None:
+            ray_connection(worker).send_weights(self._latest)
 
-    def _send_parcel(self, remote: Any) -> None:
-        remote.actor.parcel.options(concurrency_group="weights").remote(self._latest)
-
-    def part(self, workers: Sequence[Any]) -> None:
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
-            here = [p for remote in workers if (p := self._process_of(remote.child)) is not None]
-            living = [remote for remote in workers if not (remote.child.gone() or remote.child.silent)]
-            left = [remote.actor.leave.remote(remote.told, 0.2 * DEADLINE, 0.4 * DEADLINE) for remote in living]
+            all_of_them = [ray_connection(worker) for worker in workers]
+            here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
+            living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
+            left = [one.actor.leave.remote(one.orders, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
             if left:
                 self._ray.wait(left, num_returns=len(left), timeout=0.7 * DEADLINE)
-            for remote in workers:
-                self._ray.kill(remote.actor)
+            for one in all_of_them:
+                self._ray.kill(one.actor)
             _wait_for_ends(here, 0.3 * DEADLINE)
         CLUSTER.leave(end=self.end_cluster)
 
@@ -376,69 +366,6 @@ class RayBackend(RemoteBackend):
             signal.pidfd_send_signal(process, signal.SIGKILL if actor.silent else signal.SIGCONT)
         return process
 
-    # ---- more of them, and one for another ------------------------------------------------------------------------
-
-    def add(self, plans: Sequence[Any], resources: Sequence[Mapping[str, Any]]) -> None:
-        """More workers, from here on."""
-        with self._talking, self._interrupts.held():
-            if self._pending is not None:
-                raise WrongState("a batch is half made: take it before more actors come")
-            count = len(self.workers)
-            self._plans.extend(plans)
-            self._resources.extend(resources)
-            self._make_words(count + len(plans))
-            jobs = [self._job(count + i, plan, self._jobs[0].workers) for i, plan in enumerate(plans)]
-            new = self._hire(jobs)
-            for remote, about in zip(new, self._answers(new, FIRST, grace=BOOT)):
-                remote.about = about
-                if self._shared is not None and about.packing != self._shared.packing:
-                    raise SpecMismatch(f"worker {remote.index}: its policy's weights are not those of the others")
-                if self._writer is None and not self._sync:
-                    remote.slots = SharedSlots(self._file("slots"), about.layout, OWN_SLOTS)
-                self._begin(remote)
-            if self._sync:
-                self._make_room()
-            elif self._begun and self._writer is None:
-                for remote in new:
-                    for slot in range(OWN_SLOTS):
-                        remote.give(slot)
-
-    def _begin(self, remote: RayHandle) -> None:
-        """With the latest weights, new episodes, and ids nobody has seen."""
-        self._starts += 1
-        self.call("begin", {remote.index: (None if self._shared is None else self._shared.packing,)})
-        if self._latest is not None:
-            self._send_parcel(remote)
-        self.call("load_state", {remote.index: (remote.frames, {}, self._starts * _FRESH_IDS, self.version)})
-        own = self._own.get(remote.index, self._loaded)
-        if own is not None:
-            self.call("load_weights", {remote.index: own})
-
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        answers = super().call(name, arguments)
-        if name == "load_weights":
-            self._own.update(arguments)
-        elif name == "load_state":
-            for w, (_, state, _, version) in arguments.items():
-                if state.get("policy_state_dict"):
-                    self._own[w] = dumps(state["policy_state_dict"], "weights"), version
-        return answers
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._loaded = self._own.get(0)
-
-    def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
-        self.look()  # who has died meanwhile is reported, or there is another in its place
-        return super().publish(weights, worker_ids)
-
-    def _hear(self, remote: WorkerHandle) -> None:
-        super()._hear(remote)
-        if self._restart and self._failure is None and remote.child.gone() and remote.asked is None:
-            self._replace(remote)
-        elif remote.child.gone():
-            self._failure = self._failure or self._death(remote)
-
     def _cluster_answers(self) -> bool:
         """In a thread: with nobody to answer, Ray waits for a minute and longer."""
         asking = threading.Thread(target=self._ray.nodes, daemon=True, name="reap-asks-cluster")
@@ -446,24 +373,11 @@ class RayBackend(RemoteBackend):
         asking.join(DEADLINE)
         return not asking.is_alive()
 
-    def _replace(self, remote: Any) -> None:
-        """Another actor in its place."""
-        if not self._cluster_answers():
-            remote.child.end_more("the cluster does not answer any more")
-            self._failure = self._death(remote)
-            return
-        slots = sorted(remote.working)
-        remote.working.clear()
-        remote.free.close()
-        (entropy,) = np.random.SeedSequence().generate_state(1, np.uint32)
-        job = replace(self._jobs[remote.index], entropy=int(entropy), hooks=self._hooks)
-        actor = self._actor(job)
-        remote.move(actor, *self._places([job], [actor]))
-        (remote.about,) = self._answers([remote], FIRST, grace=BOOT)
-        self.restarts += 1
-        self._begin(remote)
-        for slot in slots:
-            remote.give(slot)
+
+def ray_connection(worker: WorkerHandle) -> RayConnection:
+    """How an actor is reached."""
+    assert isinstance(worker.connection, RayConnection)
+    return worker.connection
 
 
 def _wait_for_ends(processes: Sequence[int], patience: float) -> None:

@@ -9,11 +9,12 @@ An order says which weights it is to find: nobody acts with older ones than were
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import cloudpickle
@@ -21,28 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes
-from reap._system.processes import Raised
-from reap.backends.local.shared_counters import numbers_of, stats_of
-from reap.backends.worker_server import Job, RolloutReady, RowWriter, WorkerServer
+from reap._system.conversation import live
+from reap._system.remote_errors import Raised
+from reap.backends.worker_server import Job, RolloutReady, WorkerServer, what_it_did
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Slot
+from reap.core.stats import numbers_of, stats_of
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # of a remote worker
 _WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
-_FIRST = 16  # bytes of a parcel of weights before what is said of each: count and version
+_FIRST = 16  # bytes of packed weights before what is said of each: count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
-
-
-@dataclass(frozen=True)
-class RemoteJob(Job):
-    """What a remote worker is built from."""
-
-    remote_worker: Callable[..., RemoteWorker] | None = None  # makes it; None: a worker and nothing else
-    writer: Callable[[], RowWriter] | None = None  # rollouts stay there, and go where it brings them
 
 
 class Message(NamedTuple):
@@ -95,8 +88,8 @@ def header() -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.zeros(_WORDS, np.int64)
 
 
-class Transport(Protocol):
-    """A remote worker's end of the transport."""
+class ParentConnection(Protocol):
+    """A remote worker's end of the transport: orders come, messages go."""
 
     def next_order(self) -> Order | None:
         """Waits for it; None: go home."""
@@ -141,25 +134,25 @@ class WeightInbox(Weights):
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._packing: Packing | None = None
-        self._parcel: Tensor | None = None
+        self._packed: Tensor | None = None
         self._spare: list[Tensor] = []
         self.count = self._read = 0  # the latest that came, and that was acted with
 
     def room(self, size: int) -> Tensor:
-        """For the next parcel; one that was acted with, if there is any."""
+        """Memory for the next; that of one that was acted with, if there is any."""
         with self._changed:
             return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
 
     def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
         self._packing = packing
 
-    def put(self, parcel: Tensor) -> None:
-        """A parcel has come, as `pack` makes them; it is kept."""
-        count = int(parcel[:8].view(torch.int64))
+    def put(self, packed: Tensor) -> None:
+        """Keep weights that have come, as `pack_weights` makes them."""
+        count = int(packed[:8].view(torch.int64))
         with self._changed:
-            if count > self.count:  # on some transports parcels may overtake one another
-                self._spare = self._spare if self._parcel is None else [self._parcel]
-                self._parcel, self.count = parcel, count
+            if count > self.count:  # on some networks messages may overtake one another
+                self._spare = self._spare if self._packed is None else [self._packed]
+                self._packed, self.count = packed, count
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -169,34 +162,34 @@ class WeightInbox(Weights):
             self._changed.notify_all()
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Waits for the parcel numbered so."""
+        """Waits for the message numbered so."""
         with self._changed:
             self._changed.wait_for(lambda: self.count >= at_least)
-            parcel, self._parcel = self._parcel, None
-        if parcel is None or self._packing is None:
+            packed, self._packed = self._packed, None
+        if packed is None or self._packing is None:
             return None
-        given, values = _unpack(parcel, self._packing)
+        given, values = _unpack(packed, self._packing)
         with torch.no_grad():
             for tensor, count, value in zip(tensors, given.tolist(), values):
                 if count > self._read:
                     tensor.copy_(value)
-        self._read, version = (int(word) for word in parcel[:_FIRST].view(torch.int64))
+        self._read, version = (int(word) for word in packed[:_FIRST].view(torch.int64))
         with self._changed:
-            self._spare = [parcel]
+            self._spare = [packed]
         return version
 
 
-def parcel_size(packing: Packing) -> int:
-    """Bytes of a parcel."""
+def weights_size(packing: Packing) -> int:
+    """Bytes of packed weights."""
     return _start(packing) + packing.nbytes
 
 
-def pack(
-    parcel: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
+def pack_weights(
+    packed: Tensor, packing: Packing, named: Mapping[str, Tensor], given: Mapping[str, int], count: int, version: int
 ) -> None:
-    """Weights as one flat parcel: their number, their version, in which parcel each was `given` last, the tensors."""
-    parcel[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
-    counts, values = _unpack(parcel, packing)
+    """Write weights as one flat message: its number, their version, in which message each was `given` last, tensors."""
+    packed[:_FIRST].view(torch.int64)[:] = torch.tensor([count, version])
+    counts, values = _unpack(packed, packing)
     with torch.no_grad():
         for i, (name, *_) in enumerate(packing.entries):
             counts[i] = given.get(name, 0)
@@ -208,21 +201,21 @@ def _start(packing: Packing) -> int:
     return -(-(_FIRST + 8 * len(packing.entries)) // 64) * 64
 
 
-def _unpack(parcel: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
-    given = parcel[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
-    return given, packing.views(parcel[_start(packing) :].numpy())
+def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
+    given = packed[_FIRST : _FIRST + 8 * len(packing.entries)].view(torch.int64)
+    return given, packing.views(packed[_start(packing) :].numpy())
 
 
 class RemoteWorker(WorkerServer):
     """The worker, and what it does with orders."""
 
-    def __init__(self, job: RemoteJob, transport: Transport, weights: Weights) -> None:
+    def __init__(self, job: Job, parent: ParentConnection, weights: Weights) -> None:
         torch.set_num_threads(job.threads)
         seed_process(job.entropy)
         if job.init is not None:
             job.init()
         super().__init__(job, job.plan, job.writer)
-        self._transport, self._weights, self._at_least = transport, weights, 0
+        self._parent, self._weights, self._at_least = parent, weights, 0
         self._slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for index in range(BLOCKS):
             self._slots.put(Slot(self.worker.layout, index))
@@ -234,16 +227,16 @@ class RemoteWorker(WorkerServer):
             self._fill(order[1], order[2])
         else:
             call, name, arguments = pickle.loads(order[1])
-            self._transport.send(Message.of(self.answer(call, name, arguments)), _nothing)
+            self._parent.send(Message.of(self.answer(call, name, arguments)), _nothing)
 
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
         full = self._full(number, slot, self._collect(slot, random=random))
         if self.writer is None:
-            self._transport.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
+            self._parent.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
             self._slots.put(slot)
-            self._transport.send(Message.of(full), _nothing)
+            self._parent.send(Message.of(full), _nothing)
 
     def _refresh(self) -> None:
         version = self._weights.refresh(self.tensors, self._at_least)
@@ -260,29 +253,21 @@ class RemoteWorker(WorkerServer):
         self._load(cloudpickle.loads(data), version)
 
 
-def run_remote_worker(job: RemoteJob, transport: Transport, weights: Weights) -> None:
+def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> None:
     """The life of a remote worker."""
-    remote_worker = None
-    try:
-        remote_worker = (job.remote_worker or RemoteWorker)(job, transport, weights)
-        transport.send(Message.of(remote_worker.about), _nothing)
-        while (order := transport.next_order()) is not None:
-            remote_worker.obey(order)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:
-        if remote_worker is not None and isinstance(error, ConnectionError):  # nobody is there any more
-            return
-        transport.send(
-            Message.of(Raised.of(error, "building it" if remote_worker is None else remote_worker.doing)), _nothing
-        )
-        transport.finish()
-    finally:
-        try:
-            no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
-            if remote_worker is not None:
-                remote_worker.worker.close()
+
+    def serve(worker: RemoteWorker) -> None:
+        with contextlib.suppress(ConnectionError):  # nobody is there any more
+            parent.send(Message.of(worker.about), _nothing)
+            while (order := parent.next_order()) is not None:
+                worker.obey(order)
+
+    def tell(raised: Raised) -> None:
+        parent.send(Message.of(raised), _nothing)
+        parent.finish()
+
+    build = functools.partial(job.nested or RemoteWorker, job, parent, weights)
+    live(build, serve, tell=tell, doing=what_it_did, close=lambda worker: worker.worker.close())
 
 
 def _nothing() -> None:

@@ -2,14 +2,14 @@
 
 A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents of one
 machine talk through shared memory, and listen at no port; those of several listen on the loopback interface alone, and
-talk through doors (see rpc_worker.py).
+talk through tunnels (see rpc_worker.py).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import selectors
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,15 +17,22 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import FileStore, rpc  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap._system.pickling import dumps
-from reap._system.processes import end
+from reap._system.processes import DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import end as end_children
 from reap._system.temporary import TemporaryFolder
-from reap.backends.local.process import DEADLINE
 from reap.backends.network.launchers import NodePool, Nodes
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.node_registry import NodeProcess
-from reap.backends.remote.base import LocalChild, RemoteBackend, RemoteHandle, Wakeup
-from reap.backends.remote.remote_worker import Message, Order, RemoteJob
+from reap.backends.remote.message_transport import (
+    MessageConnection,
+    MessageTransport,
+    NetworkChild,
+    SentWeights,
+    Wakeup,
+)
+from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.remote.rpc_worker import (
     COLLECTOR,
     JOIN,
@@ -35,34 +42,44 @@ from reap.backends.remote.rpc_worker import (
     message,
     name,
     order,
-    parcel,
     run_rpc,
     send,
+    take_weights,
 )
+from reap.backends.worker_handle import WorkerHandle
 from reap.errors import UsageError, WorkerDied
 
 THREADS = 2  # an agent needs at least: one waits for messages, and orders must pass
-_GOODBYE = 0.3  # seconds after which one that did not go home is in the middle of a rollout nobody wants any more
-_BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}  # sockets: what else there is needs one machine
-# Shared memory, met at a Unix socket without a path: an agent that also knew the others would listen at 17 TCP ports of
-# the loopback interface, where a port scan ends it.
-_ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 _LOOK = 0.05  # seconds: how often a store is asked who is there
 
 
-class RPCHandle(RemoteHandle):
-    """A worker as it is seen here."""
+def _has_agent() -> bool:
+    try:
+        rpc.get_worker_info()
+    except RuntimeError:  # it needs one
+        return False
+    return True
 
-    def __init__(self, index: int, child: Any, wakeup: Wakeup) -> None:
-        super().__init__(index, LocalChild(child, self, lambda: None))
-        self._wakeup, self.agent = wakeup, name(index)
-        self.told = 0
-        self.after = threading.Thread(target=self.child.see_off, name=f"reap-after-{index}", daemon=True)  # type: ignore[attr-defined]
+
+class RPCConnection(MessageConnection):
+    """A worker as it is reached by calls of its agent."""
+
+    def __init__(self, worker: WorkerHandle, sent: SentWeights, child: Any, wakeup: Wakeup) -> None:
+        super().__init__(worker, sent)
+        self._agent, self._wakeup = name(worker.index), wakeup
+        self.child = NetworkChild(child, self, lambda: None)
+        self.after = threading.Thread(
+            target=self.child.end_with_connection, name=f"reap-after-{worker.index}", daemon=True
+        )
+
+    def send(self, what: Order | None) -> None:
+        number, self.orders = self.orders, self.orders + 1
+        send(self._agent, order, number, what)
 
     def listen(self) -> None:
         """Ask for its next messages; when they come, for those after."""
-        future = send(self.agent, message)
+        future = send(self._agent, message)
         if future is None:  # it is gone, or we are about to be
             self._end()
         else:
@@ -71,13 +88,15 @@ class RPCHandle(RemoteHandle):
     def _heard(self, future: Any) -> None:
         try:
             said = future.value()
+            if said is None:  # it has closed its env, and only waits for us to have heard so
+                self.child.signal(signal.SIGTERM)
         except Exception:  # whatever TensorPipe calls it: it is gone
             said = None
         if said is None:
             self._end()
             return
         header, block, more = said
-        self.ear.append(Message(header.numpy(), None if block is None else block.numpy(), more))
+        self.inbox.append(Message(header.numpy(), None if block is None else block.numpy(), more))
         self._wakeup.ring()
         self.listen()
 
@@ -86,39 +105,40 @@ class RPCHandle(RemoteHandle):
         self._wakeup.ring()
         self.after.start()
 
-    def messages(self) -> list[Any]:
-        return [self.carried_in(said) for said in super().messages()]
+    def hear(self) -> tuple[list[Any], bool]:
+        messages, gone = super().hear()
+        return [self.received(said) for said in messages], gone
 
 
-class RPCBackend(RemoteBackend):
-    """Workers over TensorPipe, on this machine or on nodes."""
+class TensorPipeTransport(MessageTransport):
+    """Reaches workers over TensorPipe, on this machine or on nodes."""
 
-    transports = ("rpc", "parcel", "none")
+    weight_schemes = ("rpc", "parcel", "none")
 
-    def __init__(self, plans: Sequence[Any], *, agent: Mapping[str, Any], nodes: Nodes, **options: Any) -> None:
-        super().__init__(plans, **options)
+    def __init__(self, *, agent: Mapping[str, Any], nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
+        super().__init__(start_method=start_method)
         self._agent, self._nodes = {"rpc_timeout": 0, **agent}, nodes
         self._company: NodePool | None = None
         self._guarded: GuardedStore | None = None
         self._store: Any = None
         self._joined = False
 
-    def launch(self, jobs: Sequence[RemoteJob]) -> None:
-        if rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
+        if _has_agent():
             raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
-        packed = [dumps(job, f"what worker {job.index} needs") for job in jobs]
+        packed = [dumps(worker.job, f"what worker {worker.index} needs") for worker in workers]
         if self._nodes.launcher == "mp":
             self._meet_here(packed)
         else:
             self._children = self._invite(packed)
-        for index, child in enumerate(self._children):
-            self.workers.append(RPCHandle(index, child, self.wakeup))
-            self._selector.register(child.sentinel, selectors.EVENT_READ)
-        self._see_all()
-        join_agent(self._guarded or self._store, COLLECTOR, 0, len(jobs) + 1, self._agent)
+        connections = [RPCConnection(worker, self.sent, c, self.wakeup) for worker, c in zip(workers, self._children)]
+        for worker, connection, child in zip(workers, connections, self._children):
+            self.connect(worker, connection, child.sentinel)
+        self._see_all(workers)
+        join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
         self._joined = True
-        for remote in self.workers:
-            remote.listen()  # type: ignore[attr-defined]
+        for connection in connections:
+            connection.listen()
 
     def _meet_here(self, packed: Sequence[bytes]) -> None:
         self._meeting = TemporaryFolder("rpc")
@@ -126,13 +146,13 @@ class RPCBackend(RemoteBackend):
         self._store = FileStore(file, -1)
         self._store.set_timeout(JOIN)
         if all(os.path.exists(path) for path in _SHM_NEEDS):
-            self._agent = {**_ON_ONE_MACHINE, **self._agent}
+            self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
         self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)
-        self._agent.update(_BETWEEN_MACHINES)
+        self._agent.update(torch_internals.BETWEEN_MACHINES)
         self._company = self._nodes.open(len(packed), self._store.port, self.wakeup.ring)
         peers = [name(index) for index in range(len(packed))]
         self._guarded = GuardedStore(self._store, self._company.registry.secret, self._nodes.listen, peers)
@@ -144,33 +164,30 @@ class RPCBackend(RemoteBackend):
         if node_process.lost and self._guarded is not None:
             self._guarded.cut(name(node_process.index))
 
-    def _see_all(self) -> None:
+    def _see_all(self, workers: Sequence[WorkerHandle]) -> None:
         """Agents wait for all others, dead or alive. So first see that they live."""
-        keys = [f"here/{remote.index}" for remote in self.workers]
+        keys = [f"here/{worker.index}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
             self.linger(_LOOK)
-            for remote, child in zip(self.workers, self._children):
+            for worker, child in zip(workers, self._children):
                 if child.gone():
-                    raise WorkerDied(str(child.death())).at(worker=remote.name)
+                    raise WorkerDied(str(child.death())).at(worker=worker.name)
 
-    def send(self, remote: Any, what: Order | None) -> None:
-        number, remote.told = remote.told, remote.told + 1
-        send(remote.agent, order, number, what)
+    def broadcast(self, packed: Tensor) -> None:
+        for index in below(-1, len(self._workers)):
+            send(name(index), take_weights, packed)
 
-    def broadcast(self, weights: Tensor) -> None:
-        for index in below(-1, len(self.workers)):
-            send(name(index), parcel, weights)
-
-    def part(self, workers: Sequence[Any]) -> None:
-        for remote in workers:
-            if self._joined and not remote.child.gone():
-                self.send(remote, None)
-        end(self._children, patience=_GOODBYE, deadline=DEADLINE)
+    def end(self, workers: Sequence[WorkerHandle]) -> None:
+        connections = [one for worker in workers if isinstance(one := worker.connection, RPCConnection)]
+        for connection in connections:
+            if self._joined and not connection.child.gone():
+                connection.send(None)
+        end_children(self._children, patience=GOODBYE, deadline=DEADLINE)
         if self._joined:
             rpc.shutdown(graceful=False)
-        for remote in workers:
-            if remote.after.is_alive():
-                remote.after.join()
+        for connection in connections:
+            if connection.after.is_alive():
+                connection.after.join()
         if self._guarded is not None:
             self._guarded.close()
         if self._company is not None:

@@ -1,6 +1,6 @@
 """The worker's side of torch.distributed.rpc: what workers are called for, and how agents find each other.
 
-    collector ── parcel ─┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
+    collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
                          └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
 An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
@@ -9,20 +9,18 @@ interface alone; to other machines it is reached through a listener, and reaches
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
+import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
-from torch.distributed.rpc import TensorPipeAgent, api  # type: ignore[attr-defined]
 
+from reap._foreign import torch_internals
 from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Tunnel
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import LocalWeights, Order
@@ -35,7 +33,7 @@ _BRANCHES = 2  # to how many everybody sends weights
 _ADDRESSES = "addrs/"  # how torch calls them in the store
 _NOWHERE = b"uv://127.0.0.1:1"  # of an agent we never call
 
-_stations: list[MailboxWorker] = []  # of this process: what is called finds it here
+_workers: list[MailboxWorker] = []  # of this process: what is called finds it here
 _below: list[str] = []  # agents to which this one sends weights on
 _built = threading.Event()  # once there is a remote worker
 
@@ -107,42 +105,23 @@ class GuardedStore(Store):
 
 
 def join_agent(store: Store, own: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
-    """Start this process's agent; returns when all are there.
-
-    Not by `init_rpc`: that has all agents call one another, and gloo besides, before anything is done.
-    """
-    with _on_loopback(), warnings.catch_warnings():
+    """Start this process's agent; returns when all are there."""
+    with torch_internals.on_loopback(_INTERFACE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what torch itself does there
-        made = rpc.TensorPipeRpcBackendOptions(**options)
-        torch.distributed.autograd._init(rank)  # type: ignore[attr-defined]
-        agent = TensorPipeAgent(store, own, rank, size, made, {}, [])
-        api._init_rpc_states(agent)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    usual = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    before = os.environ.get(_INTERFACE)
-    os.environ[_INTERFACE] = usual
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_INTERFACE]
-        else:
-            os.environ[_INTERFACE] = before
+        torch_internals.start_rpc_agent(store, own, rank, size, options)
 
 
 def _live(
-    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], near: LocalWeights | None = None
+    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], shared: LocalWeights | None = None
 ) -> None:
     store.set(f"here/{index}", "here")
     _below.extend(name(i) for i in below(index, workers))
     join_agent(store, name(index), index + 1, workers + 1, options)
-    remote_worker = MailboxWorker(near)
-    _stations.append(remote_worker)
+    remote_worker = MailboxWorker(shared)
+    _workers.append(remote_worker)
     _built.set()
     remote_worker.run(job)  # in this thread, the main one: it is the one that hears when it is told to go
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # everything is closed: no more clean-up that this could interrupt
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
 
 
@@ -169,30 +148,30 @@ def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address:
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
-def _station() -> MailboxWorker:
+def _worker() -> MailboxWorker:
     _built.wait()
-    return _stations[0]
+    return _workers[0]
 
 
 def order(number: int, what: Order | None) -> None:
     """The order with this number."""
-    _station().order(number, what)
+    _worker().order(number, what)
 
 
 def message() -> tuple[Tensor, Tensor | None, bytes] | None:
     """Waits for the next."""
-    found = _station().message()
+    found = _worker().message()
     if found is None:
         return None
     header, block, more = found
     return torch.from_numpy(header), None if block is None else torch.from_numpy(block), more
 
 
-def parcel(weights: Tensor) -> None:
+def take_weights(packed: Tensor) -> None:
     """New weights, for this worker and those below it."""
     for agent in _below:
-        send(agent, parcel, weights)
-    _station().parcel(weights.numpy())
+        send(agent, take_weights, packed)
+    _worker().take_weights(packed.numpy())
 
 
 def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,12 +10,11 @@ from typing_extensions import Self
 
 from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
-from reap.backends.remote.base import RemoteBackend
-from reap.backends.remote.ray import RayBackend
+from reap.backends.remote.ray import RayActorTransport, ray_connection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
-from reap.collectors.options import listed
+from reap.collectors.options import Options, listed
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
@@ -74,18 +73,19 @@ class RayCollector(FarCollector):
             raise WrongArgument(f"restart must be True or False, got {restart!r}")
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_transport(self, plans: Sequence[Any], settings: Options) -> RayActorTransport:
         mapping("ray_init_config", self._given["ray_init_config"])
         cluster = self._given["ray_init_config"] or {}
-        self._ray = RayBackend(
-            plans,
-            cluster=cluster,
-            resources=_resources(self._given["remote_configs"], plans),
-            restart=self._given["restart"],
-            writer=self._writer(),
-            **options,
-        )
-        return self._ray
+        return RayActorTransport(cluster=cluster, resources=_resources(self._given["remote_configs"], plans))
+
+    def _running(self, settings: Options) -> dict[str, Any]:
+        return {**super()._running(settings), "restart": self._given["restart"], "writer": self._writer()}
+
+    @property
+    def _ray(self) -> RayActorTransport:
+        transport = self._backend.transport
+        assert isinstance(transport, RayActorTransport)
+        return transport
 
     # ---- the buffer -----------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class RayCollector(FarCollector):
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, as Ray knows them."""
-        return [remote.actor for remote in self._ray.workers]  # type: ignore[attr-defined]
+        return [ray_connection(worker).actor for worker in self._backend.workers]
 
     def add_collectors(
         self,
@@ -148,11 +148,12 @@ class RayCollector(FarCollector):
         own, size = self.options, self._sizes[0]
         plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
         resources = _resources(remote_configs or self._given["remote_configs"], plans, extend=True)
-        self._ask(lambda: self._ray.add(plans, resources))
+        self._ray.expect(resources)
+        self._ask(lambda: self._backend.add(plans))
         self.num_workers += len(makers)
         self.create_env_fn = [*self.create_env_fn, *makers]
         if self._sync:
-            frames = sum(remote.size for remote in self._ray.workers)
+            frames = sum(worker.size for worker in self._backend.workers)
             self.options = dataclasses.replace(own, frames_per_batch=frames)
         self._count_frames()
 
@@ -173,7 +174,7 @@ class RayCollector(FarCollector):
         `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
         nobody does.
         """
-        if hasattr(self, "_ray"):
+        if hasattr(self, "_backend"):
             self._ray.end_cluster = shutdown_ray
         super().shutdown(timeout, close_env, raise_on_error)
 
@@ -182,9 +183,9 @@ class RayCollector(FarCollector):
 
         Asks nobody, so there is no `timeout` to wait for.
         """
-        found = {**super().stats(workers), "restarts": self._ray.restarts}
+        found = {**super().stats(workers), "restarts": self._backend.supervisor.restarts}
         if workers != "per_worker":
-            found["worker_frames"] = sum(remote.frames for remote in self._ray.workers or self._ray.former)
+            found["worker_frames"] = sum(worker.frames for worker in self._backend.known_workers)
         return found
 
 

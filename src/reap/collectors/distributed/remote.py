@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from reap._system.pickling import pack_bytes
 from reap.backends.local.pauses import Paused
-from reap.backends.local.process import ProcessBackend
-from reap.backends.remote.base import RemoteBackend
+from reap.backends.remote.message_transport import MessageTransport
+from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.distributed.collector_kwargs import merged
 from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
@@ -65,15 +65,21 @@ class FarCollector(MultiCollector):
         if self._interval > 0:
             self._watch = None  # weights are sent by themselves
 
-    def _make_backend(self, plans: Sequence[Any], settings: Options) -> ProcessBackend:
+    def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
+        if self._sync and settings.preemptive_threshold is not None:
+            raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
         nested = (
             None if self._nested is None else replace(self._nested, random_frames=settings.random_frames // len(plans))
         )
-        return self._make_remote(
-            plans, start_method=settings.start_method, remote_worker=nested, **self._running(settings)
+        return WorkerBackend(
+            plans,
+            transport=self._make_transport(plans, settings),
+            delivery=self._make_delivery(settings),
+            nested=nested,
+            **self._running(settings),
         )
 
-    _make_remote: Callable[..., RemoteBackend]
+    _make_transport: Callable[[Sequence[Any], Options], MessageTransport]  # how workers are reached
 
     def _workers_write(self) -> bool:
         return False  # rollouts come here first, and go into the buffer from here
@@ -91,9 +97,9 @@ class FarCollector(MultiCollector):
 
         def settle() -> None:
             if self._direct:
-                self._count(*self._process.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+                self._count(*self._backend.settle(timeout))  # it is in the buffer, and nobody has counted it yet
             else:
-                self._process.drain(timeout)
+                self._backend.drain(timeout)
 
         return self._pause(settle, kept=not resume)
 

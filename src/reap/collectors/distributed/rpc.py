@@ -10,11 +10,11 @@ from torch.distributed.rpc import TensorPipeRpcBackendOptions
 from typing_extensions import Self
 
 from reap.arguments import mapping
-from reap.backends.remote.base import RemoteBackend
-from reap.backends.remote.rpc import THREADS, RPCBackend
+from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.options import Options
 from reap.errors import UsageError, WrongArgument
 
 
@@ -45,7 +45,7 @@ class RPCCollector(FarCollector):
             return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_transport(self, plans: Sequence[Any], settings: Options) -> TensorPipeTransport:
         mapping("tensorpipe_options", self._given["tensorpipe_options"])
         agent = self._given["tensorpipe_options"] or {}
         try:
@@ -58,7 +58,7 @@ class RPCCollector(FarCollector):
             )
         check_backend_name(self._given["backend"])
         _check_devices(self._given["visible_devices"])
-        return RPCBackend(plans, agent=agent, nodes=nodes_of(self._given), **options)
+        return TensorPipeTransport(agent=agent, nodes=nodes_of(self._given), start_method=settings.start_method)
 
 
 class RPCSyncCollector(RPCCollector, MultiSyncCollector):

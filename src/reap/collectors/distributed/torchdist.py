@@ -7,11 +7,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from reap.backends.remote.base import RemoteBackend
-from reap.backends.remote.gloo import GlooBackend
+from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.options import Options
 from reap.errors import UsageError
 
 
@@ -62,9 +62,9 @@ class DistributedCollector(FarCollector):
             options["max_weight_update_interval"] = interval
         super().__init__(create_env_fn, policy, **options)
 
-    def _make_remote(self, plans: Sequence[Any], **options: Any) -> RemoteBackend:
+    def _make_transport(self, plans: Sequence[Any], settings: Options) -> GlooTransport:
         check_backend_name(self._given["backend"])
-        return GlooBackend(plans, nodes=nodes_of(self._given), **options)
+        return GlooTransport(nodes=nodes_of(self._given), start_method=settings.start_method)
 
 
 class DistributedSyncCollector(DistributedCollector, MultiSyncCollector):

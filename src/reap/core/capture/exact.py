@@ -80,7 +80,7 @@ def as_numpy(name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Ten
         t.numel() > MOST or t.dtype not in DTYPES or t.device.type not in ("cpu", "meta") for t in (*tensors, result)
     ):
         return None
-    for rule in (_arithmetic, _bounded, _compared, _chosen, _moved):
+    for rule in (_arithmetic, _bounded, _compared, _chosen, _moved, _found):
         found = rule(name, list(args), kwargs, tensors, result)
         if found is not None:
             return found
@@ -178,22 +178,49 @@ def _chosen(
         no, which, yes = args
     else:
         return None
-    same = _same([yes, no], result.dtype)
-    if same is None or not isinstance(which, Operand) or which.like.dtype is not torch.bool:
+    same = [value if _is_truth(value, result) else _same([value], result.dtype) for value in (yes, no)]
+    if None in same or not isinstance(which, Operand) or which.like.dtype is not torch.bool:
         return None
-    return Expression(np.where, (which, *same))
+    return Expression(np.where, (which, *(value[0] if isinstance(value, list) else value for value in same)))
+
+
+def _is_truth(value: Any, result: Tensor) -> bool:
+    """Whether this is a tensor of truths among numbers: true is one."""
+    return isinstance(value, Operand) and value.like.dtype is torch.bool and result.dtype is not torch.bool
 
 
 def _moved(
     name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
 ) -> Expression | None:
     source = tensors[0]
+    if name == "copy_" and len(args) == 2 and not kwargs.get("non_blocking") and isinstance(args[1], Operand):
+        alike = args[1].like.dtype is result.dtype and args[1].like.shape == result.shape
+        return Expression(np.ndarray.copy, (args[1],)) if alike else None
     if name in _CASTS and isinstance(args[0], Operand):
         widens = source.dtype is not result.dtype and not (source.dtype in _FLOATS and result.dtype not in _FLOATS)
         good = widens and source.shape == result.shape and result.is_contiguous() and source.is_contiguous()
-        return Expression(np.ndarray.astype, (args[0], np.dtype(DTYPES[result.dtype])), False) if good else None
+        quiet = (source.dtype, result.dtype) != (torch.float64, torch.float32)
+        return Expression(np.ndarray.astype, (args[0], np.dtype(DTYPES[result.dtype])), quiet) if good else None
     if name == "clone" and len(args) == 1 and not kwargs and source.is_contiguous():
         return Expression(np.ndarray.copy, (args[0],))
-    if name in _VIEWS and source.is_contiguous() and source.numel() == result.numel():
+    flat = name in _VIEWS or (name == "T" and source.ndim == 2 and 1 in source.shape)
+    if flat and source.is_contiguous() and source.numel() == result.numel():
         return Expression(np.ndarray.reshape, (args[0], tuple(result.shape)))
     return None
+
+
+def _found(
+    name: str, args: list[Any], kwargs: dict[str, Any], tensors: list[Tensor], result: Tensor
+) -> Expression | None:
+    """Where something is: both take the first of several that are the largest, and the first that is no number."""
+    if name == "rows_of":
+        return Expression(np.ndarray.take, (*args, 0))
+    source, last = tensors[0], tensors[0].ndim - 1
+    if name != "argmax" or source.ndim < 2 or [*args[1:2], kwargs.get("dim")][0] not in (-1, last):
+        return None
+    return Expression(np.ndarray.reshape, (Expression(np.ndarray.argmax, (args[0], -1)), tuple(result.shape)))
+
+
+def rows_of(table: np.ndarray[Any, Any], at: Tensor) -> Tensor:
+    """The rows of a table that are named by numbers, all of which are known to be among them."""
+    return torch.from_numpy(table.take(at.numpy(), 0))

@@ -11,14 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as torch_module
 
-GLOBAL_HOOKS = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
+from reap._foreign import torch_internals
 
 
 class Fingerprint:
@@ -35,7 +29,7 @@ class Fingerprint:
         self._held: list[tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = []
         self._cells: list[tuple[Any, Any]] = []  # variables of enclosing functions
         self._names: list[tuple[dict[str, Any], str, Any]] = []  # and those of modules
-        for hooks in GLOBAL_HOOKS:
+        for hooks in torch_internals.GLOBAL_HOOKS:
             self._keep(hooks, 0)
         for module in self._modules:
             self._keep(vars(module), 3)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from reap.core.capture.fingerprint import GLOBAL_HOOKS
+from reap._foreign import torch_internals
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
@@ -53,25 +53,24 @@ _METADATA = frozenset(
         "is_floating_point", "is_complex", "is_signed", "is_leaf", "is_cuda", "is_cpu", "is_meta", "is_mps",
         "is_xpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_conj", "is_neg",
         "is_inference", "is_shared", "is_pinned", "requires_grad", "grad_fn", "get_device", "type", "has_names",
-        "is_tensor", "is_same_size", "result_type", "can_cast", "promote_types", "_version", "__len__", "dense_dim",
+        "is_tensor", "is_same_size", "result_type", "can_cast", "promote_types", "__len__", "dense_dim",
         "sparse_dim", "broadcast_shapes", "is_storage", "is_vulkan", "is_ipu", "is_hpu", "is_maia", "is_xla",
-        "is_mtia", "output_nr", "retains_grad", "_is_zerotensor"
+        "is_mtia", "output_nr", "retains_grad", *torch_internals.METADATA
     }
 )
 # Calls whose results have as many numbers as values say: with others what follows would be another program.
 _SIZED_BY_VALUES = frozenset(
     {
-        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "unique_dim", "bincount",
-        "repeat_interleave", "masked_scatter", "nonzero_static", "histc"
+        "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim", "bincount",
+        "repeat_interleave", "masked_scatter", "nonzero_static", "histc", *torch_internals.SIZED_BY_VALUES
     }
 )
 # Calls that concern no tensor and change nothing a replay without gradients would notice.
 _HARMLESS = frozenset(
     {
-        "_set_grad_enabled", "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled",
-        "get_default_dtype", "finfo", "iinfo", "broadcast_shapes", "_is_functorch_wrapped_tensor",
-        "_has_torch_function", "is_autocast_enabled", "is_warn_always_enabled", "get_default_device",
-        "is_anomaly_enabled", "is_autocast_cache_enabled"
+        "set_grad_enabled", "is_grad_enabled", "is_inference_mode_enabled", "get_default_dtype", "finfo", "iinfo",
+        "broadcast_shapes", "is_autocast_enabled", "is_warn_always_enabled", "get_default_device",
+        "is_anomaly_enabled", "is_autocast_cache_enabled", *torch_internals.HARMLESS
     }
 )
 # fmt: on
@@ -171,16 +170,17 @@ class Recorder(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Call, on shadows of what is from outside; returns the result and which of the given tensors were changed."""
+        version_of = torch_internals.version_of
         given = list(tensors_in((args, kwargs)))
         if self.shadows is None:
-            before = [t._version for t in given]
+            before = list(map(version_of, given))
             result = func(*args, **kwargs)
-            return result, [t for t, version in zip(given, before) if t._version != version]
+            return result, [t for t, version in zip(given, before) if version_of(t) != version]
         stands = {id(t): self.shadows.of(t) if self._outside(t) else t for t in given}
         whom = {id(stands[id(t)]): t for t in given}
-        before = [stands[id(t)]._version for t in given]
+        before = [version_of(stands[id(t)]) for t in given]
         result = func(*_mapped(args, stands), **_mapped(kwargs, stands))
-        changed = [t for t, version in zip(given, before) if stands[id(t)]._version != version]
+        changed = [t for t, version in zip(given, before) if version_of(stands[id(t)]) != version]
         return _mapped(result, whom), changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -259,7 +259,7 @@ def _question() -> Question | None:
         code = frame.f_code
         folder, file = os.path.split(code.co_filename)
         if folder == _DISTRIBUTIONS or (file == "truncated_normal.py" and code.co_name == "__init__"):
-            return Question.IS_VALID if code.co_name in ("__init__", "_validate_sample") else None
+            return Question.IS_VALID if code.co_name in torch_internals.CHECKS_OF_DISTRIBUTIONS else None
         if file == "tensor_specs.py" and code.co_name == "project":
             return Question.IS_WITHIN if "Bounded" in type(frame.f_locals["self"]).__name__ else None
         if file == "continuous.py" and code.co_name == "log_prob":
@@ -374,8 +374,11 @@ def record(
     call: Callable[..., Sequence[Any]], inputs: Sequence[Tensor], shadows: Shadows | None = None
 ) -> RecordedStep:
     """Run `call` on copies of `inputs` and write down what it does to tensors; to `shadows` of those from outside."""
+    if not torch_internals.KNOWS_CHANGES:
+        raise NotCaptured("this version of torch does not say which tensors a call has changed")
     inputs = [x.detach().clone() for x in inputs]  # of which no two are one tensor
-    versions = [t._version for t in inputs]
+    version_of = torch_internals.version_of
+    versions = list(map(version_of, inputs))
     numpy_state, python_state = _numpys_chance(), random.getstate()
     recorder = Recorder(inputs, shadows)
     _recording.by = recorder
@@ -384,7 +387,7 @@ def record(
             outputs = call(*inputs)
     finally:
         _recording.by = None
-    if [t._version for t in inputs] != versions:
+    if list(map(version_of, inputs)) != versions:
         raise NotCaptured("it changes its input in place")
     if numpy_state != _numpys_chance() or python_state != random.getstate():
         raise NotCaptured("it draws from NumPy's or Python's random numbers")
@@ -438,11 +441,13 @@ def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None)
 
 def refuse_hooks(modules: Sequence[nn.Module]) -> None:
     """A hook is there to be called."""
+    if not torch_internals.KNOWS_HOOKS:
+        raise NotCaptured("this version of torch does not say whether there are hooks")
     for module in modules:
         for part in module.modules():
-            hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            hooks = torch_internals.forward_hooks(part)
             known = [getattr(hook, "__module__", "").startswith("torchrl.modules") for hook in hooks]
             if not all(known) or "forward" in vars(part):
                 raise NotCaptured(f"its {type(part).__name__} has a hook, or a forward of its own")
-    if any(GLOBAL_HOOKS):
+    if any(torch_internals.GLOBAL_HOOKS):
         raise NotCaptured("there is a hook for all modules")

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from reap._foreign import torch_internals
 from reap.core.capture.fingerprint import Fingerprint
 from reap.core.capture.recorder import (
     Call,
@@ -65,6 +67,7 @@ class Captured:
         writes: whether the step may change tensors that are not its own, as a running mean does. While it is recorded
             and compared, copies stand for them.
         arrays: whether `run` takes and returns arrays in place of tensors, as functions in it that are not torch's do.
+        inference: whether what `run` returns may be tensors of inference mode, which nobody can change in place later.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -77,8 +80,9 @@ class Captured:
         *,
         writes: bool = False,
         arrays: bool = False,
+        inference: bool = True,
     ) -> None:
-        self._call, self._writes, self._arrays = call, writes, arrays
+        self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
         self._relied_on = Fingerprint(modules)
         first = record(call, probes[0], Shadows() if writes else None)
@@ -115,7 +119,7 @@ class Captured:
         kept = inputs if self._writes else (*inputs, *self._outside)
         if any(memory.get(at) in changed for at in kept):
             raise NotCaptured("it changes a tensor in place that it did not make itself")
-        calls, names = _without_copies(calls, memory, changed)
+        calls, names = _without_copies(calls, memory, changed, recorder.tensors)
         outputs = tuple(names.get(at, at) for at in outputs)
         calls = [_in_plain_form(call, recorder.tensors) for call in calls]
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
@@ -143,21 +147,29 @@ class Captured:
         given = {memory.get(at) for at in inputs}
         self.aliases = [memory.get(at) in given for at in outputs]  # outputs that lie in the memory of an input
         self._prologue = _needed(steady, {*fixed, *(d.at for d in self._guards)})
-        self._body, self._moving = body, moving
+        self._body, self._moving, self._memory = body, moving, memory
         self._changing = {at for at, place in memory.items() if place in changed}
         self._tensors = [t.to("meta") if t.device.type == "cpu" else t for t in recorder.tensors]
         self._numpy = True
 
-    def _source(self, tensors: Sequence[Tensor], *, numpy: bool) -> StepSource:
-        return StepSource(tensors, self._outside, self._fixed, numpy=numpy and self._numpy, arrays=self._arrays)
+    def read_of(self, func: Callable[..., Any]) -> list[list[bool]]:
+        """For each call of `func`, which is not torch's, in a step: whether each of its results is looked at."""
+        read = {at for call in self._body for at in call.reads} | {*self._outputs}
+        return [[at in read for at in call.writes] for call in self._body if call.func == func]
+
+    def _source(self, tensors: Sequence[Tensor], outside: Mapping[int, Tensor], *, each: bool = True) -> StepSource:
+        """What writes a function of these; `each`: one that is called at each step."""
+        if not each:
+            return StepSource(tensors, outside, self._fixed, numpy=False, arrays=self._arrays)
+        more: dict[str, Any] = {"arrays": self._arrays, "inference": self._inference, "memory": self._memory}
+        return StepSource(tensors, outside, self._fixed, numpy=self._numpy, **more)
 
     def _compiled(self, outside: Mapping[int, Tensor]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Prologue and body as functions, on these tensors from outside."""
         first = [Wanted(at) for at in (*self._fixed, *(d.at for d in self._guards))]
         prologue = StepSource(self._tensors, outside, (), numpy=False).function(self._prologue, (), first)
         wanted = [Wanted(at, as_array=self._arrays) for at in self._outputs] + [Wanted(d.at) for d in self.checks]
-        source = StepSource(self._tensors, outside, self._fixed, numpy=self._numpy, arrays=self._arrays)
-        return prologue, source.function(self._body, self.used, wanted)
+        return prologue, self._source(self._tensors, outside).function(self._body, self.used, wanted)
 
     def bind(self, *, look: bool = True) -> bool:
         """Compute what depends on parameters alone. False: something the recording relied on has changed.
@@ -208,9 +220,11 @@ class Captured:
         asked += [d.at for d in short.checks]
         kept = sorted({*kept, *(at for call in short.checked for at in call.reads)} - _written(short.checked))
         at_once = [*(Wanted(self._outputs[i], as_array=True) for i in now), *map(Wanted, kept)]
-        step = self._source(short.tensors, numpy=True).function(short.calls, self.used, at_once)
+        step = self._source(short.tensors, self._outside).function(short.calls, self.used, at_once)
         later += short.checked
-        columns = self._source(short.tensors, numpy=False).function(later, kept, [Wanted(at) for at in asked])
+        columns = self._source(short.tensors, self._outside, each=False).function(
+            later, kept, [Wanted(at) for at in asked]
+        )
         moves = [at in self._moving or at >= len(self._tensors) for at in asked]
         halves = Halves(step, columns, now, rest, checks, moves)
         halves.bind(*self._steady)
@@ -240,12 +254,13 @@ class Captured:
             if self._writes:
                 wanted, after, got = self._on_copies(inputs, state)
             else:
-                versions = [t._version for t in self._outside.values()]
+                version_of = torch_internals.version_of
+                versions = list(map(version_of, self._outside.values()))
                 wanted = [*self._call(*[x.clone() for x in inputs])]
                 after = torch.get_rng_state()
                 torch.set_rng_state(state)
                 got = self._replayed(self.run, inputs)
-                if versions != [t._version for t in self._outside.values()]:
+                if versions != list(map(version_of, self._outside.values())):
                     return True  # another thread trains meanwhile: nothing can be told
             same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
             torch.set_rng_state(after)
@@ -373,20 +388,33 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _without_copies(
-    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int]
+    calls: Sequence[Call], memory: Mapping[int, int], changed: set[int], tensors: Sequence[Tensor]
 ) -> tuple[list[Call], dict[int, int]]:
-    """The calls without copies of what nobody changes; and which register stands for the copy."""
+    """The calls without copies of what nobody changes, and views that are as they were; and who stands for them."""
     names: dict[int, int] = {}
     kept = []
     for call in calls:
         if names:
             call = _renamed(call, names)
         copies = call.func is Tensor.clone and len(call.args) == 1 and not call.kwargs
-        if copies and not {memory.get(call.reads[0]), memory.get(call.writes[0])} & changed:
+        if (copies or _is_itself(call, memory, tensors)) and changed.isdisjoint(
+            {memory.get(call.reads[0]), memory.get(call.writes[0])}
+        ):
             names[call.writes[0]] = call.reads[0]
         else:
             kept.append(call)
     return kept, names
+
+
+def _is_itself(call: Call, memory: Mapping[int, int], tensors: Sequence[Tensor]) -> bool:
+    """Whether a call returns the tensor it was given, in another object."""
+    if not isinstance(call.results, Register) or len(call.reads) != 1 or call.random or call.foreign or call.changes:
+        return False
+    (one,), (other,) = call.reads, call.writes
+    given, made = tensors[one], tensors[other]
+    same = given.dtype is made.dtype and given.shape == made.shape and given.stride() == made.stride()
+    placed = given.storage_offset() == made.storage_offset() and memory.get(one, one) == memory.get(other)
+    return same and placed and given.is_conj() == made.is_conj() and given.is_neg() == made.is_neg()
 
 
 def _without_repeats(calls: Sequence[Call], changing: set[int], outputs: set[int]) -> tuple[list[Call], dict[int, int]]:
@@ -441,6 +469,10 @@ def _renamed(call: Call, names: Mapping[int, int]) -> Call:
 def _in_plain_form(call: Call, tensors: Sequence[Tensor]) -> Call:
     """The same call in the form others know: without a tensor of which only the shape is asked, which never changes."""
     named = ("condition", "input", "other")
+    if call.func is F.softmax and len(call.args) == 1 and call.kwargs.get("dtype") is None:
+        return call._replace(func=torch.softmax, kwargs={"dim": call.kwargs["dim"]})
+    if call.func is F.relu and len(call.args) == 1 and not call.kwargs.get("inplace"):
+        return call._replace(func=torch.relu, kwargs={})
     if name_of(call.func) == "where" and not call.args and tuple(call.kwargs) == named:
         return call._replace(args=tuple(call.kwargs[name] for name in named), kwargs={})
     if name_of(call.func) == "expand_as" and len(call.args) == 2 and not call.kwargs:

@@ -4,6 +4,7 @@
     multinomial(p, 1)               argmax(p / exponential)              14.7 → 5 µs   checked after the rollout
     normal(mean, std)               normal_(0, 1) · std + mean           7.1 → 3.5 µs
     tanh(linear(…))                 tanh_(linear(…))                     1.1 → 0.7 µs
+    one_hot(argmax(…), 2)           rows of a table                      4 → 1 µs      of indices that are within it
 
 These are the calls torch makes inside, without what it does around them. What `multinomial` would refuse at each step
 is looked for at the end. That the bits are the same, and the random numbers, is proved on probes (`Halves.agrees`).
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reap.core.capture.exact import rows_of
 from reap.core.capture.recorder import Call, Decision, Register, name_of
 
 _IN_PLACE = {"tanh": torch.tanh_, "relu": torch.relu_}
+_SAME_NUMBERS = {"reshape", "view", "squeeze", "unsqueeze", "flatten", "expand", "T", "clone", "contiguous", "long"}
 _FRESH = {"linear", "addmv"}  # what they return is nobody else's
 
 
@@ -39,6 +42,7 @@ class Shortened:
         self.calls: list[Call] = []
         self.checked: list[Call] = []
         self.checks: list[Decision] = []
+        self._below: dict[int, int] = {}  # registers of indices that are never negative, and always below this
         for call in calls:
             name = name_of(call.func)
             if name == "linear" and self._of_one_row(call):
@@ -48,8 +52,12 @@ class Shortened:
                 self._sample(call)
             elif name == "normal" and self._by_tensors(call):
                 self._normal(call)
+            elif name == "one_hot" and self._within(call):
+                table = torch.eye(call.args[1], dtype=torch.int64).numpy()
+                self._add(rows_of, (table, call.args[0]), call.results)
             else:
                 self.calls.append(call)
+            self._bound(name, call)
         self._work_in_place(wanted)
 
     def _new(self, like: Tensor) -> Register:
@@ -97,6 +105,29 @@ class Shortened:
         right = self._add(torch.logical_and, (both, some), self._new(flags), check=True)
         said = self._add(torch.all, (right,), self._new(flags.new_empty(())), check=True)
         self.checks.append(Decision(bool, said.at, True, True))
+
+    def _bound(self, name: str, call: Call) -> None:
+        """Note how large the indices are that a call returns, where that can be known."""
+        made = call.results if isinstance(call.results, Register) or not call.results else call.results[-1]
+        if not isinstance(made, Register) or call.changes:
+            return
+        first = call.args[0] if call.args else None
+        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+        if isinstance(first, Register) and name in ("argmax", "max") and type(dim) is int:
+            self._below[made.at] = self.tensors[first.at].shape[dim]
+        elif isinstance(first, Register) and name == "multinomial":
+            self._below[made.at] = self.tensors[first.at].shape[-1]
+        elif name == "randint" and type(first) is int:
+            low, high = (first, call.args[1]) if type(call.args[1]) is int else (0, first)
+            if low >= 0:
+                self._below[made.at] = high
+        elif isinstance(first, Register) and first.at in self._below and name in _SAME_NUMBERS:
+            self._below[made.at] = self._below[first.at]
+
+    def _within(self, call: Call) -> bool:
+        index, *rest = call.args
+        known = isinstance(index, Register) and index.at in self._below and len(rest) == 1 and not call.kwargs
+        return known and type(rest[0]) is int and self._below[index.at] <= rest[0]
 
     def _by_tensors(self, call: Call) -> bool:
         mean, std = (call.kwargs.get(name) for name in ("mean", "std"))

@@ -3,14 +3,18 @@
     def make(r9):                             what is the same for a whole rollout
         n9 = r9.numpy()
         def run(n0, n1):                      what a step is given
-            with quiet(all="ignore"):
-                n5 = add(n0, n1)              NumPy, where it gives the same bits (see exact.py)
-            r5 = from_numpy(n5)
-            r6 = tanh(r5)                     torch
+            with inference(True):
+                with quiet(all="ignore"):
+                    n5 = add(n0, n1)          NumPy, where it gives the same bits (see exact.py)
+                r5 = from_numpy(n5)
+                r6 = tanh(r5)                 torch
             return (n5, r6)
         return run
 
 A register is a tensor `r…`, an array `n…` on the same memory, or both: what changes one changes the other.
+
+A torch call takes about 0.7 µs less in inference mode. Functions that are not torch's are called outside of it: tensors
+that a user's code made there could never need gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +27,15 @@ import torch
 from torch import Tensor
 
 from reap.core.capture.exact import Expression, Operand, as_numpy
+from reap.core.capture.out import has_room, is_view, writer
 from reap.core.capture.recorder import Call, Register, name_of
+
+# The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was
+# entered and never left would be the user's. Where torch has it no more, there is no inference mode.
+_guard: Any = getattr(torch._C, "_InferenceMode", None)
+_WORTH = 2  # torch calls from which on the guard costs less than it saves
+
+_COPIES = ("clone", "empty_like")  # made by a copy, or not at all, where there is memory for their results
 
 # Microseconds, by which it is decided who makes a call.
 _TORCH, _NUMPY, _TO_ARRAY, _TO_TENSOR = 1.3, 0.45, 0.7, 0.5
@@ -36,6 +48,22 @@ class Wanted(NamedTuple):
     as_array: bool = False
 
 
+class Way(NamedTuple):
+    """How a call is made: by NumPy's `rule`, or as it was recorded; `lasts`: into memory that is there before."""
+
+    call: Call
+    rule: Expression | None
+    lasts: bool = False
+
+
+class Line(NamedTuple):
+    """A line of a step: whether it calls torch, and whether NumPy could warn there, as of an overflow."""
+
+    text: str
+    torch: bool = False
+    warns: bool = False
+
+
 class StepSource:
     """Writes functions of recorded calls.
 
@@ -45,6 +73,8 @@ class StepSource:
         fixed: registers that are given once per rollout.
         numpy: whether NumPy may make calls.
         arrays: whether what a step is given are arrays. Functions that are not torch's take and return arrays always.
+        inference: whether torch's calls are made in inference mode. Tensors that a step returns are of that mode, too.
+        memory: a number for the memory each register lies in; None: results have memory of their own at each step.
     """
 
     def __init__(
@@ -55,13 +85,20 @@ class StepSource:
         *,
         numpy: bool,
         arrays: bool = False,
+        inference: bool = False,
+        memory: Mapping[int, int] | None = None,
     ) -> None:
+        self._memory, self._lasts = memory or {}, memory is not None
+        self._lasting: set[int] = set()  # registers in memory that is there before a step
+        self._reserved: set[int] = set()  # those of them that are nobody else's
         self._tensors, self._outside, self._fixed = tensors, outside, fixed
         self._numpy, self._arrays = numpy, arrays
         self._names: dict[str, Any] = {f"r{at}": tensor for at, tensor in outside.items()}
-        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate)
+        self._names.update(from_numpy=torch.from_numpy, quiet=np.errstate, inference=_guard)
+        self._inference = inference and _guard is not None
         self._before: list[str] = []  # lines in which a rollout begins
-        self._lines: list[tuple[str, bool]] = []  # lines of a step, and whether NumPy could warn there
+        self._lines: list[Line] = []
+        self._parts = [self._lines]  # all lines so far; between two parts something that is not torch's is called
         self._tensor: set[int] = set()
         self._array: set[int] = set()
 
@@ -69,17 +106,18 @@ class StepSource:
         self, calls: Sequence[Call], inputs: Sequence[int], results: Sequence[Wanted]
     ) -> Callable[..., Callable[..., tuple[Any, ...]]]:
         """A function of the `fixed` registers that returns a function of `inputs` that makes the calls."""
-        steady = {*self._fixed, *self._outside}
-        self._tensor, self._array = {*steady}, set()
+        self._lasting = {*self._fixed, *self._outside}
+        self._tensor, self._array = {*self._lasting}, set()
         (self._array if self._arrays else self._tensor).update(inputs)
-        rules = [self._rule(call) for call in calls]
-        for call, rule in zip(calls, self._chosen(calls, rules, results, steady)):
-            if rule is not None:
-                self._by_numpy(call, rule)
-            elif call.foreign:
-                self._foreign(call)
+        for way in self._ways(calls, inputs, results):
+            if way.lasts:
+                self._lasting.update(way.call.writes)
+            if way.rule is not None:
+                self._by_numpy(way.call, way.rule, way.lasts)
+            elif way.call.foreign:
+                self._foreign(way.call)
             else:
-                self._by_torch(call)
+                self._by_torch(way.call, way.lasts)
         returned = "".join(f"{self._form(w.at, array=w.as_array)}, " for w in results)
         given = ", ".join(f"{'n' if self._arrays else 'r'}{at}" for at in inputs)
         text = "\n".join(
@@ -96,20 +134,19 @@ class StepSource:
         return self._names["make"]  # type: ignore[no-any-return]
 
     def _body(self) -> list[str]:
-        """The lines; torch is silent where NumPy would warn, so it is asked to be."""
-        found: list[str] = []
-        inside = False
-        last = max((i for i, (_, warns) in enumerate(self._lines) if warns), default=-1)
-        for i, (line, warns) in enumerate(self._lines):
-            ends = i > last or line.startswith("#")
-            if inside and ends:
-                inside = False
-            if warns and not inside:
-                found.append('        with quiet(all="ignore"):')
-                inside = True
-            if not line.startswith("#"):
-                found.append(f"        {'    ' * inside}{line}")
-        return found
+        """All lines, indented; what is not torch's is called between the parts, in no mode of ours."""
+        return [f"        {line}" for part in self._parts for line in self._guarded(part)]
+
+    def _guarded(self, part: Sequence[Line]) -> list[str]:
+        """Lines in inference mode, if they are worth it, and with NumPy as silent as torch is where it would warn."""
+        warns = [i for i, line in enumerate(part) if line.warns]
+        lines = [line.text for line in part]
+        if warns:
+            first, last = warns[0], warns[-1] + 1
+            lines[first:last] = ['with quiet(all="ignore"):', *(f"    {line}" for line in lines[first:last])]
+        if self._inference and sum(line.torch for line in part) >= _WORTH:
+            lines = ["with inference(True):", *(f"    {line}" for line in lines)]
+        return lines
 
     def _rule(self, call: Call) -> Expression | None:
         if not self._numpy or call.random or not isinstance(call.results, Register):
@@ -128,50 +165,77 @@ class StepSource:
             return None
         found = as_numpy(name_of(call.func), args, call.kwargs, self._tensors[call.results.at])
         in_place = call.results.at in call.reads
-        if found is None or (in_place and call.args[0] != call.results) or (in_place and not _is_ufunc(found)):
+        if found is None or (in_place and (call.args[0] != call.results or not takes_out(found))):
             return None
         return found
+
+    def _ways(self, calls: Sequence[Call], inputs: Sequence[int], results: Sequence[Wanted]) -> list[Way]:
+        """How each call is made: what NumPy could do, by NumPy if that is quicker, the ways there and back included."""
+        rules = [self._rule(call) for call in calls]
+        ways = self._chosen(calls, rules, inputs, results)
+        loud = [i for i, way in enumerate(ways) if way.rule is not None and not way.rule.quiet]
+        if len(loud) != 1:
+            return ways
+        rules[loud[0]] = None  # to keep NumPy silent takes 1.5 µs: for one call alone that is too much
+        return self._chosen(calls, rules, inputs, results)
 
     def _chosen(
         self,
         calls: Sequence[Call],
         rules: Sequence[Expression | None],
+        inputs: Sequence[int],
         results: Sequence[Wanted],
-        steady: set[int],
-    ) -> list[Expression | None]:
-        """Of what NumPy could do that which it is quicker at, the ways there and back included."""
+    ) -> list[Way]:
         for_torch = {w.at for w in results if not w.as_array}
         for_numpy = {w.at for w in results if w.as_array}
         for call, rule in zip(calls, rules):
             (for_torch if rule is None and not call.foreign else for_numpy).update(call.reads)
-        tensor, array = {*self._tensor}, {*self._array, *steady}
-        chosen: list[Expression | None] = []
+        seen = {*inputs, *(w.at for w in results)}  # after the step, or by the user's code in it
+        seen.update(at for call in calls if call.foreign for at in (*call.reads, *call.writes))
+        elsewhere = {self._place(at) for at in seen}
+        lasting = {*self._fixed, *self._outside}
+        tensor, array = {*self._tensor}, {*self._array, *lasting}
+        ways: list[Way] = []
         for call, rule in zip(calls, rules):
-            taken = rule
-            if rule is not None:
-                made = [at for at in call.writes if at not in call.reads]
-                there = _NUMPY + _TO_ARRAY * len({*call.reads} - array)
-                there += _TO_TENSOR * any(at in for_torch for at in made)
-                here = (
-                    _TORCH + _TO_TENSOR * len({*call.reads} - tensor) + _TO_ARRAY * any(at in for_numpy for at in made)
-                )
-                taken = rule if there < here else None
-            (array if taken is not None or call.foreign else tensor).update((*call.reads, *call.writes))
-            chosen.append(taken)
-        return chosen
+            if self._lasts and lasting.issuperset(call.reads) and is_view(call, self._memory):
+                way = Way(call, None, lasts=True)
+            else:
+                room = self._lasts and has_room(call, self._tensors, self._memory)
+                room = room and self._place(call.writes[0]) not in elsewhere
+                kept = room and rule is not None and takes_out(rule)
+                way = Way(call, rule, lasts=kept)
+                if rule is not None:
+                    made = [at for at in call.writes if at not in call.reads]
+                    there = _NUMPY + _TO_ARRAY * len({*call.reads} - array)
+                    there += _TO_TENSOR * (not kept and any(at in for_torch for at in made))
+                    here = _TORCH + _TO_TENSOR * len({*call.reads} - tensor)
+                    here += _TO_ARRAY * (not room and any(at in for_numpy for at in made))
+                    way = way if there < here else Way(call, None)
+                if way.rule is None:
+                    way = Way(call, None, lasts=room and (writer(call) is not None or name_of(call.func) in _COPIES))
+            (array if way.rule is not None or call.foreign else tensor).update((*call.reads, *call.writes))
+            if way.lasts:
+                lasting.update(call.writes)
+                tensor.update(call.writes)
+                array.update(call.writes)
+            ways.append(way)
+        return ways
+
+    def _place(self, at: int) -> int:
+        return self._memory.get(at, -at - 1)
 
     def _form(self, at: int, *, array: bool) -> str:
         """The name of a register in this form, which it has from now on."""
         if array and at not in self._array:
-            steady = at in self._outside or at in self._fixed
-            text = f"n{at} = r{at}.detach().numpy()" if steady else f"n{at} = r{at}.numpy()"
-            if steady:
-                self._before.append(text)
+            if at in self._reserved:
+                self._names[f"n{at}"] = self._names[f"r{at}"].numpy()
+            elif at in self._lasting:
+                self._before.append(f"n{at} = r{at}.detach().numpy()")
             else:
-                self._lines.append((text, False))
+                self._lines.append(Line(f"n{at} = r{at}.numpy()", torch=True))
             self._array.add(at)
         elif not array and at not in self._tensor:
-            self._lines.append((f"r{at} = from_numpy(n{at})", False))
+            self._lines.append(Line(f"r{at} = from_numpy(n{at})", torch=True))
             self._tensor.add(at)
         return f"{'n' if array else 'r'}{at}"
 
@@ -193,29 +257,57 @@ class StepSource:
         self._names[name] = value
         return name
 
-    def _by_numpy(self, call: Call, rule: Expression) -> None:
+    def _by_numpy(self, call: Call, rule: Expression, lasts: bool) -> None:
         at = call.results.at
-        text = self._value(rule)
-        if at in call.reads:  # changed in place
-            text = f"{text[:-1]}, out={self._form(at, array=True)})"
-        else:
-            text = f"n{at} = {text}"
+        if lasts:
+            self._reserve(at)
+        if not lasts and at not in call.reads:
+            text = f"n{at} = {self._value(rule)}"
             self._array.add(at)
             self._tensor.discard(at)
-        self._lines.append((text, not rule.quiet))
+        elif isinstance(rule.func, np.ufunc):
+            text = f"{self._value(rule)[:-1]}, out={self._form(at, array=True)})"
+        else:  # a copy, or a cast, which is one
+            text = f"{self._form(at, array=True)}[...] = {self._value(rule.args[0], array=True)}"
+        self._lines.append(Line(text, warns=not rule.quiet))
+
+    def _reserve(self, at: int) -> None:
+        """Make memory for a register, which is there for all steps of all rollouts."""
+        like = self._tensors[at]
+        self._names[f"r{at}"] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self._reserved.add(at)
+        self._tensor.add(at)
 
     def _foreign(self, call: Call) -> None:
         given = ", ".join(self._form(at, array=True) for at in call.reads)
         targets = "".join(f"n{at}, " for at in call.writes)
-        self._lines.append(("# outside", False))  # what it says is the user's to hear
-        self._lines.append((f"({targets}) = {self._value(call.func)}({given})", False))
-        self._lines.append(("# outside", False))
+        self._parts.append([Line(f"({targets}) = {self._value(call.func)}({given})")])
+        self._lines = []
+        self._parts.append(self._lines)
         self._array.update(call.writes)
 
-    def _by_torch(self, call: Call) -> None:
+    def _by_torch(self, call: Call, lasts: bool) -> None:
         arguments = [*map(self._value, call.args), *(f"{k}={self._value(v)}" for k, v in call.kwargs.items())]
+        view = lasts and is_view(call, self._memory)
+        if lasts and not view:
+            self._reserve(call.results.at)
+            self._into_reserved(call, arguments)
+            return
         line = f"{self._target(call.results, call.reads)} = {self._value(call.func)}({', '.join(arguments)})"
-        self._lines.append((line, False))
+        if not view:
+            self._lines.append(Line(line, torch=True))
+        elif self._reserved.issuperset(call.reads):
+            exec(line, self._names)
+            self._reserved.update(call.writes)
+        else:
+            self._before.append(line)
+
+    def _into_reserved(self, call: Call, arguments: list[str]) -> None:
+        at, write = call.results.at, writer(call)
+        if write is not None:
+            self._lines.append(Line(f"{self._value(write)}({', '.join(arguments)}, out=r{at})", torch=True))
+        elif name_of(call.func) == "clone":
+            self._lines.append(Line(f"{self._value(Tensor.copy_)}(r{at}, {arguments[0]})", torch=True))
 
     def _target(self, value: Any, reads: tuple[int, ...]) -> str:
         if isinstance(value, Register):
@@ -228,5 +320,6 @@ class StepSource:
         return f"({inner})" if inner else "_"
 
 
-def _is_ufunc(rule: Expression) -> bool:
-    return isinstance(rule.func, np.ufunc)
+def takes_out(rule: Expression) -> bool:
+    """Whether a NumPy call can write into memory it is given."""
+    return isinstance(rule.func, np.ufunc) or rule.func in (np.ndarray.copy, np.ndarray.astype)

@@ -77,7 +77,7 @@ class CudaGraphRollout:
             ) from cause
         finally:
             for owner, name, old in kept:
-                _table(owner)[name] = old
+                _put(owner, name, old)
         graph.replay()
         replayed = [t.clone() for t in (*self._columns, *self._state)]
         self._turn_back(before)
@@ -105,17 +105,20 @@ class CudaGraphRollout:
             generator.set_state(state)
 
 
-def _table(owner: Any) -> dict[Any, Any]:
-    return owner if isinstance(owner, dict) else vars(owner)
-
-
 def _settle(kept: Sequence[tuple[Any, Any, Tensor]]) -> None:
     """New tensors that took an old one's place: their values go to where the old one is, and it comes back."""
     for owner, name, old in kept:
-        new = _table(owner)[name]
+        new = owner[name] if isinstance(owner, dict) else getattr(owner, name)
         if new is not old:
             old.copy_(new)
-            _table(owner)[name] = old
+            _put(owner, name, old)
+
+
+def _put(owner: Any, name: Any, tensor: Tensor) -> None:
+    if isinstance(owner, dict):
+        owner[name] = tensor
+    else:
+        setattr(owner, name, tensor)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -127,8 +130,9 @@ def _tensors(owners: Sequence[Any]) -> Iterator[tuple[Any, Any, Tensor]]:
     for owner in owners:
         if isinstance(owner, nn.Module):
             for part in owner.modules():
-                for table in (part._parameters, part._buffers):
-                    yield from ((table, name, t) for name, t in table.items() if t is not None and t.is_cuda)
+                held = (part.named_parameters, part.named_buffers)
+                every = (pair for named in held for pair in named(recurse=False, remove_duplicate=False))
+                yield from ((part, name, t) for name, t in every if t.is_cuda)
             continue
         for name, value in list(vars(owner).items()):
             if isinstance(value, Tensor) and value.is_cuda:
@@ -157,9 +161,13 @@ def _free_generators(own: Sequence[torch.Generator]) -> None:
 @contextlib.contextmanager
 def _unchecked() -> Iterator[None]:
     """Distributions check their arguments on the host, which a recording cannot; the rollout before it did."""
-    from torch.distributions import Distribution
+    from torch.distributions import Distribution, Normal
 
-    before = Distribution._validate_args
+    before, wrong = False, torch.full((), -1.0, device="cpu")
+    try:
+        Normal(wrong, wrong)  # torch has no public word for whether they check
+    except ValueError:
+        before = True
     Distribution.set_default_validate_args(False)
     try:
         yield

@@ -64,7 +64,7 @@ class DeviceSlot(Slot):
     def copied(self) -> dict[Key, Any]:
         return {key: column.clone() for key, column in self.arrays.items()}  # type: ignore[attr-defined]
 
-    def wrap_policy(self) -> dict[Key, Any]:
+    def lend(self) -> dict[Key, Any]:
         columns: dict[Key, Any] = self.arrays
         owners = {key: Lent(column) for key, column in columns.items()}
         self._ended = deque()
@@ -87,16 +87,6 @@ class Lent:
         """The column, lent."""
         lent = torch.as_tensor(self, device=self._column.device)
         return lent.view(self._dtype) if self._dtype is torch.bfloat16 else lent
-
-
-def copy_all(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value to its place, with few kernels where torch has a function for that."""
-    together = getattr(torch, "_foreach_copy_", None)
-    if together is not None:
-        together(list(into), list(values))
-        return
-    for column, value in zip(into, values):
-        column.copy_(value)
 
 
 class DeviceStats:

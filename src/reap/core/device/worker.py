@@ -16,17 +16,19 @@ from reap.core.device.cudagraph_rollout import CudaGraphRollout
 from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import DeviceEnv, Env
-from reap.core.policies.as_policy import as_policy, untouched
+from reap.core.policies.as_policy import PolicyContext, as_policy
+from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.captured_policy import leaves_inputs_alone
 from reap.core.policies.exploration import exploring
 from reap.core.policies.recurrent_state import carry_of, needs_room
-from reap.core.policy import CallPolicy, Policy, RandomActions, TensorDictPolicy, TensorPolicy
+from reap.core.policies.untouched import untouched
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.worker import Plan
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
-from reap.spec import READY, BatchShape, Key
+from reap.spec import BatchShape, Key
 
 
 def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) -> DeviceWorker | None:
@@ -86,18 +88,15 @@ class DeviceWorker(AnyWorker):
         columns: dict[Key, Any] = dict(zip(spec.observation, current))
         for flag in FLAGS:
             columns[(flag,)] = torch.zeros(self.lanes, 1, dtype=torch.bool, device=self.device)
-        policy = as_policy(
-            self.model,
-            columns=columns,
-            observation=[key for key in spec.observation if key not in self._carry and key != READY],
-            side=spec.side,
+        context = PolicyContext(
+            spec,
+            columns,
+            plan.exploration,
             carry=list(self._carry),
-            action=spec.action,
-            size=(self.lanes,),
-            kind=plan.exploration,
             trust=plan.trust_policy,
             compile=plan.compile_policy,
         )
+        policy = as_policy(self.model, context)
         if policy.remembers:
             if not isinstance(policy, TensorDictPolicy) or _reads_its_outputs(policy, self.model, columns, plan):
                 raise _CannotStay

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from reap.core.capture.provable import why_not
 from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in
 from reap.core.capture.replay import Captured, Halves
-from reap.core.policies.as_policy import untouched
+from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
-from reap.core.policy import CallPolicy, FlatPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.policies.flat_policy import FlatPolicy
+from reap.core.policies.untouched import untouched
+from reap.core.policy import TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
@@ -101,7 +103,8 @@ class CapturedPolicy(TensorPolicy):
                 return [*values, *(now[key] for key in leaves)]
 
             held = [given[key] for key in finds]
-            return Captured([self._model], step, [[*probe, *(h.clone() for h in held)] for probe in probes])
+            with_held = [[*probe, *(h.clone() for h in held)] for probe in probes]
+            return Captured([self._model], step, with_held, inference=not leaves)  # what it finds it may change
 
         # Of all that it wrote at the last step it may look for little, mostly for nothing.
         found, keys = recorded(list(given), []), []  # type: ignore[var-annotated]

@@ -3,6 +3,9 @@
 tensordict keeps the interaction type in one process-wide variable, so a collecting thread that sets it would change
 how every other thread's policy samples. Here a thread can have its own: `exploring(type)` lays a thread-local value
 over the shared one. Threads that never enter it, and code that sets the shared one, see exactly what they saw before.
+
+tensordict asks us while any thread is inside `exploring`, and itself again when the last one has left. Where it keeps
+the variable in another way, `exploring` sets it for the whole process.
 """
 
 from __future__ import annotations
@@ -12,50 +15,73 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tensordict.nn import InteractionType, probabilistic
+from tensordict.nn import InteractionType, set_interaction_type
 
+from reap._foreign import tensordict_internals
+from reap._system.forks import renew
 from reap.errors import UsageError
 
 ExplorationType = InteractionType
 
-_shared = probabilistic._interaction_type
-_install = threading.Lock()
+_SHARED = object()  # a thread that has no type of its own
 
 
-class _Overlay(threading.local):
-    stack: list[Any]
+class _Own(threading.local):
+    """What a thread explores with, if it has a type of its own."""
+
+    kind: Any = _SHARED
 
     def __init__(self) -> None:
-        self.stack = []
+        self.key = object()
 
 
-_overlay = _Overlay()
+_own = _Own()
 
 
 class _ThreadAware:
-    """Stands where tensordict's variable stood: a thread inside `exploring` has its own value, others share."""
+    """Stands where tensordict's variable stands: a thread inside `exploring` has its own value, others share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside: dict[object, None] = {}  # threads that have a type of their own
+        renew(self, lock=threading.Lock, inside=dict)
 
     def get_mode(self) -> Any:
-        return _overlay.stack[-1] if _overlay.stack else _shared.get_mode()
+        kind = _own.kind
+        return tensordict_internals.shared_interaction_type.get_mode() if kind is _SHARED else kind
 
     def set_mode(self, type: Any) -> None:
-        if _overlay.stack:
-            _overlay.stack[-1] = type
+        if _own.kind is _SHARED:
+            tensordict_internals.shared_interaction_type.set_mode(type)
         else:
-            _shared.set_mode(type)
+            _own.kind = type
+
+
+_aware = _ThreadAware()
 
 
 @contextlib.contextmanager
 def exploring(kind: InteractionType | None) -> Iterator[None]:
     """Sample as `kind` in this thread, for the length of the block."""
-    if not isinstance(probabilistic._interaction_type, _ThreadAware):
-        with _install:
-            probabilistic._interaction_type = _ThreadAware()
-    _overlay.stack.append(kind)
+    if tensordict_internals.shared_interaction_type is None:
+        with set_interaction_type(kind):
+            yield
+        return
+    before = _own.kind
     try:
+        if before is _SHARED:
+            with _aware.lock:  # or one that leaves would take it away from one that has just come
+                _aware.inside[_own.key] = None
+                tensordict_internals.put_interaction_type(_aware)
+        _own.kind = kind
         yield
     finally:
-        _overlay.stack.pop()
+        _own.kind = before
+        if before is _SHARED:
+            with _aware.lock:
+                _aware.inside.pop(_own.key, None)
+                if not _aware.inside:
+                    tensordict_internals.put_interaction_type(tensordict_internals.shared_interaction_type)
 
 
 def exploration_type(given: InteractionType | str | None) -> InteractionType:

@@ -18,7 +18,6 @@ adding a hook, is seen.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +32,8 @@ from tensordict.nn import (
 )
 from tensordict.nn.probabilistic import DETERMINISTIC_REGISTER
 from torch import Tensor, distributions, nn
-from torch.distributions.utils import _standard_normal
-from torch.nn.modules import module as torch_module
 
+from reap._foreign import tensordict_internals, torch_internals, torchrl_internals
 from reap.spec import Key, as_key, private
 
 Op = Callable[[list[Any]], None]
@@ -71,9 +69,10 @@ _CHECKS: dict[Any, tuple[Check, ...]] = {
 
 def _samples(m: nn.Module) -> bool:
     """Whether a module draws from a distribution as tensordict's does, or TorchRL's, which draws and scores alike."""
-    theirs = sys.modules.get("torchrl.modules.tensordict_module.probabilistic")
-    safe = getattr(theirs, "SafeProbabilisticModule", ProbabilisticTensorDictModule)
-    return type(m).forward in (ProbabilisticTensorDictModule.forward, safe.forward)
+    forward = type(m).forward
+    if getattr(forward, "__qualname__", "") == "SafeProbabilisticModule.forward":
+        return forward.__module__.startswith("torchrl.modules.")
+    return forward is ProbabilisticTensorDictModule.forward
 
 
 class Program:
@@ -147,76 +146,29 @@ def flatten(policy: Any, kind: InteractionType | None) -> Program | None:
     return program if program.bind() else None
 
 
-def _plain(m: nn.Module) -> bool:
-    """No hook would notice that `forward` was not called."""
-    return not (
-        m._forward_hooks
-        or m._forward_pre_hooks
-        or m._backward_hooks
-        or m._backward_pre_hooks
-        or "forward" in m.__dict__
-        or torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )
-
-
 def _leaves(m: nn.Module) -> list[nn.Module] | None:
     forward = type(m).forward
-    if not _plain(m) or type(m).__call__ not in _CALLS:
+    if not torch_internals.is_unhooked(m) or type(m).__call__ not in _CALLS:
         return None
     if forward is TensorDictModule.forward:
-        return [m] if _simple_module(m) else None
+        return [m] if tensordict_internals.is_plain_module(m) else None
     if _samples(m):
-        return [m] if _simple_sampler(m) else None
+        # TorchRL scores some samples in a way of their own; those are captured whole.
+        ours = forward is ProbabilisticTensorDictModule.forward
+        plain = tensordict_internals.is_plain_sampler(m) and (ours or _family(m, InteractionType.RANDOM)[0])
+        return [m] if plain else None
     if forward in _CONTAINERS:
-        if not _simple_container(m):
+        parts = tensordict_internals.parts_of(m)
+        if parts is None:
             return None
         leaves: list[nn.Module] = []
-        for child in m._module_iter():  # type: ignore[operator]
+        for child in parts:
             found = _leaves(child)
             if found is None:
                 return None
             leaves += found
         return leaves
     return None
-
-
-def _simple_module(m: Any) -> bool:
-    own = (TensorDictModule._call_module, TensorDictModule._write_to_tensordict)
-    return (
-        (type(m)._call_module, type(m)._write_to_tensordict) == own
-        and m.inplace is True
-        and m._kwargs is None
-        and not m.method_kwargs
-        and not m._get_kwargs
-        and list(m.out_keys) == list(m.out_keys_source)
-    )
-
-
-def _simple_sampler(m: Any) -> bool:
-    own = (ProbabilisticTensorDictModule.get_dist, ProbabilisticTensorDictModule._dist_sample)
-    return (
-        (type(m).get_dist, type(m)._dist_sample) == own
-        and m.num_samples is None
-        and m._generator is None
-        and m._generator_key is None
-        and len(m.dist_sample_keys) == 1
-        and isinstance(m.distribution_class, type)
-        and m.distribution_class.__name__ != "CompositeDistribution"
-        # TorchRL scores some samples in a way of their own; those are captured whole
-        and (type(m).forward is ProbabilisticTensorDictModule.forward or _family(m, InteractionType.RANDOM)[0])
-    )
-
-
-def _simple_container(m: Any) -> bool:
-    return (
-        not m._select_before_return
-        and m.inplace in (True, None)
-        and not m.partial_tolerant
-        and getattr(m, "_requires_sample", True)
-    )
 
 
 def _reads(m: Any) -> Sequence[Any]:
@@ -285,12 +237,13 @@ def _layers(call: Any) -> list[tuple[Callable[..., Tensor], tuple[Any, ...]]] | 
     """A module as (function, arguments) pairs. A layer of an unknown kind is its own function."""
     if not isinstance(call, nn.Module):
         return None
-    if not _plain(call):
+    if not torch_internals.is_unhooked(call):
         return [(call, ())]
     kind = type(call)
     if kind.forward is nn.Sequential.forward or _is_mlp(call):
         pairs: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        for child in call._modules.values():  # `children` would leave out a layer that is used twice
+        layers: Any = call
+        for child in layers:  # `children` would leave out a layer that is used twice
             pairs += _layers(child) or []
         return pairs
     if kind is nn.Linear:
@@ -308,7 +261,7 @@ def _is_mlp(module: nn.Module) -> bool:
     """Whether this is TorchRL's MLP, which is a sequence of layers where it has one input and one output dimension."""
     kind = type(module)
     ours = kind.__name__ == "MLP" and kind.__module__.startswith("torchrl.modules.models")
-    return ours and not getattr(module, "_reshape_out", True)
+    return ours and torchrl_internals.is_a_sequence(module)
 
 
 def _family(m: Any, kind: InteractionType | None) -> tuple[Any, InteractionType]:
@@ -345,11 +298,11 @@ def _sampler(m: Any, sources: list[int], targets: list[int], kind: InteractionTy
     if len(targets) == 1 and family is distributions.Normal:
         return _normal(sources[0], sources[1], targets[0], random)
     names = [k[-1] if isinstance(k, tuple) else k for k in m.dist_keys]
-    fixed, make = dict(m.distribution_kwargs), m.distribution_class
+    fixed, make, draw = dict(m.distribution_kwargs), m.distribution_class, tensordict_internals.draw_of(m)
 
     def sample(regs: list[Any]) -> None:
         dist = make(**{n: regs[i] for n, i in zip(names, sources)}, **fixed)
-        out = m._dist_sample(dist, interaction_type=asked)
+        out = draw(dist, interaction_type=asked)
         if isinstance(out, tuple):
             (out,) = out
         regs[targets[0]] = out
@@ -381,12 +334,13 @@ def _categorical_log_prob(logits: Tensor, value: Tensor) -> Tensor:
 
 def _normal(loc_at: int, scale_at: int, target: int, random: bool) -> Op:
     """torch.distributions.Normal(loc, scale): the same calls, without objects and checks."""
+    empty = torch.empty
 
     def sample(regs: list[Any]) -> None:
         loc, scale = regs[loc_at], regs[scale_at]
         if loc.shape != scale.shape:
             loc, scale = torch.broadcast_tensors(loc, scale)  # type: ignore[no-untyped-call]
-        regs[target] = loc + _standard_normal(loc.shape, loc.dtype, loc.device) * scale if random else loc
+        regs[target] = loc + empty(loc.shape, dtype=loc.dtype, device=loc.device).normal_() * scale if random else loc
 
     return sample
 

@@ -114,7 +114,7 @@ class _Unpickler(pickle.Unpickler):
 def _emulate(game: Any, state: Any) -> None:
     """Let an emulator be where another was: its last action first, which its state does not hold."""
     game.ale.reset_game()
-    action = getattr(game, "last_action", None)
+    action: Any = getattr(game, "last_action", None)
     for _ in range(0 if action is None else _SURELY):
         game.ale.act(game._action_set[int(action)])
     game.ale.restoreSystemState(state)

@@ -22,7 +22,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor
 
-from reap.core.device.slots import copy_all
+from reap._foreign import torch_internals
 from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.slot import Row
@@ -199,7 +199,8 @@ class DeviceTorchLanes(DeviceEnv):
             observation, reward, terminated, truncated = self._lanes.env.step(self._lanes.decoded(row.action[0]))
             made = [self._lanes._fit(key, value) for key, value in self._lanes._tensors(observation)]
             into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
-            copy_all(into, [*made, reward.reshape(count), terminated.reshape(count), truncated.reshape(count)])
+            flags = (reward.reshape(count), terminated.reshape(count), truncated.reshape(count))
+            torch_internals.copy_all(into, [*made, *flags])
         except ReapError:
             raise
         except Exception as cause:

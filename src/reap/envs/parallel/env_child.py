@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,11 @@ import numpy as np
 import torch
 
 from reap._system.affinity import Cores, settle_on
-from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes, settle
+from reap._system.conversation import answered, live
+from reap._system.fork_server import settle
+from reap._system.messages import send
 from reap._system.pickling import dumps
-from reap._system.processes import Raised, send
+from reap._system.remote_errors import Raised
 from reap.core.env import Env, Rows
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -126,28 +129,25 @@ def serve(
 ) -> None:
     """The life of a child: its host is built, says what it is like, serves until nobody rings; its errors are told."""
     order_fd, reply, *files = fds[:FDS]
-    host = None
-    try:
+
+    def build() -> EnvChild:
         settle_on(cores)  # first: threads run where whoever starts them does, and torch starts some at once
         torch.set_num_threads(threads)
         seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
-        host = make(connection, fds)
+        return make(connection, fds)
+
+    def serve_orders(host: EnvChild) -> None:
         host.files = [SharedFile(fd=fd) for fd in files]
         settle()
         send(connection, (host.spec, host.traits))
         host.serve(order_fd)
-    except TOLD_TO_GO:
-        raise
-    except BaseException as error:  # also one that the end of our connection raised: then nobody hears it
+
+    def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
-            send(connection, Raised.of(error, "the env"))
+            send(connection, raised)
             os.write(reply, FAILED)
-    finally:
-        try:
-            no_more_goodbyes()
-        finally:  # the one goodbye there is may be said in this very moment
-            if host is not None:
-                host.close()
+
+    live(build, serve_orders, tell=tell, doing=lambda _: "the env", close=lambda host: host.close())
 
 
 class EnvChild(abc.ABC):
@@ -164,13 +164,9 @@ class EnvChild(abc.ABC):
         while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
             what, place, step = ORDER.unpack(data)
             if what == CALL:
-                name, arguments, number = self._connection.recv()
-                try:
-                    value = getattr(self, f"do_{name}")(*arguments)
-                except SpecMismatch as refused:  # as it was: another may be asked for
-                    send(self._connection, Raised.of(refused))
-                else:
-                    send(self._connection, (number, value))
+                number, name, arguments = self._connection.recv()
+                work = functools.partial(getattr(self, f"do_{name}"), *arguments)
+                send(self._connection, answered(number, work, SpecMismatch))  # refused: another may be asked for
             else:
                 self._obey(what, place, step)
 

@@ -14,20 +14,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from reap._system.affinity import Cores
+from reap._system.conversation import ChildGone, ChildSilent, Conversation
+from reap._system.fork_server_client import enough_room
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
-from reap._system.pickling import dumps, pack
-from reap._system.processes import BOOT, LINGER, Child, Raised, StartMethod, end, enough_room, see_to, until_ready
+from reap._system.messages import until_ready
+from reap._system.pickling import pack
+from reap._system.processes import BOOT, DEADLINE, LAST_STEP, Child, StartMethod, end
+from reap._system.remote_errors import Raised
+from reap._system.threads import LINGER, see_to
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
@@ -57,9 +59,6 @@ from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.errors import ReapError, UsageError, WorkerSilent
 from reap.spec import EnvSpec, Key, Leaf, show
 
-_DEADLINE = 5.0  # seconds within which `close` has ended every child
-_STEP = 1.0  # seconds of those that a child has for the step it is in: nobody takes its answer, and so it goes
-
 _TOKENS = 200
 
 
@@ -73,13 +72,12 @@ class EnvProcess:
 
     def __init__(self, child: Child, order_fd: int, reply: int) -> None:
         self.child, self.order_fd, self.reply = child, order_fd, reply
-        self.inbox: deque[Any] = deque()
+        self.talk = Conversation(child)
         self.spec: EnvSpec
         self.traits: Traits
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
-        self.asked = 0  # messages so far
 
 
 class ProcessLanes(Env):
@@ -222,11 +220,11 @@ class ProcessLanes(Env):
     def gone(self, remote: EnvProcess) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
         self._failed = True
-        self._hear(remote)
-        if not remote.inbox:
+        remote.talk.hear()
+        if not remote.talk.inbox:
             remote.child.gone(1.0)
-            self._hear(remote)
-        for message in remote.inbox:
+            remote.talk.hear()
+        for message in remote.talk.inbox:
             if isinstance(message, Raised):
                 return self._named(message.unpack(), remote)
         return remote.child.death().at(worker=self._name(remote))
@@ -297,49 +295,30 @@ class ProcessLanes(Env):
             if stepped is not None:
                 self.shared_row().next[n][lanes] = stepped
 
-    def _hear(self, remote: EnvProcess) -> None:
-        remote.inbox += [pickle.loads(data) for data in remote.child.line.hear()]
-
-    def _answer(self, remote: EnvProcess, grace: float = 0.0) -> Any:
-        """The next message, which is also what an error comes as."""
-        line, sentinel = remote.child.line, remote.child.sentinel
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout + grace
-        while True:
-            gone = remote.child.gone()  # asked first: what it said before is all there then
-            self._hear(remote)
-            if remote.inbox:
-                break
-            if gone:
-                raise self.gone(remote)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            waiting = [] if line.flush() else [line.fileno()]
-            if not until_ready([line.fileno(), sentinel], waiting, left):
-                raise self.silence_of(remote)
-        message = remote.inbox.popleft()
-        if isinstance(message, Raised):
-            self._failed = True
-            raise self._named(message.unpack(), remote)
-        return message
+    def _answer(self, remote: EnvProcess, call: int | None = None, grace: float = 0.0) -> Any:
+        """The answer to a call; None: the next message, whatever it is."""
+        within = None if self._timeout is None else self._timeout + grace
+        try:
+            return remote.talk.next(within) if call is None else remote.talk.answer(call, within)
+        except ChildGone:
+            raise self.gone(remote) from None
+        except ChildSilent:
+            raise self.silence_of(remote) from None
+        except ReapError as error:
+            self._failed = self._failed or remote.talk.failed
+            self._named(error, remote)
+            raise
 
     def _call(self, remote: EnvProcess, name: str, *arguments: Any) -> Any:
         if remote.owes:
             self._settle(remote)
-        return self._done(remote, self._ask(remote, name, arguments))
+        return self._answer(remote, self._ask(remote, name, *arguments))
 
-    def _ask(self, remote: EnvProcess, name: str, arguments: Any) -> int:
+    def _ask(self, remote: EnvProcess, name: str, *arguments: Any) -> int:
         """Send a message; returns the number its answer will have."""
         with Interrupts().held():  # the order pipe and what it rings for belong together
-            remote.asked += 1
             self._ring(remote, CALL)
-            remote.child.line.say(dumps((name, arguments, remote.asked), name))
-            return remote.asked
-
-    def _done(self, remote: EnvProcess, number: int) -> Any:
-        """Wait for the answer of this number. Others are to questions that were broken off (Ctrl-C)."""
-        while True:
-            answered, value = self._answer(remote)
-            if answered == number:
-                return value
+            return remote.talk.ask(name, *arguments)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
@@ -404,9 +383,9 @@ class ProcessLanes(Env):
                 if remote.owes:
                     self._settle(remote)
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
-                asked.append((remote, self._ask(remote, "reset", ([lane - remote.first for lane in own], theirs))))
+                asked.append((remote, self._ask(remote, "reset", [lane - remote.first for lane in own], theirs)))
         for remote, number in asked:
-            self._done(remote, number)
+            self._answer(remote, number)
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
@@ -494,7 +473,7 @@ class ProcessLanes(Env):
             os.close(remote.order_fd)
             os.close(remote.reply)
             remote.child.line.close()
-        gone = functools.partial(end, [remote.child for remote in children], patience=_STEP, deadline=_DEADLINE)
+        gone = functools.partial(end, [remote.child for remote in children], patience=LAST_STEP, deadline=DEADLINE)
         see_to(gone, LINGER if self._failed else None)
         for file in self._files:
             file.close()

@@ -21,6 +21,7 @@ import numpy as np
 
 from reap._system.fork_server import wake_in_time
 from reap._system.interrupts import Interrupts
+from reap._system.processes import DEADLINE, SOON
 from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
@@ -29,8 +30,6 @@ from reap.envs.parallel.env_child import BEGIN, DRAW, PING, UNSEEDED, Traits, ad
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
 from reap.errors import ReapError, WorkerRaised, WorkerSilent
 from reap.spec import Key, Leaf
-
-_DEADLINE, _SOON = 5.0, 0.5  # seconds a thread has to end, and one that was silent before
 
 
 class Orders(Protocol):
@@ -211,7 +210,7 @@ class ThreadWorkers(LaneWorkers):
         for worker in threads:
             worker.orders.put(None)
         # Where one hangs, others may, too: somebody waits to be told of it.
-        until = time.monotonic() + (_SOON if any(worker.silent for worker in threads) else _DEADLINE)
+        until = time.monotonic() + (SOON if any(worker.silent for worker in threads) else DEADLINE)
         others = [
             worker for worker in threads if worker.thread is not threading.current_thread()
         ]  # a finalizer runs anywhere

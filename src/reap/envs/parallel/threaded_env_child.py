@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from reap._system.processes import Raised, send
+from reap._system.messages import send
+from reap._system.remote_errors import Raised
 from reap.core.slot import Layout, Row
 from reap.envs.parallel.env_child import BEGIN, DRAW, END, FDS, ORDER, SOME, STEP, EnvChild
 from reap.envs.parallel.thread_workers import ThreadWorkers

@@ -14,9 +14,11 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from reap._foreign import torchrl_internals
 from reap.core.env import Env
 from reap.seeding import chain
 
+SEEDED_BY_RESET = "_reap_seeded_by_reset"  # our mark in a ParallelEnv: all in its workers are of Gymnasium's kind
 _MOVES = ("reset", "step")  # everything else that moves an env, like `rollout`, goes through these
 
 
@@ -70,26 +72,38 @@ def seeded_reset(env: Any, seed: int, *, static: bool) -> TensorDictBase:
     return found
 
 
+def inside(env: Any) -> Any:
+    """The env that a transformed one is around; None for others."""
+    return dict(env.named_children()).get("base_env")
+
+
+def innermost(env: Any) -> Any:
+    """The env inside all transforms."""
+    while (inner := inside(env)) is not None:
+        env = inner
+    return env
+
+
 def _seeds_again(env: Any, seed: int, *, static: bool) -> tuple[dict[str, Any], int]:
     """Keywords for `reset`, and the seed that follows.
 
     There are none where `set_seed` has left the first state to the reset, and for envs in TorchRL's processes, whose
     kind is not known here: those that take no keywords would end.
     """
-    while "base_env" in vars(env).get("_modules", ()):
-        env = env.base_env
-    if vars(env).get("_seeded_by_reset"):  # in our own processes: all of Gymnasium's kind
+    env = innermost(env)
+    if vars(env).get(SEEDED_BY_RESET):  # in our own processes: all of Gymnasium's kind
         lanes = env.batch_size[1:].numel()  # of a worker
         seeds, seed = chain(seed, env.num_workers * lanes, static=static)
         each: list[dict[str, Any]] = [{"seed": one} for one in seeds]
         if len(env.batch_size) > 1:
             each = [{"list_of_kwargs": each[n : n + lanes]} for n in range(0, len(each), lanes)]
         return {"list_of_kwargs": each}, seed
-    if "_envs" not in vars(env):
-        keywords = {"seed": seed} if vars(env).get("_seed_calls_reset") else {}
+    children = torchrl_internals.serial_envs(env)
+    if not children:
+        keywords = {"seed": seed} if torchrl_internals.is_seeded_by_reset(env) else {}
         return keywords, chain(seed, 1, static=static)[1]
     each = []
-    for child in env._envs:
+    for child in children:
         keywords, seed = _seeds_again(child, seed, static=static)
         each.append(keywords)
     return {"list_of_kwargs": each} if any(each) else {}, seed

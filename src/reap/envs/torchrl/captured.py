@@ -15,7 +15,6 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +26,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
-from reap.core.policies.as_policy import untouched
+from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import replaced
@@ -40,7 +40,6 @@ from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
 
-_METHODS = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
@@ -63,7 +62,6 @@ TRANSFORMS = frozenset(
 # fmt: on
 # Resets that step the env, count in Python or draw as many numbers as lanes begin: they are TorchRL's always.
 _RESET_IN_PYTHON = ("NoopResetEnv", "RandomTruncationTransform", "TrajCounter")
-_REPEATS = "FrameSkipTransform"
 _ASKS = "EndOfLifeTransform"  # it asks the env how many lives are left
 
 
@@ -103,10 +101,12 @@ class Base:
         self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
         self.begin_due = lambda: self.begin(self.due)
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
-        self._reset_at: dict[Key, int] = {}
+        self._begun: list[Array] = []  # the same memory, by these keys
+        self._into: list[Array] = []  # and as the lanes write it
         self._rows: list[tuple[Row, tuple[Array, ...]]] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
-        self._turn = 0
+        self._turn = -1
+        self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
 
@@ -131,8 +131,11 @@ class Base:
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
         self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
-        self._reset_at = {as_key(key): at for at, key in enumerate(self.reset_keys)}
-        self.first = [result.get(key).clone() for key in self.reset_keys]
+        self.first = [result.get(key).clone(memory_format=torch.contiguous_format) for key in self.reset_keys]
+        self._begun = [value.numpy() for value in self.first]
+        by_key = dict(zip(map(as_key, self.reset_keys), self._begun))
+        spec = self.lanes.spec
+        self._into = [by_key[key].reshape(spec.lanes, *leaf.shape) for key, leaf in spec.observation.items()]
         return result
 
     def stand_in_reset(self, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -156,41 +159,50 @@ class Base:
         """New episodes in `lanes`; returns copies of the first observations of all, by `reset_keys`."""
         if self.given:
             return [value.numpy().copy() for value in self.given]
-        into = [leaf.column(self.lanes.spec.lanes) for leaf in self.lanes.spec.observation.values()]
-        self.lanes.reset(lanes, into)
-        at = list(lanes)
-        for key, array in zip(self.lanes.spec.observation, into):
-            mine = self.first[self._reset_at[key]]
-            mine.reshape(array.shape).numpy()[at] = array[at]
-        return [value.numpy().copy() for value in self.first]
+        self.lanes.reset(lanes, self._into)
+        return [array.copy() for array in self._begun]
 
     def prepare(self) -> None:
-        """Make room for a step's results, twice: the last one's are still looked at when the next are written."""
-        spec, dims = self.lanes.spec, len(self.size)
+        """Make room for a step's results, twice: the last one's are still looked at when the next are written.
+
+        Of several calls in one step only the last is looked at later. The others have room of their own, but for
+        observations that nobody reads, like the frames an Atari game skips.
+        """
+        dims = len(self.size)
         keys = [as_key(key) for key in self.env.action_keys]
         self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
-        self._shapes = [(spec.lanes, *a.shape[dims:]) for a in self.asked]
-        self._rows = []
-        for _ in range(2):
-            row = Row()
-            row.next = tuple(leaf.column(spec.lanes) for leaf in spec.observation.values())
-            row.rewards = tuple(leaf.column(spec.lanes) for leaf in spec.reward.values())
-            row.reward = row.rewards[0][:, 0]
-            flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
-            row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
-            arrays: dict[Key, Any] = dict(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
-            arrays.update({(flag,): array for flag, array in flags.items()})
-            tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
-            results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
-            if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
-                raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-            self._rows.append((row, tuple(t.numpy() for t in results)))
+        self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
+        observation = self.lanes.spec.observation
+        unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
+        skipped = []
+        for read in self.read[:-1]:
+            looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
+            skipped.append(self._room({key: array for key, array in unread.items() if key not in looked_at}))
+        self._rows = [*skipped, self._room({}), *skipped, self._room({})]
+        self._turn = -1
+
+    def _room(self, common: Mapping[Key, Array]) -> tuple[Row, tuple[Array, ...]]:
+        """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
+        spec, row = self.lanes.spec, Row()
+        leaves = {**spec.observation, **spec.reward}
+        arrays = {key: common[key] if key in common else leaf.column(spec.lanes) for key, leaf in leaves.items()}
+        row.next = tuple(arrays[key] for key in spec.observation)
+        row.rewards = tuple(arrays[key] for key in spec.reward)
+        row.reward = row.rewards[0][:, 0]
+        flags = {flag: np.zeros((spec.lanes, 1), bool) for flag in FLAGS}
+        row.done, row.terminated, row.truncated = (flags[f][:, 0] for f in ("done", "terminated", "truncated"))
+        arrays.update({(flag,): array for flag, array in flags.items()})
+        tensors = [torch.from_numpy(arrays[as_key(key)]) for key in self.keys]
+        results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
+        if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
+            raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
+        return row, tuple(t.numpy() for t in results)
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
         if self.given:
             return tuple(value.numpy().copy() for value in self.given)
-        self._turn ^= 1
+        self._turn = (self._turn + 1) % len(self._rows)
         row, results = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         self._act(row, actions)
@@ -216,7 +228,7 @@ class _Reset:
     mask: Tensor  # which lanes; the recording looks at it
     due: list[tuple[int, ...]]  # of each base
     bound: int = -1  # to which rollout
-    runs: dict[bytes, Callable[..., tuple[Any, ...]]] = field(default_factory=dict)  # bound in it, by lanes
+    runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
     room: int = 0  # for so many more
     proved: bool = False  # whether it was seen to hold for another mask
 
@@ -303,7 +315,7 @@ class CapturedRows(TorchRLRows):
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
         envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(replaced(env, _METHODS) for env in envs)
+        return any(replaced(env, torchrl_internals.MOVES) for env in envs)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
@@ -323,17 +335,9 @@ class CapturedRows(TorchRLRows):
         """The transforms of these kinds."""
         return [part for t in self._transforms() for part in t.modules() if type(part).__name__ in names]
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _asking(self) -> contextlib.AbstractContextManager[None]:
         """Let what transforms ask the env be noted as calls, not as the answers of the moment."""
-        asking = self._parts(_ASKS)
-        for part in asking:
-            vars(part)["_get_lives"] = functools.partial(self._lives, part)
-        try:
-            yield
-        finally:
-            for part in asking:
-                del vars(part)["_get_lives"]
+        return torchrl_internals.answering_lives(self._parts(_ASKS), self._lives)
 
     def _lives(self, part: Any) -> Tensor:
         ask = self._asked_by.setdefault(id(part), _Lives(part))
@@ -367,11 +371,12 @@ class CapturedRows(TorchRLRows):
             array[...] = value if self._flat else value.reshape(array.shape)
         done = values[self._done_at]
         self._leaves = values[self._after_at : self._after_to]
-        if 1 not in done.tobytes():
+        ends = done.tobytes()
+        if 1 not in ends:
             self._ended = []
             return self._ended
         try:
-            self._begin_where(done)
+            self._begin_where(done, ends)
         except ReapError:
             raise
         except Exception as cause:
@@ -381,39 +386,44 @@ class CapturedRows(TorchRLRows):
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):
             if flag in self._flag_at:
                 column[:] = values[self._flag_at[flag]].reshape(self.spec.lanes)
-        self._ended = np.flatnonzero(over).tolist()
+        self._ended = over.nonzero()[0].tolist()
         return self._ended
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         leaves = self._leaves
         if leaves is None or seeds is not None or lanes is not self._ended:
             return super().reset(lanes, into, seeds)
+        which = lanes[0] if len(lanes) == 1 else lanes
         for at, array in zip(self._shown_at, into):  # they have begun anew already
-            array[lanes] = leaves[at].reshape(array.shape)[lanes]
+            array[which] = leaves[at].reshape(array.shape)[which]
         self._unused, self._ended = False, []
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         watching_resets(self._bases, lambda: super(CapturedRows, self).begin(lanes, seeds))
 
-    def _begin_where(self, done: np.ndarray[Any, Any]) -> None:
-        """Reset the lanes that are done, as TorchRL does after a step."""
-        assert self._leaves is not None
+    def _begin_where(self, done: Array, ends: bytes) -> None:
+        """Reset the lanes that are done, as TorchRL does after a step. `ends` are the same as bytes."""
         driver = self.driver
         try:
-            self._begin_lanes(done)
+            self._begin_lanes(done, ends)
         finally:
             self.driver = driver  # they were moved by us, not by hand
 
-    def _begin_lanes(self, done: Array) -> None:
+    def _begin_lanes(self, done: Array, ends: bytes) -> None:
         assert self._leaves is not None
         # Resets of some lanes of one base mostly differ in the mask alone; all others are told apart by their lanes.
-        partly = self._alike and len(self._bases) == 1 and not done.all()
-        pattern = b"" if partly else done.tobytes()
+        partly = self._alike and len(self._bases) == 1 and 0 in ends
+        pattern = b"" if partly else ends
         known = self._resets.get(pattern, 0)
-        if isinstance(known, _Reset) and self._prepared(known, done):
-            with _held(self._locks):
+        if isinstance(known, _Reset) and (self._ready(known, done, ends) if partly else self._bound(known)):
+            for lock in self._locks:
+                lock.acquire()
+            try:
                 self._leaves = known.captured.run(*[self._leaves[i] for i in known.captured.used])
+            finally:
+                for lock in self._locks:
+                    lock.release()
             return
         before = [torch.from_numpy(array) for array in self._leaves]
         with _in_place_of("_reset", {base: base.stand_in_reset for base in self._bases}):
@@ -430,38 +440,41 @@ class CapturedRows(TorchRLRows):
                 captured = self._recorded(self._reset_of(mask), self._first_of(before))
                 self._resets[pattern] = _Reset(captured, mask, due)
 
-    def _prepared(self, reset: _Reset, done: Array) -> bool:
-        """Get a recorded reset ready for these lanes. False: TorchRL must make this one."""
+    def _bound(self, reset: _Reset) -> bool:
+        """Get a recorded reset ready, of the very lanes it was recorded with. False: TorchRL must make this one."""
         for base, due in zip(self._bases, reset.due):
             base.due = due
-        if done.all() or len(self._bases) > 1 or not self._alike:
-            if reset.bound != self._rollouts:
-                reset.bound = self._rollouts if reset.captured.bind() else -1
-            return reset.bound == self._rollouts
-        self._bases[0].due = tuple(np.flatnonzero(done.reshape(self.spec.lanes, -1).any(-1)).tolist())
-        mask, lanes = reset.mask.numpy(), done.tobytes()
+        if reset.bound != self._rollouts:
+            reset.bound = self._rollouts if reset.captured.bind() else -1
+        return reset.bound == self._rollouts
+
+    def _ready(self, reset: _Reset, done: Array, lanes: bytes) -> bool:
+        """Get a recorded reset ready for these lanes of the one base. False: TorchRL must make this one."""
+        mask, (base,) = reset.mask.numpy(), self._bases
+        if reset.proved and reset.bound == self._rollouts and lanes in reset.runs:
+            mask[...] = done
+            reset.captured.run, base.due = reset.runs[lanes]
+            return True
+        base.due = tuple(done.reshape(self.spec.lanes).nonzero()[0].tolist())
         other = mask.tobytes() != lanes
         mask[...] = done
         anew = reset.bound != self._rollouts
         if anew:
             reset.runs, reset.room = {}, _RUNS
-        elif reset.proved and lanes in reset.runs:
-            reset.captured.run = reset.runs[lanes]
-            return True
         if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
         if reset.room:
             reset.room -= 1
-            reset.runs[lanes] = reset.captured.run
+            reset.runs[lanes] = reset.captured.run, base.due
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             state = torch.get_rng_state()
             try:
                 reset.proved = reset.captured.agrees(probe)
             finally:
-                self._bases[0].given = ()
+                base.given = ()
                 torch.set_rng_state(state)
             if not reset.proved:
                 self._alike = False
@@ -547,9 +560,9 @@ class CapturedRows(TorchRLRows):
             with _in_place_of("_step", {base: base.stand_in for base in self._bases}), self._asking():
                 stepped = env.step(td)
             next_ = stepped.get("next")
-            root = env._step_mdp(stepped)
-            if env._post_step_mdp_hooks is not None:
-                stepped, root = env._post_step_mdp_hooks(stepped, root)
+            root = torchrl_internals.next_root(env, stepped)
+            if (hooks := torchrl_internals.hooks_after_step(env)) is not None:
+                stepped, root = hooks(stepped, root)
             found = [next_.get(key) for key in (*observation, *rewards)]
             found += [next_.get(flag) for flag in self._flags]
             found += [root.get(key) for key in self._root_keys]
@@ -561,9 +574,6 @@ class CapturedRows(TorchRLRows):
         first = [*leaves, *acted, *(value for base in self._bases for value in base.stepped)]
         transforms = self._transforms()
         captured = self._recorded(step, first)
-        for base in self._bases:
-            base.prepare()
-        self._captured, self._run, self._relied_on = captured, captured.run, transforms
         flags_at = len(observation) + len(rewards)
         self._flag_at = {flag: flags_at + i for i, flag in enumerate(self._flags)}
         self._done_at = self._flag_at["done"]
@@ -571,11 +581,12 @@ class CapturedRows(TorchRLRows):
         self._after_to = self._after_at + len(self._root_keys)
         # What a step leaves for the next in the memory of what it was given must be memory of its own.
         self._copies = any(captured.aliases[self._after_at : self._after_to])
-        self._fresh = self._copies or bool(self._parts(_REPEATS))  # several steps in one: each keeps its own results
         locks = {id(lock): lock for t in transforms for part in t.modules() if (lock := getattr(part, "lock", None))}
         self._locks = list(locks.values())
         for base in self._bases:
-            base.locks, base.fresh = self._locks, self._fresh
+            base.locks, base.fresh, base.read = self._locks, self._copies, captured.read_of(base.step)
+            base.prepare()
+        self._captured, self._run, self._relied_on = captured, captured.run, transforms
         self._mine, self._flat = len(observation), len(env.batch_size) <= 1
         self._shown_at = [[as_key(key) for key in self._root_keys].index(key) for key in observation]
         self._choose()
@@ -603,12 +614,12 @@ class _Lives:
         """Find the game, if it is a single one of Gymnasium's."""
         (first, *self._names), base = self._part.eol_attribute, self._part.parent.base_env
         self._game = None
-        if first == "unwrapped" and self._names and isinstance(vars(base).get("_env"), gym.Env):
-            self._game = base._env.unwrapped
+        if first == "unwrapped" and self._names and isinstance(torchrl_internals.gymnasium_env(base), gym.Env):
+            self._game = torchrl_internals.gymnasium_env(base).unwrapped
 
     def __call__(self) -> tuple[Array]:
         if self._game is None:
-            return (np.asarray(type(self._part)._get_lives(self._part), np.int64),)
+            return (np.asarray(torchrl_internals.lives_of(self._part), np.int64),)
         found: Any = self._game
         for name in self._names:
             found = getattr(found, name)
@@ -631,18 +642,6 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
     finally:
         for base in stand_ins:
             del base.env.__dict__[verb]
-
-
-@contextlib.contextmanager
-def _held(locks: Sequence[Any]) -> Iterator[None]:
-    """Hold the locks of shared statistics."""
-    for lock in locks:
-        lock.acquire()
-    try:
-        yield
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:

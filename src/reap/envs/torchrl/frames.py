@@ -17,10 +17,11 @@ from tensordict.nn import TensorDictModuleBase
 
 from reap.core.assemble import tree_of
 from reap.core.env import Rows
-from reap.core.policies.as_policy import match, takes_tensordict, untouched
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import by_name
 from reap.core.policies.recurrent_state import carry_of
+from reap.core.policies.signature import match, takes_tensordict
+from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomPolicy
 from reap.core.slot import FLAGS, FRAME, Row
 from reap.envs.torchrl.rows import TorchRLEnv

@@ -19,6 +19,7 @@ import gymnasium as gym
 import torch
 from tensordict import TensorDictBase
 
+from reap._foreign import torchrl_internals
 from reap._system.pickling import before_packing
 from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
@@ -46,7 +47,7 @@ def _share_state(creator: Any) -> None:
             elif isinstance(value, torch.Tensor):
                 value.share_memory_()  # type: ignore[no-untyped-call]
 
-    if getattr(creator, "_share_memory", True):
+    if torchrl_internals.shares_state(creator):
         share(creator.state_dict())
 
 
@@ -139,7 +140,10 @@ def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
                 return f"{type(part).__name__} is none of the transforms reap can replay"
         return _not_inside(env.base_env, bases, transformed)
     if type(env) is SerialEnv:
-        reasons = (_not_inside(one, bases, transformed) for one in env._envs)
+        parts = torchrl_internals.serial_envs(env)
+        if not parts:
+            return "this version of TorchRL does not show the envs of a SerialEnv"
+        reasons = (_not_inside(one, bases, transformed) for one in parts)
         return next((reason for reason in reasons if reason is not None), None)
     if _is_parallel(env):
         return _parallel_inside(env, bases, transformed)
@@ -168,7 +172,7 @@ def _writes(transform: Any) -> Iterator[Any]:
     """The keys a transform may write: all it names, but those it only reads."""
     yield from transform.out_keys or ()  # some look them up when they are asked
     for name, value in vars(transform).items():
-        if name not in ("in_keys", "_in_keys"):
+        if name not in torchrl_internals.READS:
             for key in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(key, (str, tuple)):
                     yield key
@@ -224,17 +228,18 @@ def _gymnasium(env: Any) -> Env | None:
     elif type(env) is SerialEnv:
         if env.is_closed:
             env.start()
-        inside = list(env._envs)
+        inside = torchrl_internals.serial_envs(env)
     else:
         return None
     raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
     if len(raw) < len(inside):
         return None
-    kinds = {bool(child._categorical_action_encoding) for child in inside}
-    if len(kinds) != 1:
+    kinds = {torchrl_internals.takes_categories(child) for child in inside}
+    categorical = kinds.pop() if len(kinds) == 1 else None
+    if categorical is None:
         return None
     try:
-        lanes = WrappedGym(env, raw, categorical=kinds.pop(), batched=not one)
+        lanes = WrappedGym(env, raw, categorical=categorical, batched=not one)
     except UsageError:  # spaces only TorchRL can read, or envs that differ
         return None
     fake = env.fake_tensordict()
@@ -244,12 +249,12 @@ def _gymnasium(env: Any) -> Env | None:
 def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
     if type(env) not in kinds:
         return None
-    inner = env._env
+    inner = torchrl_internals.gymnasium_env(env)
     plain = (
         isinstance(inner, gym.Env)
         and not env.batch_size
         and not env.info_dict_reader
-        and getattr(env, "_convert_actions_to_numpy", True)
+        and torchrl_internals.converts_actions(env)
         and (env.device is None or env.device.type == "cpu")
     )
     if not plain:

@@ -23,28 +23,19 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from reap._system.processes import Raised
+from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of
 from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
-from reap.envs.torchrl.by_hand import handed_out, replaced, taken_back
+from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back
 from reap.envs.torchrl.captured import Array, Base
 from reap.envs.torchrl.rows import give_spec
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
 _MOVES = ("reset", "step", "step_and_maybe_reset", "seed")  # commands after which lanes are elsewhere
-_OWN = ("_shutdown_workers", "_wait_for_workers")  # what we put into the object in place of its class's
-_HERE = (  # what it has while its workers are there
-    *("_seeded_by_reset", "parent_channels", "_workers", "shared_tensordicts", "shared_tensordict_parent"),
-    *("_shared_tensordict_parent_next", "_shared_tensordict_parent_root"),
-)
-_HOOKED = (
-    *("step", "_step", "reset", "_reset", "step_and_maybe_reset", "maybe_reset", "set_seed", "close", "rand_action"),
-    *("_start_workers", "_create_td", "state_dict", "load_state_dict"),
-)
 
 
 class NotTakenOver(UsageError):
@@ -68,7 +59,7 @@ class Recipe(NamedTuple):
 def parallel_lanes(env: Any) -> ParallelLanes:
     """A TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` where that would not be the same."""
     running = _refused(env)
-    seeds = list(env._seeds) if running and env._seeds is not None else [None] * env.num_workers
+    seeds = torchrl_internals.seeds_of(env) if running else [None] * env.num_workers
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         lanes = _started(env, min(env.num_workers, most), seeds, running)
@@ -82,12 +73,13 @@ def parallel_lanes(env: Any) -> ParallelLanes:
 
 def _refused(env: Any) -> bool:
     """Whether TorchRL's workers are running; `NotTakenOver` for what is known before any env is made."""
-    own = vars(env)
-    if replaced(env, _HOOKED):
+    if not torchrl_internals.is_known_parallel(type(env)):
+        raise NotTakenOver("this version of TorchRL has its workers in another way")
+    if replaced(env, torchrl_internals.MOVES_OF_PARALLEL):
         raise NotTakenOver("somebody has replaced one of its methods")
-    if not own.get("_owns_workers", True):
+    if not torchrl_internals.owns_workers(env):
         raise NotTakenOver("it is a view of another one's workers")
-    if not own.get("_use_buffers") or own.get("share_individual_td"):
+    if not torchrl_internals.has_fixed_memory(env):
         raise NotTakenOver("its workers' results have no fixed place in memory")
     if len(env.batch_size) > 2:
         raise NotTakenOver("the lanes of each of its workers are in several dimensions")
@@ -97,11 +89,7 @@ def _refused(env: Any) -> bool:
         raise NotTakenOver("it was made from finished envs")
     if env.is_closed:
         return False
-    first = env._env_tensordict
-    untouched = own.get("_sync_m2w_value") is None and all(
-        torch.equal(value, first.get(key)) for key, value in env.shared_tensordict_parent.items(True, True)
-    )
-    if not untouched:  # the first step or reset finds out how its devices are synchronised
+    if not torchrl_internals.is_unmoved(env):
         raise NotTakenOver("its workers were running already, and have made steps or resets")
     return True
 
@@ -116,7 +104,7 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
     ]
     bounds = np.linspace(0, len(recipes), processes + 1).astype(int)
     shares: list[Any] = [recipes[a:b] for a, b in itertools.pairwise(bounds)]
-    start = "spawn" if env._mp_start_method == "spawn" else "forkserver"
+    start = "spawn" if torchrl_internals.is_spawned(env) else "forkserver"
     try:
         return ParallelLanes(env, shares, host=TorchRLChild, start_method=start, threads=env.num_sub_threads)
     except NotTakenOver:
@@ -149,29 +137,23 @@ class ParallelLanes(ProcessLanes):
     def take_over(self) -> None:
         """From now on TorchRL's object sees our processes as its workers."""
         env, count = self.outer, self.outer.num_workers
-        env._create_td()
-        env.parent_channels = [Channel(self, n) for n in range(count)]
-        env._workers = [WorkerProcess(self, n) for n in range(count)]
-        env._events = [LoadedEvent(self, n) for n in range(count)]
-        env.event, env._timeout = None, env.shutdown_timeout
-        for name in _OWN:
-            vars(env)[name] = _Instead(self, name)
-        vars(env)["_seeded_by_reset"] = True
-        env.is_closed = False
-        env.set_spec_lock_()
+        torchrl_internals.give_workers(
+            env,
+            [Channel(self, n) for n in range(count)],
+            [WorkerProcess(self, n) for n in range(count)],
+            [LoadedEvent(self, n) for n in range(count)],
+            {name: _Instead(self, name) for name in (torchrl_internals.SHUT_DOWN, torchrl_internals.WAIT)},
+        )
+        vars(env)[SEEDED_BY_RESET] = True
 
     def let_go(self) -> None:
         """It is TorchRL's own again, and closed."""
         env, self.outer = self.outer, None
-        if env is None or not isinstance(vars(env).get(_OWN[0]), _Instead):
+        if env is None or not isinstance(vars(env).get(torchrl_internals.SHUT_DOWN), _Instead):
             return
-        for name in _OWN:
-            del vars(env)[name]
-        for name in _HERE:
-            vars(env).pop(name, None)
-        env._events = None
         taken_back(env)
-        env.is_closed = True
+        vars(env).pop(SEEDED_BY_RESET, None)
+        torchrl_internals.take_workers(env)
 
     # ---- TorchRL's commands -----------------------------------------------------------------------------------------
 
@@ -193,19 +175,16 @@ class ParallelLanes(ProcessLanes):
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, self._ask(remote, "torchrl", (number, command, data))
+        self._asked[worker] = command, self._ask(remote, "torchrl", number, command, data)
 
     def heard(self, worker: int) -> Any:
         """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
         command, number = self._asked.pop(worker)
-        answer = self._done(self._of[worker][0], number)
-        if isinstance(answer, Raised):
-            raise self._named(answer.unpack(), self._of[worker][0])
-        (value,) = answer
+        (value,) = self._answer(self._of[worker][0], number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
-            shared.update_(value, keys_to_update=list(env._selected_reset_keys))
+            shared.update_(value, keys_to_update=torchrl_internals.reset_keys(env))
         elif command in ("step", "step_and_maybe_reset"):
             next_, root = value
             shared.get("next").update_(next_)
@@ -326,7 +305,7 @@ class _Instead:
     def __call__(self, workers: Sequence[int] = ()) -> None:
         lanes = self._lanes()
         if lanes is not None:
-            lanes.close() if self._name == "_shutdown_workers" else lanes.hear_all()
+            lanes.close() if self._name == torchrl_internals.SHUT_DOWN else lanes.hear_all()
 
     def __reduce__(self) -> Any:
         raise TypeError("a ParallelEnv a collector is using cannot be pickled or copied; shut the collector down first")
@@ -377,6 +356,7 @@ class ParallelBase(Base):
             self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
         _, rows, arrays = self._memory
         self._rows = []
+        self.fresh = self.fresh or len(self.read) > 1  # there is room for two, and none for a third
         for n, row in enumerate(rows):
             found = [arrays[("next", *as_key(key))][n] for key in self.keys]
             results = tuple(array.reshape(*self.size, *array.shape[1:]) for array in found)

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from reap._system.processes import Raised
+from reap._foreign import torchrl_internals
+from reap._system.remote_errors import Raised
 from reap.core.env import Env
 from reap.core.slot import Layout, Row
 from reap.envs.adapters.gymnasium import GymLanes
 from reap.envs.parallel.env_child import BEGIN, DRAW, STEP, EnvChild, Traits, advance, begin_some
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
+from reap.envs.torchrl.by_hand import innermost, inside
 from reap.envs.torchrl.captured import CapturedRows
 from reap.envs.torchrl.lanes import WrappedGym, torchrl_lanes
 from reap.envs.torchrl.parallel import NeedsOwnProcess, NotTakenOver, Recipe
@@ -151,9 +153,9 @@ def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
 def _transforms(env: Any) -> list[Any]:
     """All parts of all transforms, around and inside."""
     found: list[Any] = []
-    while "base_env" in vars(env).get("_modules", ()):
+    while (inner := inside(env)) is not None:
         found += env.transform.modules()
-        env = env.base_env
+        env = inner
     for child in _children(env):
         found += _transforms(child)
     return found
@@ -161,21 +163,18 @@ def _transforms(env: Any) -> list[Any]:
 
 def _children(env: Any) -> list[Any]:
     """The envs of a SerialEnv."""
-    if "_envs" not in vars(env):
-        return []
-    if env.is_closed:
+    if type(env).__name__ == "SerialEnv" and env.is_closed:
         env.start()
-    return list(env._envs)
+    return torchrl_internals.serial_envs(env)
 
 
 def _known(env: Any) -> bool:
     """Whether every Gymnasium env and wrapper inside is one of Gymnasium's own, or Atari's."""
-    while "base_env" in vars(env).get("_modules", ()):
-        env = env.base_env
+    env = innermost(env)
     children = _children(env)
     if children:
         return all(map(_known, children))
-    inner: Any = vars(env).get("_env")
+    inner = torchrl_internals.gymnasium_env(env)
     while isinstance(inner, gym.Wrapper):
         if not type(inner).__module__.startswith(_KNOWN):
             return False
@@ -194,7 +193,7 @@ def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
         return found
     if command == "step":
         stepped = env.step(data)
-        root = env._step_mdp(stepped)
+        root = torchrl_internals.next_root(env, stepped)
         _moved(lanes, root)
         return stepped.get("next"), root
     if command == "step_and_maybe_reset":
@@ -217,7 +216,9 @@ def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
         found = getattr(found, name)
     if callable(found):
         arguments, keywords = data
-        found = found(*[one for one in arguments if not (isinstance(one, str) and one == "_self")], **keywords)
+        found = found(
+            *[one for one in arguments if not (isinstance(one, str) and one == torchrl_internals.SELF)], **keywords
+        )
     return None if command == "to" else found
 
 

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 
+from reap._foreign import torchrl_internals
 from reap.core.columns.object_columns import own
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
@@ -48,7 +49,7 @@ def columns_of(env: Any, root: TensorDictBase, *, cells: bool = False) -> Column
 
     `cells`: texts and objects are columns, too, of references.
     """
-    if env._has_dynamic_specs:
+    if torchrl_internals.has_dynamic_specs(env):
         return None
     fake = env.fake_tensordict()
     dims = len(env.batch_size)
@@ -123,7 +124,7 @@ def give_spec(model: Any, env: Any) -> None:
     if waits_for_spec(model):
         model.set_action_spec_from_env(env)
     for part in model.modules() if isinstance(model, nn.Module) else ():
-        if getattr(part, "_spec", env) is None and hasattr(type(part), "spec"):
+        if torchrl_internals.lacks_spec(part):
             part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
 
 

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from reap._foreign import tensordict_internals
 from reap.spec import Key, Leaf, numpy_dtype
 
 _ALIGN = 64
@@ -127,8 +128,8 @@ def as_tensordict(columns: Mapping[Key, Tensor], count: int) -> TensorDict:
         nodes[node][name] = value
     size = torch.Size([count])
     for node, parent, name in nests:
-        nodes[parent][name] = TensorDict._new_unsafe(nodes[node], batch_size=size)
-    return TensorDict._new_unsafe(nodes[0], batch_size=size)
+        nodes[parent][name] = tensordict_internals.new_tensordict(nodes[node], batch_size=size)
+    return tensordict_internals.new_tensordict(nodes[0], batch_size=size)
 
 
 @lru_cache(maxsize=64)

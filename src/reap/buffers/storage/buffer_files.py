@@ -2,7 +2,7 @@
 
     book    header words │ marks │ which columns there are      mapped by all
     data    the rows                                            mapped as soon as the columns are known
-    lock    nothing                                             only locked, never mapped: see gate.py
+    lock    nothing                                             only locked, never mapped: see file_lock.py
 
 The first writer knows the columns and writes them down; whoever comes later, in whatever process, finds them.
 Descriptors are all another process needs: `fds` to inherit, `BufferFiles(capacity, fds, place=place)` to open. `place`
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from reap.buffers.episode_index import EpisodeIndex
-from reap.buffers.file_lock import gate
-from reap.buffers.ring import HEADER, LAYOUT, Ring
-from reap.buffers.rows import RowLayout, Rows
+from reap.buffers.storage.episode_index import EpisodeIndex
+from reap.buffers.storage.file_lock import gate
+from reap.buffers.storage.ring import HEADER, LAYOUT, Ring
+from reap.buffers.storage.rows import RowLayout, Rows
 from reap.core.shared_slots import SharedFile, in_bytes
 from reap.errors import NoSpace, SpecMismatch, UsageError
 from reap.spec import Key, Leaf, show

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.buffers.file_lock import FileLock, Waiting, told
+from reap.buffers.storage.file_lock import FileLock, Waiting, told
 
 Array = np.ndarray[Any, Any]
 GOES_ON, BEGINS, HOLE = 0, 1, 2

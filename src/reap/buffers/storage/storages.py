@@ -9,7 +9,8 @@ import torch
 
 from reap._system.temporary import TemporaryFolder
 from reap.buffers import arguments
-from reap.buffers.buffer_files import BufferFiles
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.episode_index import Cuts
 from reap.errors import NoSpace, UsageError
 
 
@@ -37,6 +38,7 @@ class Storage:
         for name, value in (("shared_init", shared_init), ("compilable", compilable)):
             arguments.flag(value, name, optional=True)
         self.memory: BufferFiles | None = None
+        self.cuts: Cuts | None = None  # what rows of another process's buffer are cut by; None: the sampler says
 
     def open(self) -> BufferFiles:
         """Its memory; a storage belongs to one buffer."""

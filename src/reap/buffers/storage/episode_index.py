@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from tensordict import TensorDictBase
 
-from reap.buffers.ring import BEGINS, HOLE, Ring
+from reap.buffers.storage.ring import BEGINS, HOLE, Ring
 from reap.errors import UsageError
 from reap.spec import Key, own_entry
 

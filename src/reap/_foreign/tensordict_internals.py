@@ -1,0 +1,87 @@
+"""Private names of tensordict: the only place that uses them, and what is done without.
+
+Modules whose privates are not as they are known here are not run flat: they are called as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from tensordict import TensorDict
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    probabilistic,
+)
+from torch import nn
+
+# A TensorDict of what is known to fit: nothing is checked. The public way checks every leaf.
+new_tensordict: Callable[..., TensorDict] = getattr(TensorDict, "_new_unsafe", TensorDict)
+
+# ---- the interaction type: one variable for the whole process ------------------------------------------------------
+
+# What holds it, with `get_mode` and `set_mode`; None where tensordict keeps it in another way.
+shared_interaction_type: Any = getattr(probabilistic, "_interaction_type", None)
+
+
+def put_interaction_type(holder: Any) -> None:
+    """Have tensordict ask `holder` from now on."""
+    probabilistic._interaction_type = holder
+
+
+# ---- modules: whether tensordict does nothing but call them and write what they return -----------------------------
+
+
+def is_plain_module(module: Any) -> bool:
+    """Whether a TensorDictModule calls what it holds with its `in_keys` in order, and writes all it returns."""
+    try:
+        return (
+            type(module)._call_module is TensorDictModule._call_module
+            and type(module)._write_to_tensordict is TensorDictModule._write_to_tensordict
+            and module.inplace is True
+            and module._kwargs is None
+            and not module.method_kwargs
+            and not module._get_kwargs
+            and list(module.out_keys) == list(module.out_keys_source)
+        )
+    except AttributeError:
+        return False
+
+
+def is_plain_sampler(module: Any) -> bool:
+    """Whether a probabilistic module makes its distribution and draws from it as tensordict's does."""
+    try:
+        return (
+            type(module).get_dist is ProbabilisticTensorDictModule.get_dist
+            and type(module)._dist_sample is ProbabilisticTensorDictModule._dist_sample
+            and module.num_samples is None
+            and module._generator is None
+            and module._generator_key is None
+            and len(module.dist_sample_keys) == 1
+            and isinstance(module.distribution_class, type)
+            and module.distribution_class.__name__ != "CompositeDistribution"
+        )
+    except AttributeError:
+        return False
+
+
+def parts_of(sequence: Any) -> Iterable[nn.Module] | None:
+    """The parts of a sequence, if it calls them one after another and does nothing else."""
+    try:
+        plain = (
+            not sequence._select_before_return
+            and sequence.inplace in (True, None)
+            and not sequence.partial_tolerant
+            and (not isinstance(sequence, ProbabilisticTensorDictSequential) or sequence._requires_sample)
+        )
+        return sequence._module_iter() if plain else None
+    except AttributeError:
+        return None
+
+
+def draw_of(sampler: Any) -> Callable[..., Any]:
+    """How a module draws from a distribution it is given, where `is_plain_sampler`."""
+    draw: Callable[..., Any] = sampler._dist_sample
+    return draw

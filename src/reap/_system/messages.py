@@ -1,0 +1,102 @@
+"""Messages with a child: whole ones only, each behind its length, as `multiprocessing.connection` writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from reap._system.pickling import dumps
+
+_PIECE = 1 << 20  # bytes read at once
+_LENGTH, _LONG_LENGTH = struct.Struct("!i"), struct.Struct("!Q")  # of a message, as `Connection` writes it
+
+
+def send(connection: Connection, thing: Any) -> None:
+    """Send anything, read by `MessageSocket.hear`. Not `connection.send`: that would share tensors, not send them."""
+    connection.send_bytes(dumps(thing, "what a child says"))
+
+
+class MessageSocket:
+    """The parent's end of a child's connection. Waits for nobody, but in `finish`: no reader, no half message."""
+
+    def __init__(self, own: socket.socket) -> None:
+        own.setblocking(False)
+        self._socket = own
+        self._heard, self._unsent = bytearray(), bytearray()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def say(self, data: bytes) -> None:
+        """Send a message as far as it goes; `flush` sends the rest."""
+        long = len(data) > 0x7FFFFFFF
+        self._unsent += _LENGTH.pack(-1) + _LONG_LENGTH.pack(len(data)) if long else _LENGTH.pack(len(data))
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what is left, as far as it goes; whether all has been sent, or nobody is there to read it."""
+        try:
+            while self._unsent:
+                with memoryview(self._unsent)[:_PIECE] as piece:
+                    sent = self._socket.send(piece)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            return False
+        except OSError:  # one that is gone says so through its sentinel
+            self._unsent.clear()
+        return True
+
+    def finish(self) -> None:
+        """Send what is left, waiting for the reader: for whoever has nothing else to do meanwhile."""
+        while not self.flush():
+            until_ready([], [self.fileno()])
+
+    def hear(self) -> list[bytes]:
+        """The messages that have come, whole ones only."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while piece := self._socket.recv(_PIECE):
+                self._heard += piece
+        found = []
+        while (ends := self._first()) is not None:
+            start, end = ends
+            found.append(bytes(memoryview(self._heard)[start:end]))
+            del self._heard[:end]
+        return found
+
+    def _first(self) -> tuple[int, int] | None:
+        """Where the first message begins and ends, if it is there."""
+        start = _LENGTH.size
+        if len(self._heard) < start:
+            return None
+        (size,) = _LENGTH.unpack_from(self._heard)
+        if size < 0:
+            start += _LONG_LENGTH.size
+            if len(self._heard) < start:
+                return None
+            (size,) = _LONG_LENGTH.unpack_from(self._heard, _LENGTH.size)
+        return (start, start + size) if len(self._heard) >= start + size else None
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+def until_ready(reading: Iterable[int], writing: Iterable[int] = (), within: float | None = None) -> bool:
+    """Wait for one of these descriptors, for so many seconds at most; whether there was one.
+
+    Not `select.select`: that refuses numbers from 1024 on, which a program with many envs or files has.
+    """
+    poll, asked = select.poll(), dict.fromkeys(reading, select.POLLIN)
+    for fd in writing:
+        asked[fd] = asked.get(fd, 0) | select.POLLOUT
+    for fd, events in asked.items():
+        poll.register(fd, events)
+    return bool(poll.poll(None if within is None else math.ceil(max(0.0, within) * 1000)))

@@ -1,0 +1,59 @@
+"""An exception of another process: sent as bytes, raised again here with its cause and its traceback as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import traceback
+
+from reap._system.pickling import dumps
+from reap.errors import ReapError, WorkerRaised
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception in another process, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """An error on its way from a child: itself and its cause as bytes, as far as they can be, the traceback as text."""
+
+    error: bytes
+    cause: bytes
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException, doing: str = "") -> Raised:
+        """The message for what was just caught; foreign errors are told as raised by `doing`."""
+        if not isinstance(error, ReapError):
+            foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
+            error.__cause__ = foreign
+        text = "".join(traceback.format_exception(error.__cause__ or error))
+        return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
+
+    def unpack(self) -> ReapError:
+        """The error to raise here: what it was, caused by what caused it, with the remote traceback at the end."""
+        try:
+            raised, cause = pickle.loads(self.error), pickle.loads(self.cause)
+        except Exception:  # of a kind that only the child can import
+            raised, cause = WorkerRaised(self.text.strip().rsplit("\n", 1)[-1]), None
+        error: ReapError = raised if isinstance(raised, ReapError) else WorkerRaised(repr(raised))
+        if cause is not None:
+            cause.__cause__ = RemoteTraceback(self.text)
+        error.__cause__ = cause if cause is not None else RemoteTraceback(self.text)
+        return error
+
+
+def _error_bytes(error: BaseException | None) -> bytes:
+    try:
+        data = dumps(error, "an error")
+        pickle.loads(data)  # some exceptions can be written but not read
+    except Exception:
+        if isinstance(error, ReapError):
+            plain = WorkerRaised(str(error.args[0] if error.args else error)).at(lane=error.lane, step=error.step)
+            return dumps(plain, "an error")
+        return dumps(RuntimeError(f"{type(error).__name__}: {error}"), "an error")
+    return data

@@ -1,0 +1,277 @@
+"""Deliveries: which rollouts make a batch, and when a slot is given out again.
+
+    InStep      one slot for all: worker w fills lanes [w·B, (w+1)·B), the batch is whole when all have       1 version
+    AsReady     slots of its own for each: whoever is full first is taken first, and goes on while you learn
+    IntoBuffer  workers bring their rollouts to a buffer themselves: only how many frames they made comes here
+
+                    ┌── a slot number ──► worker 0 ─┐
+    take ── wait ───┤                               ├──► "full" ──► lend (or copy) ──► consumer
+     ▲              └── a slot number ──► worker 1 ─┘                                       │
+     └── the last tensor on the slot has died: its number is given out with the next take ◄─┘
+
+`take` and what changes what is under way are called while the supervisor's `talking` is held, and Ctrl-C with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from reap.backends.base import Delivery, Rollout
+from reap.backends.joint_slot import joined, joined_finals
+from reap.backends.supervisor import Supervisor
+from reap.backends.worker_handle import WorkerHandle
+from reap.backends.worker_server import RolloutReady
+from reap.core.slot import Pool, Slot
+from reap.spec import Key
+
+ALL = 2**62  # frames: more than there will ever be
+OWN_SLOTS = 4  # of a worker that goes on by itself: one being filled, one full, two with the consumer
+_COMMON_SLOTS = 3  # of workers in step: two for the consumer, one that is copied out when it holds both
+_AHEAD = 2  # rollouts a worker that writes to a buffer is asked for at a time
+
+
+class Round:
+    """One rollout of every worker. `threshold`: when this share of them is done, the others are cut short."""
+
+    def __init__(self, threshold: float | None) -> None:
+        self._threshold = threshold
+        self.pending = False  # whether it was ordered and is not whole yet: Ctrl-C interrupted whoever waited for it
+
+    def enough(self, workers: int) -> int:
+        """How many have to be done."""
+        return workers if self._threshold is None else min(max(int(workers * self._threshold), 1), workers)
+
+    def order(self, supervisor: Supervisor, slot: int, *, random: bool) -> None:
+        """Let every worker fill this slot."""
+        self.pending = True
+        supervisor.let_be_random(ALL if random else 0)
+        supervisor.transport.cut_short(False)
+        for worker in supervisor.workers:
+            supervisor.fill(worker, slot)
+
+    def wait(self, supervisor: Supervisor) -> None:
+        """Wait until all have arrived."""
+        count = len(supervisor.workers)
+        enough = self.enough(count)
+        while len(supervisor.arrived) < count:
+            if len(supervisor.arrived) >= enough:
+                supervisor.transport.cut_short(True)
+            supervisor.listen()
+
+    def forget(self, supervisor: Supervisor) -> None:
+        """Wait until all have arrived, and uncount what they bring."""
+        self.wait(supervisor)
+        for worker, ready in supervisor.arrived:
+            worker.uncount(ready.frames)
+
+    def settle(self, supervisor: Supervisor) -> tuple[int, int]:
+        """Frames and rollouts of those that have arrived. It is over."""
+        self.pending = False
+        return _settled(supervisor)
+
+
+class InStep(Delivery):
+    """A batch holds a rollout of every worker. `threshold`: when this share of them is done, the others stop."""
+
+    in_step = True
+
+    def __init__(self, threshold: float | None = None) -> None:
+        self._round = Round(threshold)
+        self._pool: Pool | None = None  # None: workers' rollouts have different lengths, and slots of their own
+        self._filling: Slot | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        return self._round.pending
+
+    def preempts(self, workers: int) -> bool:
+        return self._round.enough(workers) < workers
+
+    def prepare(self, supervisor: Supervisor) -> None:
+        self._supervisor, workers = supervisor, supervisor.workers
+        layouts = [worker.about.layout for worker in workers]
+        if len({layout.steps for layout in layouts}) > 1:
+            self._pool = None
+            supervisor.transport.own_slots(workers, 1)
+            return
+        whole = joined(layouts)
+        make = supervisor.transport.common_slots(workers, whole, _COMMON_SLOTS)
+        self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: make(index))
+
+    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+        supervisor, workers = self._supervisor, self._supervisor.workers
+        if not self._round.pending:
+            self._filling = None if self._pool is None else self._pool.acquire()
+            number = 0 if self._filling is None else self._filling.index % _COMMON_SLOTS
+            self._round.order(supervisor, number, random=random)
+        self._round.wait(supervisor)
+        full = {worker.index: ready for worker, ready in supervisor.arrived}
+        filled, self._filling = self._filling, None
+        frames, _ = self._round.settle(supervisor)
+        parts = [full[worker.index] for worker in workers]
+        version = parts[0].version
+        if filled is None or self._pool is None:
+            apart = [_apart(worker, part) for worker, part in zip(workers, parts)]
+            return Rollout({}, workers[0].about.layout, frames, version, parts=apart)
+        arrays = self._pool.lend(filled)
+        for key in parts[0].loose:
+            arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
+        lanes = [worker.about.layout.lanes for worker in workers]
+        finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
+        return Rollout(arrays, filled.layout, frames, version, finals=finals)
+
+    def forget_unfinished(self) -> None:
+        if self._round.pending:
+            self._round.forget(self._supervisor)
+            self.settle()
+
+    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+        """Nothing is under way: see `forget_unfinished`."""
+
+    def settle(self) -> tuple[int, int]:
+        slot, self._filling = self._filling, None
+        if slot is not None and self._pool is not None:
+            self._pool.release(slot)
+        return self._round.settle(self._supervisor)
+
+
+class AsReady(Delivery):
+    """A batch is one worker's rollout. So many frames of the run have random actions, whoever makes them."""
+
+    in_step = unfinished = False
+
+    def __init__(self, random_frames: int = 0) -> None:
+        self._random_frames = random_frames
+        self._begun: set[int] = set()  # workers that have their slots
+
+    def preempts(self, workers: int) -> bool:
+        return False
+
+    def prepare(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        supervisor.let_be_random(self._random_frames)
+        supervisor.transport.own_slots([worker for worker in supervisor.workers if not worker.slots], OWN_SLOTS)
+
+    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+        supervisor = self._supervisor
+        for worker in supervisor.workers:
+            if worker.index not in self._begun:
+                self._begun.add(worker.index)
+                for slot in range(OWN_SLOTS):
+                    supervisor.fill(worker, slot)
+        self._take_back()
+        while not supervisor.arrived:
+            supervisor.listen(first=True)
+        worker, ready = supervisor.arrived.popleft()
+        arrays = {**self._lend(worker, ready.slot), **ready.loose}
+        about = worker.about.layout, ready.frames, ready.version
+        return Rollout(arrays, *about, worker=worker.index, finals=ready.finals)
+
+    def _lend(self, worker: WorkerHandle, index: int) -> dict[Key, np.ndarray[Any, Any]]:
+        """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
+        slot = worker.slots[index]
+        if len(worker.lent) >= OWN_SLOTS - 2:
+            arrays = slot.copied()
+            self._supervisor.fill(worker, index)
+            return arrays
+        worker.lent.add(index)
+        return slot.lend()
+
+    def _take_back(self) -> None:
+        """Slots at which the consumer does not look any more are the workers' again."""
+        for worker in self._supervisor.workers:
+            for index in [index for index in worker.lent if worker.slots[index].returned]:
+                worker.lent.discard(index)
+                self._supervisor.fill(worker, index)
+
+    def forget_unfinished(self) -> None:
+        """Nobody waits for a batch that is half made."""
+
+    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+        arrived = self._supervisor.arrived
+        for _ in range(len(arrived)):
+            worker, ready = arrived.popleft()
+            if worker.index not in workers or ready.since == call:
+                arrived.append((worker, ready))
+            else:
+                worker.uncount(ready.frames)
+                self._supervisor.fill(worker, ready.slot)
+
+    def settle(self) -> tuple[int, int]:
+        return _settled(self._supervisor)
+
+
+class IntoBuffer(Delivery):
+    """Workers write their rollouts to a buffer. `in_step`: all make one for each take; else as many as are wanted."""
+
+    def __init__(self, *, in_step: bool, threshold: float | None = None, random_frames: int = 0) -> None:
+        self.in_step, self._random_frames = in_step, 0 if in_step else random_frames
+        self._round = Round(threshold)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._round.pending
+
+    def preempts(self, workers: int) -> bool:
+        return self._round.enough(workers) < workers
+
+    def prepare(self, supervisor: Supervisor) -> None:
+        self._supervisor, workers = supervisor, supervisor.workers
+        layouts = [worker.about.layout for worker in workers]
+        if self.in_step and len({layout.steps for layout in layouts}) == 1:
+            joined(layouts)  # refuses workers whose rows would not fit together
+        supervisor.let_be_random(self._random_frames)
+        supervisor.transport.own_slots(workers, _AHEAD, here=False)
+
+    def take(self, *, random: bool, most: float = ALL) -> Rollout:
+        supervisor = self._supervisor
+        if self.in_step:
+            if not self._round.pending:
+                self._round.order(supervisor, 0, random=random)
+            self._round.wait(supervisor)
+            worker, ready = supervisor.arrived[0]
+            frames, _ = self._round.settle(supervisor)
+        else:
+            self._ask_for_more(most)
+            while not supervisor.arrived:
+                supervisor.listen(first=True)
+            worker, ready = supervisor.arrived.popleft()
+            frames = ready.frames
+        return Rollout({}, worker.about.layout, frames, ready.version, worker=worker.index)
+
+    def _ask_for_more(self, most: float) -> None:
+        """Rollouts are written as they are made: workers are asked for no more than are wanted."""
+        supervisor = self._supervisor
+        asked = sum(ready.frames for _, ready in supervisor.arrived)
+        asked += sum(len(worker.working) * worker.size for worker in supervisor.workers)
+        for ahead in range(1, _AHEAD + 1):
+            for worker in supervisor.workers:
+                if len(worker.working) < ahead and asked < most:
+                    supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.working))
+                    asked += worker.size
+
+    def forget_unfinished(self) -> None:
+        if self._round.pending:
+            self._round.forget(self._supervisor)
+            self.settle()
+
+    def begin_anew(self, workers: Sequence[int], call: int) -> None:
+        """What was written is there, wanted or not; it is counted when somebody takes next."""
+
+    def settle(self) -> tuple[int, int]:
+        return self._round.settle(self._supervisor)
+
+
+def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
+    arrays = {**worker.slots[ready.slot].copied(), **ready.loose}
+    return Rollout(arrays, worker.about.layout, ready.frames, ready.version, worker=worker.index)
+
+
+def _settled(supervisor: Supervisor) -> tuple[int, int]:
+    """Frames and rollouts that have arrived, which are forgotten."""
+    found = sum(ready.frames for _, ready in supervisor.arrived), len(supervisor.arrived)
+    supervisor.arrived.clear()
+    return found

@@ -1,0 +1,188 @@
+"""SharedMemoryTransport: workers that are processes of this machine, with slots and weights in memory both sides see.
+
+    free pipe   a slot number ──► worker       permission to fill it: one atomic write
+    line        calls ──► worker, answers and "full" ◄── worker
+    files       slots, weights (one block, read by all), counters
+
+The parent waits on lines *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from reap._system.conversation import Conversation
+from reap._system.interrupts import Interrupts
+from reap._system.pickling import pack
+from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
+from reap._system.silence import Silence
+from reap.backends.base import Transport, WorkerConnection
+from reap.backends.local.process_worker import WorkerFiles, WorkerMemory, run_worker
+from reap.backends.local.shared_counters import NOWHERE, SharedCounters
+from reap.backends.worker_handle import WorkerHandle
+from reap.core.shared_slots import SharedFile, SharedSlots
+from reap.core.slot import Layout, Slot
+from reap.weight_update import WeightTransport
+from reap.weights.shared import Packing, SharedWeights
+
+
+class SharedMemoryTransport(Transport):
+    """Reaches workers that are children of this process. `buffer`: descriptors their writers need."""
+
+    weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "parcel", "none")
+    replaceable: ClassVar[bool] = False
+
+    def __init__(self, *, start_method: StartMethod = "forkserver", buffer: Sequence[int] = ()) -> None:
+        self._start_method, self._buffer = start_method, tuple(buffer)
+        self._selector: selectors.BaseSelector | None = None
+        self._opened: list[SharedFile] = []
+        self._files: list[WorkerFiles] = []  # by worker
+        self._memory: dict[int, tuple[Layout, int, int, bool]] = {}  # of each worker: where its slots are
+        self.counters: SharedCounters  # once it is open
+
+    def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
+        common, weights, counters = (self._file(name) for name in ("slots", "weights", "counters"))
+        for _ in workers:
+            self._files.append(WorkerFiles(common, self._file("slots"), weights, counters, self._file("weights")))
+        self.counters = SharedCounters(counters, len(workers))
+        self.counters.step[:] = self.counters.lane[:] = NOWHERE
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(interrupts.open(), selectors.EVENT_READ)
+
+    def _file(self, name: str) -> SharedFile:
+        self._opened.append(SharedFile(f"reap-{name}"))
+        return self._opened[-1]
+
+    def launch(self, workers: Sequence[WorkerHandle]) -> None:
+        jobs = [worker.job for worker in workers if worker.job is not None]
+        targets = [pack(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
+        del jobs
+        for worker, target in zip(workers, targets):
+            theirs, ours = os.pipe()
+            fds = [theirs, *(file.fd for file in self._files[worker.index]), *self._buffer]
+            try:
+                child = Child(target, fds=fds, start=self._start_method, name=f"reap-worker-{worker.index}")
+            except BaseException:
+                os.close(ours)
+                raise
+            finally:
+                os.close(theirs)
+            assert self._selector is not None
+            worker.connection = ProcessConnection(worker.index, child, ours, self._selector)
+
+    def wait(self, seconds: float | None) -> list[int]:
+        assert self._selector is not None
+        ready = self._selector.select(seconds)
+        found = {key.data.index: key.data for key, _ in ready if key.data is not None}
+        for connection in found.values():
+            connection.flush()
+        return list(found)
+
+    def place(self, worker: WorkerHandle) -> dict[str, int]:
+        step = int(self.counters.step[worker.index])
+        if step < 0:
+            return {}
+        lane = 0 if worker.about.layout.lanes == 1 else int(self.counters.lane[worker.index])
+        return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
+
+    def let_be_random(self, frames: int) -> None:
+        self.counters.random = frames
+
+    def cut_short(self, stop: bool) -> None:
+        self.counters.stop = stop
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def common_slots(self, workers: Sequence[WorkerHandle], whole: Layout, count: int) -> Callable[[int], Slot]:
+        first = 0
+        for worker in workers:
+            self._memory[worker.index] = whole, count, first, True
+            first += worker.about.layout.lanes
+        return SharedSlots(self._files[0].common, whole, count).slot
+
+    def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
+        for worker in workers:
+            own = worker.about.layout
+            self._memory[worker.index] = own, count, 0, False
+            shared = SharedSlots(self._files[worker.index].own, own, count)
+            worker.slots = {index: shared.slot(index) for index in range(count)} if here else {}
+
+    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+        layout, count, first, common = self._memory[worker.index]
+        return (WorkerMemory(layout, count, first, common=common, packing=packing),)
+
+    def weight_channel(self, packing: Packing, needed: Sequence[str]) -> SharedWeights:
+        return SharedWeights(self._files[0].weights, packing)
+
+    def pass_weights(self, worker: WorkerHandle, data: bytes) -> int:
+        room = self._files[worker.index].packed.map(len(data))  # a write would end at 2 GiB
+        room[:] = np.frombuffer(data, np.uint8)
+        return len(data)
+
+    def resend_weights(self, worker: WorkerHandle) -> None:
+        """Not needed: it reads what is in the block."""
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, workers: Sequence[WorkerHandle]) -> None:
+        if hasattr(self, "counters"):
+            self.counters.leave = True  # before the signal, which then waits for the end of a step
+        connections = [worker.connection for worker in workers if isinstance(worker.connection, ProcessConnection)]
+        for connection in connections:
+            connection.hang_up()
+            connection.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
+            connection.child.signal(signal.SIGCONT)  # or stopped: now it hears that
+        end([connection.child for connection in connections], patience=LAST_STEP, deadline=DEADLINE)
+        if self._selector is not None:
+            self._selector.close()
+        for file in self._opened:
+            file.close()
+
+
+class ProcessConnection(WorkerConnection):
+    """The parent's ends of what ties it to a worker's process. A fork of the parent gives it no slots."""
+
+    def __init__(self, index: int, child: Child, free: int, selector: selectors.BaseSelector) -> None:
+        self.index, self.child, self._free, self._selector = index, child, free, selector
+        self._talk, self._owner = Conversation(child), os.getpid()
+        selector.register(child.sentinel, selectors.EVENT_READ, self)
+        selector.register(child.line, selectors.EVENT_READ, self)
+        self.flush()
+
+    def call(self, data: bytes) -> None:
+        self.child.line.say(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send on what did not go at once; what is left is sent when its line can take it."""
+        line = self.child.line
+        wanted = selectors.EVENT_READ if line.flush() else selectors.EVENT_READ | selectors.EVENT_WRITE
+        if self._selector.get_key(line).events != wanted:
+            self._selector.modify(line, wanted, self)
+
+    def fill(self, slot: int, *, random: bool) -> None:
+        """The worker itself knows whether its actions are random: it counts frames with the others."""
+        if self._free >= 0 and self._owner == os.getpid():
+            with contextlib.suppress(BrokenPipeError):  # it is gone; whoever waits for it finds out
+                os.write(self._free, bytes([slot]))
+
+    def hear(self) -> tuple[list[Any], bool]:
+        gone = self._talk.hear()
+        said = list(self._talk.inbox)
+        self._talk.inbox.clear()
+        return said, gone
+
+    def hang_up(self) -> None:
+        """Give no more slots, and say no more."""
+        fd, self._free = self._free, -1  # first: nobody may write to a number that is somebody else's
+        if fd >= 0:
+            os.close(fd)
+        self.child.line.close()

@@ -1,0 +1,277 @@
+"""WorkerBackend: workers elsewhere: a supervisor, the transport it reaches them by, and a delivery of their rollouts.
+
+    take ──► delivery ──► supervisor ──► transport ──► workers          publish ──► transport ──► workers
+
+Everything a collector asks of its workers is here, and nothing of how it gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from reap._system.fork_server_client import enough_room
+from reap._system.pickling import dumps
+from reap.backends.base import Delivery, Rollout, Transport
+from reap.backends.delivery import ALL
+from reap.backends.supervisor import Supervisor, fresh_entropy
+from reap.backends.weight_publisher import WeightPublisher
+from reap.backends.worker_handle import WorkerHandle
+from reap.backends.worker_server import Hooks, Job, changed
+from reap.core.stats import EpisodeWindow
+from reap.errors import ReapError, UsageError, WrongState
+from reap.seeding import chain
+from reap.weight_update import WeightTransport
+
+_FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
+
+
+class WorkerBackend:
+    """Workers elsewhere, one plan each.
+
+    Args:
+        plans: what each worker is built from.
+        transport: how workers are reached.
+        delivery: which rollouts make a batch.
+        source: where weights come from, unless somebody gives them.
+        scheme: the way weights take; None: the transport's own.
+        timeout: seconds a worker that has work may say nothing.
+        restart: put another in the place of a worker that died.
+        **alike: further fields of every worker's `Job`.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self,
+        plans: Sequence[Any],
+        *,
+        transport: Transport,
+        delivery: Delivery,
+        source: Any = None,
+        scheme: WeightTransport | None = None,
+        timeout: float | None = None,
+        restart: bool = False,
+        **alike: Any,
+    ) -> None:
+        self._plans, self.transport, self.delivery = list(plans), transport, delivery
+        self._alike = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **alike}
+        self.supervisor = Supervisor(transport, timeout=timeout, restart=restart, started_again=self._join_late)
+        self._weights = WeightPublisher(self.supervisor, scheme=scheme, source=source, in_step=delivery.in_step)
+        self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
+        self._late = 0  # workers that were started later
+
+    # ---- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all workers at once, learn from them what a slot looks like, and tell them where memory is."""
+        supervisor = self.supervisor
+        with supervisor.interrupts.held(), enough_room("the workers"):
+            supervisor.start(self._jobs(self._plans, 0))
+            del self._plans[:]  # and with them our duplicates of the descriptors in them
+            self.delivery.prepare(supervisor)
+            packing = self._weights.choose_packing()
+            self.call("begin", {worker.index: self.transport.beginning(worker, packing) for worker in self.workers})
+            self._weights.open(packing)
+
+    def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
+        return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
+
+    def add(self, plans: Sequence[Any]) -> None:
+        """More workers, from here on. They have the latest weights."""
+        supervisor = self.supervisor
+        with supervisor.talking, supervisor.interrupts.held():
+            if self.delivery.unfinished:
+                raise WrongState("a batch is half made: take it before more workers come")
+            new = supervisor.start(self._jobs(plans, len(self.workers)))
+            for worker in new:
+                self._weights.check(worker)
+            self.delivery.prepare(supervisor)
+            for worker in new:
+                self._join_late(worker)
+
+    def _join_late(self, worker: WorkerHandle) -> None:
+        """Let a worker begin with the latest weights, new episodes, and ids nobody has seen."""
+        self._late += 1
+        self.call("begin", {worker.index: self.transport.beginning(worker, self._weights.packing)})
+        self.transport.resend_weights(worker)
+        self.call("load_state", {worker.index: (worker.frames, {}, self._late * _FRESH_IDS, self.version)})
+        self._weights.restore_own(worker)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End all workers, within one deadline. May be called twice."""
+        self.supervisor.close(failed=failed)
+
+    @property
+    def workers(self) -> list[WorkerHandle]:
+        """The workers; none once it is closed."""
+        return self.supervisor.workers
+
+    @property
+    def known_workers(self) -> list[WorkerHandle]:
+        """The workers; once it is closed, who they were."""
+        return self.supervisor.workers or self.supervisor.former
+
+    @property
+    def episodes(self) -> EpisodeWindow:
+        """The last episodes of all workers."""
+        return self.supervisor.episodes
+
+    @property
+    def on_rollout(self) -> Callable[..., None] | None:
+        """Who is told worker, span, frames and version of each rollout."""
+        return self.supervisor.on_rollout
+
+    @on_rollout.setter
+    def on_rollout(self, tell: Callable[..., None] | None) -> None:
+        self.supervisor.on_rollout = tell
+
+    # ---- rollouts -------------------------------------------------------------------------------------------------
+
+    def take(self, *, random: bool = False, most: float = ALL) -> Rollout:
+        """The next rollout: of all workers (in step), or of whoever is first.
+
+        `most`: how many frames may still be asked for, where they are written to a buffer as they are made.
+        """
+        supervisor = self.supervisor
+        with supervisor.talking, supervisor.interrupts.held():
+            return self.delivery.take(random=random, most=most)
+
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """Inside, Ctrl-C is let in only while waiting for workers: what is taken can be put where it belongs."""
+        return self.supervisor.interrupts.held()
+
+    def breaker(self) -> Callable[[], None]:
+        """What breaks off a take, called from another thread; it raises `Halted`."""
+        return self.supervisor.break_off
+
+    def drain(self, within: float | None = None) -> None:
+        """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
+        self.supervisor.drain(within)
+
+    def settle(self, within: float | None = None) -> tuple[int, int]:
+        """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
+        supervisor = self.supervisor
+        with supervisor.talking, supervisor.interrupts.held():
+            supervisor.drain(within)
+            return self.delivery.settle()
+
+    # ---- calls ----------------------------------------------------------------------------------------------------
+
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+        return self.supervisor.call(name, arguments)
+
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+        """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
+        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in self.workers]
+        try:
+            return self.call("find", {worker.index: (path, one) for worker, one in zip(self.workers, packed)})
+        except ReapError as error:
+            if calls is None and isinstance(error.__cause__, AttributeError):
+                raise error.__cause__ from error  # a wrong name, as it would be here
+            raise
+
+    def apply(self, path: str, strategy: Any, weights: Any) -> None:
+        """Give the model at `path` in each worker what a user's own strategy has made of its weights."""
+        self.call("apply", self.supervisor.everyone(path, dumps((strategy, weights), "weights")))
+
+    def profile(self, settings: Mapping[int, Any]) -> None:
+        """Let workers trace their rollouts: settings by worker (core/profiling.py), None to end it."""
+        self.call("profile", {worker: (one,) for worker, one in settings.items()})
+
+    def set_hooks(self, new: Mapping[str, Any]) -> None:
+        """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
+        self.set_packed_hooks(dumps(dict(new), " and ".join(new)))
+        hooks: Hooks = changed(self._alike.get("hooks"), new)
+        self._alike["hooks"] = hooks
+        self.supervisor.change_jobs(hooks=hooks)
+
+    def set_packed_hooks(self, packed: bytes) -> None:
+        """The same, with hooks that somebody has packed already."""
+        self.call("hooks", self.supervisor.everyone(packed))
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the latest weights."""
+        return self._weights.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._weights.version = version
+
+    def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
+        """New weights for all workers, or for some; returns their version."""
+        return self._weights.publish(weights, worker_ids)
+
+    def begin_with(self, weights: Mapping[int, Any]) -> None:
+        """Give workers (by number) weights before anybody acts; they are of the first version."""
+        self._weights.begin_with(weights)
+
+    def weights_of(self, worker: int) -> Any:
+        """What a worker's policy holds now."""
+        return self.call("weights", {worker: ()})[0]
+
+    # ---- seeds and state ------------------------------------------------------------------------------------------
+
+    def reset(self, lanes: Sequence[int] | None = None, *, workers: Sequence[int] | None = None) -> None:
+        """Begin new episodes in all workers, or in some."""
+        if lanes is not None:
+            raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
+        self._begin_anew("reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()))
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        """Each worker's lanes take the links of the chain that follow the last worker's."""
+        calls: dict[int, Sequence[Any]] = {}
+        for worker in self.workers:
+            calls[worker.index] = (seed, static)
+            _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
+        self._begin_anew("set_seed", calls)
+        return seed
+
+    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
+        """A call that ends all episodes. What was made before it is not delivered any more."""
+        supervisor = self.supervisor
+        with supervisor.talking, supervisor.interrupts.held():
+            self.delivery.forget_unfinished()
+            supervisor.count_wanted(anew=list(calls))
+            taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
+            number = supervisor.calls + 1
+            self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
+            self.delivery.begin_anew(list(calls), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Env states, trajectory ids, counts and weights of all workers."""
+        states = self.call("state", self.supervisor.everyone())
+        each = {}
+        for worker, state in zip(self.workers, states):
+            # What nobody has taken will not be there for whoever goes on from this state.
+            frames, rollouts = self.supervisor.waiting(worker)
+            taken = {"frames": worker.frames - frames, "iter": worker.rollouts - rollouts - 1}
+            each[f"worker{worker.index}"] = {**state, **taken}
+        first = torch.tensor(max(state.pop("traj_id") for state in each.values()))
+        shared = {"policy_version": self.version, "episodes": self.episodes.state()}
+        return {"traj_pool": {"traj_id": first}, **each, **shared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The counterpart. A worker the state knows nothing of begins like the first one, in a new env."""
+        supervisor = self.supervisor
+        if "episodes" in state:
+            self.episodes.load(state["episodes"])
+        first = int(state.get("traj_pool", {}).get("traj_id", 0))
+        self.version = int(state.get("policy_version", self.version))
+        usual = {**state.get("worker0", {}), "env_state_dict": {}, "resume": None, "frames": 0, "iter": -1}
+        own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
+        with supervisor.talking, supervisor.interrupts.held():
+            self.delivery.forget_unfinished()
+            for w, worker in enumerate(self.workers):
+                frames, rollouts = supervisor.waiting(worker)
+                worker.frames = int(own[w].get("frames", 0)) + frames
+                worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
+            self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
+            self._weights.states_loaded(own, self.version)

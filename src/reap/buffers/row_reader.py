@@ -1,0 +1,133 @@
+"""RowReader: rows of a ring that others write to meanwhile, as samples.   draw → read → still there? ──► sample"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.buffers import arguments
+from reap.buffers.multistep import MultiStep
+from reap.buffers.samplers import Sampler, nothing
+from reap.buffers.storage.batch_writer import PLAIN
+from reap.buffers.storage.buffer_files import BufferFiles
+from reap.buffers.storage.episode_index import Cuts
+from reap.buffers.storage.ring import BASE, HEAD, HOLE
+from reap.buffers.storage.rows import Array, Rows, as_tensordict
+from reap.errors import Starved, WrongIndex, WrongState
+from reap.spec import Key, Leaf, as_key
+
+_PATIENCE = 4  # reads that may be overtaken before writers are held off for one
+
+
+class RowReader:
+    """Reads what a sampler draws, or rows by number, and makes samples of them.
+
+    `tells`: samples hold what is known about their rows. `cuts`: what episodes were cut by when they were written.
+    """
+
+    def __init__(
+        self, memory: BufferFiles, sampler: Sampler, cuts: Cuts, *, tells: bool, device: torch.device, pin: bool
+    ) -> None:
+        self._memory, self._sampler, self._cuts, self._tells = memory, sampler, cuts, tells
+        self._device, self._pin = device, pin
+        self._ahead: MultiStep | None = None
+        self._named = False  # whether it is known that the columns go with what a sample says
+
+    def look_ahead(self, ahead: MultiStep | None) -> None:
+        """Read rows with what lies ahead of them, or without."""
+        self._ahead, self._named = ahead, False
+
+    def check_names(self, columns: Mapping[Key, Leaf]) -> None:
+        """Raise if rows with these columns have a name that a sample uses for something else."""
+        if self._tells:
+            self._sampler.check_columns(columns)
+        if self._ahead is not None:
+            self._ahead.check_names(columns)
+
+    def draw(self, count: int, generator: torch.Generator | None) -> tuple[Array, dict[Any, Any], dict[Key, Tensor]]:
+        """The numbers of rows the sampler draws, what is to be known about them, and what they hold."""
+        memory, sampler = self._memory, self._sampler
+        ring = memory.ring
+        for _ in range(0 if sampler.alone else _PATIENCE):
+            low = ring.low
+            try:
+                positions, info = sampler.draw(memory, count, generator)
+            except Starved:
+                break  # or so it seems: a whole lap may have gone by between two looks
+            rows, columns = self._read(positions)
+            # The first question is the cheap one: nothing drawn is below `low`.
+            if ring.intact(low) or ring.intact(int(positions.min())):
+                info["index"] = torch.from_numpy(rows)
+                return rows, info, columns
+        with ring.gate.locked():  # nobody reserves what we read
+            positions, info = sampler.draw(memory, count, generator)
+            rows, columns = self._read(positions)
+        info["index"] = torch.from_numpy(rows)
+        return rows, info, columns
+
+    def at(self, index: Any) -> tuple[Any, Any]:
+        """The rows with these numbers as a sample, and their numbers in the shape of `index`.
+
+        A slice leaves out rows that are being written. Writers wait.
+        """
+        ring = self._memory.ring
+        with ring.gate.locked():  # nobody reserves what we read
+            low, high = ring.window()
+            try:
+                chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
+            except Exception as error:  # whatever NumPy, or the thing itself, has against it
+                raise WrongIndex(f"index {arguments.shown(index)} names no rows of this buffer: {error}") from None
+            if high < ring.words[HEAD] or ring.holes(low):
+                whole = np.zeros(ring.capacity, bool)
+                whole[np.arange(low, high)[ring.marks_of(low, high) != HOLE] % ring.capacity] = True
+                if isinstance(index, slice):
+                    chosen = chosen[whole[chosen]]
+                elif not whole[chosen].all():
+                    raise WrongState(f"of rows {index} some are being written, or never were to the end")
+            rows, columns = self._read(low + (np.array(chosen).reshape(-1) - low) % ring.capacity)
+        return self.deliver(columns, len(rows), {"index": torch.from_numpy(rows)}), chosen
+
+    def _read(self, positions: Array) -> tuple[Array, dict[Key, Tensor]]:
+        rows = positions % self._memory.capacity
+        if not self._named:  # once: another process may have written them, which does not know what a sample needs
+            self.check_names(self._rows().layout.columns)
+            self._named = True
+        if self._ahead is not None:
+            return rows, self._ahead.read(self._memory, positions, self._cuts)
+        return rows, self._rows().read(rows)
+
+    def _rows(self) -> Rows:
+        rows = self._memory.rows
+        if rows is None:
+            raise nothing()
+        return rows
+
+    def deliver(self, columns: dict[Key, Tensor], count: int, info: Mapping[Any, Tensor]) -> Any:
+        """A sample of these columns, where it is wanted: a TensorDict, or a bare tensor where that was written."""
+        if PLAIN in columns:
+            return self._placed(columns[PLAIN])
+        if self._tells:
+            columns.update(_told(columns, info))
+        return self._placed(as_tensordict(columns, count))
+
+    def _placed(self, sample: Any) -> Any:
+        if self._device.type != "cpu":
+            return sample.to(self._device)
+        return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
+
+
+def _told(columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
+    """What a sample says about itself."""
+    told = {as_key(key): value for key, value in info.items()}
+    for key, ends in list(told.items()):
+        done = (*key[:-1], "done")
+        if key[-1] == "truncated" and done in columns:
+            shape = (-1, *[1] * (columns[done].ndim - 1))
+            told[done] = columns[done] | ends.reshape(shape)
+            if key in columns:
+                told[key] = columns[key] | ends.reshape(shape)  # one that steps ahead have reached stays
+    return told

@@ -1,0 +1,98 @@
+"""How rollouts of several workers become batches: joined where workers go in step, dropped where they are too old.
+
+                 worker 0 [B, T]  worker 1 [B, T]  …
+cat_results      "stack" [W, B, T]     0, along lanes [W·B, T]     -1, in time [B, W·T]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+
+from reap.backends.base import Rollout
+from reap.core.slot import FRAME, TRAJ_IDS, Layout
+from reap.errors import SpecMismatch, UsageError
+
+Join = Callable[[TensorDictBase], TensorDictBase]
+_TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
+
+
+def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:
+    """What turns the lanes of all workers `[W·B, T]` into the batch that `cat_results` asks for; refuses misfits."""
+    own, dimensions = layouts[0], len(layouts[0].batch_size)
+    if isinstance(cat, int) and 0 < cat % dimensions < dimensions - 1:
+        raise SpecMismatch(f"cat_results={cat}: workers are joined along 0 (lanes) or -1 (time)")
+    if isinstance(cat, int) and not -dimensions <= cat < dimensions:
+        raise SpecMismatch(f"cat_results={cat}: workers' rollouts {list(own.batch_size)} have no such dimension")
+    along: Literal["stack", "time", "lanes"]
+    along = "stack" if not isinstance(cat, int) else "time" if cat % dimensions == dimensions - 1 else "lanes"
+    lengths, widths = ({getattr(layout, what) for layout in layouts} for what in ("steps", "lanes"))
+    if (len(lengths) > 1 and along != "time") or (len(widths) > 1 and along != "lanes"):
+        shapes = [list(layout.batch_size) for layout in layouts]
+        how = "be stacked; give cat_results=-1" if along == "stack" else f"be joined along {along}"
+        raise SpecMismatch(f"workers' rollouts {shapes} cannot {how}")
+    if compact and along == "time" and (own.batched or len(lengths) > 1):
+        raise UsageError(f"compact_obs needs lanes that stay whole; cat_results={cat} joins them in time")
+    if FRAME in own.columns:  # the workers' batches are stacked already
+        return _as_it_is if along == "stack" else _concatenated(0 if along == "lanes" else -1)
+    if along == "lanes":
+        return _as_it_is if len(own.dims) <= 1 else _reshaped(-1, *own.dims[1:])
+    if not own.batched:
+        return _as_it_is if along == "stack" else lambda batch: batch.reshape(-1)
+    stacked = _reshaped(len(layouts), *own.dims)
+    if along == "stack":
+        return stacked
+    in_time = _concatenated(-1)
+    return lambda batch: in_time(stacked(batch))
+
+
+def _as_it_is(batch: TensorDictBase) -> TensorDictBase:
+    return batch
+
+
+def _reshaped(*lanes: int) -> Join:
+    return lambda batch: batch.reshape(*lanes, batch.batch_size[-1])
+
+
+def _concatenated(dim: int) -> Join:
+    return lambda batch: torch.cat(list(batch.unbind(0)), dim)
+
+
+class LagLimit:
+    """Drops rollouts that were made with weights more than `most` updates old, and counts their frames."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._renamed: dict[int, dict[int, int]] = {}  # of each worker: trajectories that go on under another id
+        self._drops = self.dropped_frames = 0
+
+    def keeps(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
+        """Whether a rollout is young enough for this version of the weights; its ids are those of what was kept."""
+        self._rename(batch, rollout.worker)
+        if version - rollout.version <= self._most:
+            return True
+        self.dropped_frames += rollout.frames
+        self._drops += 1
+        self._tear(batch, rollout.worker)
+        return False
+
+    def _tear(self, batch: TensorDictBase, worker: int) -> None:
+        """A rollout was dropped: what goes on after it is another trajectory than what came before it."""
+        ids = batch.get(TRAJ_IDS, None)
+        if ids is not None:
+            renamed = self._renamed.setdefault(worker, {})
+            for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
+                own = now % _TORN
+                renamed[own] = own + self._drops * _TORN
+
+    def _rename(self, batch: TensorDictBase, worker: int) -> None:
+        renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)
+        if renamed and ids is not None:
+            still = set(ids.reshape(-1, ids.shape[-1])[:, -1].tolist())
+            for own, now in list(renamed.items()):
+                ids[ids == own] = now
+                if own not in still:
+                    del renamed[own]  # it ended

@@ -1,0 +1,69 @@
+"""EnvHooks: what only some envs have to say, beside the verbs of `Env`. Each has an answer that suits all others.
+
+An adapter overrides the hooks it needs. An env around another (`Wrapped`) passes all of them on; a test goes through
+this class one by one, so whoever adds a hook must decide about it there.
+
+    policy chosen     bind_policy → make_policy │ (as_policy) → wrap_policy
+    a rollout begins  looks_at → set_policy_keys
+    each step         [draw] → step → [after_step]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from reap.core.slot import Row
+from reap.spec import EnvSpec, Key
+
+
+class EnvHooks:
+    """The hooks of an env, and its traits, as most envs have them."""
+
+    spec: EnvSpec
+    has_after_step = False  # whether `after_step` has anything to do
+    writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
+    draws = False  # whether random actions come from `draw`, step by step
+    elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
+    captures = True  # whether it may record what it asks of torch, and replay that
+
+    @property
+    def as_given(self) -> Any:
+        """The env as its owner knows it, to which `collector.env` and paths that begin with "env" lead."""
+        return self
+
+    def report_lane(self, memory: Any) -> None:
+        """Keep `memory[0]` at the lane that is being stepped, -1 in between, as far as that is known here."""
+
+    def after_step(self, row: Row) -> None:
+        """Called after successors were copied to `row.after`: a last word on what the next step will see."""
+
+    def draw(self, row: Row) -> None:
+        """Write a random action for every lane into `row`; called where `draws` says that none can be drawn ahead."""
+        raise NotImplementedError
+
+    def bind_policy(self, model: Any) -> None:
+        """Learn which policy is going to act, as the user made it: it may be waiting for something of the env's."""
+
+    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
+        """Return the policy as only this env can run it, whose steps have no columns; None: `as_policy` decides."""
+        return None
+
+    def wrap_policy(self, policy: Any) -> Any:
+        """Return a policy of TensorDicts that acts on the env's own TensorDict, where the env has one; or `policy`."""
+        return policy
+
+    def set_policy_keys(self, outputs: Sequence[Key]) -> None:
+        """Learn the keys of `row.outputs`, before each rollout: some envs read more of them than the action."""
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        """Return which of a policy's outputs the steps look at; the others need not be there before a rollout ends."""
+        return self.spec.action
+
+    def filled(self) -> int:
+        """Return how many positions of the next row hold a lane that is ready."""
+        return self.spec.lanes
+
+    def explain(self) -> str:
+        """Say who steps the lanes, in a sentence."""
+        return "reap steps it"

@@ -1,0 +1,74 @@
+"""CallPolicy: a module or function of observation tensors, called on views of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from reap.core.policies.outputs import Getter, by_name, getters, is_named
+from reap.core.policy import TensorPolicy
+from reap.errors import SpecMismatch, UsageError
+from reap.spec import Key, as_key, show_keys
+
+
+class CallPolicy(TensorPolicy):
+    """A module or function of plain tensors.
+
+    A tuple is the action, then `output1`, `output2`, …, then the new carry; what has names is delivered under them.
+    """
+
+    def __init__(
+        self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
+    ) -> None:
+        super().__init__(inputs, device)
+        self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
+        self._many = False
+        self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
+        self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
+        self._getters: list[Getter] = []
+        self._names: int | None = None  # how many there are in a mapping
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
+        if self.trusted:
+            out = self._call(*inputs)
+        elif self._alone:
+            out = self._call(inputs[0].clone())
+        else:
+            out = self._call(*self.private(inputs))
+        if self._getters:
+            try:
+                if self._names is None or len(out) == self._names:
+                    return [get(out) for get in self._getters]
+            except (AttributeError, LookupError, TypeError):
+                pass
+            now = show_keys(by_name(out, list(self.outputs)[:1]))
+            raise SpecMismatch(f"the policy returned {now} now; before there were {show_keys(self.outputs)}")
+        if not self._many:
+            return (out,)
+        if self.outputs and len(out) != len(self.outputs):
+            wanted = show_keys(self.outputs)
+            raise SpecMismatch(f"the policy returned {len(out)} tensors now; before there were {wanted}")
+        return out  # type: ignore[no-any-return]
+
+    def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
+        (out,) = self.forward(inputs)
+        if out is None:
+            raise UsageError("policy returned None; the action is expected")
+        if is_named(out):
+            found = getters(out)
+            carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
+            keys = [carried.get(key, key) for key in found]
+            self._names = len(out) if isinstance(out, Mapping) else None
+            self.learn_outputs(keys, [get(out) for get in found.values()], size)
+            self._getters = list(found.values())
+            return
+        self._many = isinstance(out, tuple)
+        values = tuple(out) if self._many else (out,)
+        extra = len(values) - len(self._first) - len(self._last)
+        if extra < 0:
+            wanted = show_keys([*self._first, *self._last])
+            raise SpecMismatch(f"policy returned {len(values)} tensors; {wanted} are expected")
+        keys = [*self._first, *(as_key(f"output{i}") for i in range(1, extra + 1)), *self._last]
+        self.learn_outputs(keys, values, size)

@@ -1,0 +1,66 @@
+"""Signatures: what a user's callable takes, read from its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from reap.errors import WrongArgument
+from reap.spec import Key, show_keys
+
+
+def _parameters(policy: Any) -> list[inspect.Parameter] | None:
+    target = policy.forward if isinstance(policy, nn.Module) else policy
+    try:
+        return list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def takes_tensordict(policy: Any) -> bool:
+    """One parameter, named or annotated as a TensorDict."""
+    names = [p for p in _parameters(policy) or () if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = [p for p in names if p.default is p.empty] or names[:1]
+    if len(required) != 1:
+        return False
+    (one,) = required
+    note = one.annotation
+    text = note if isinstance(note, str) else getattr(note, "__name__", "")
+    return one.name in ("tensordict", "td") or text.split(".")[-1] in ("TensorDict", "TensorDictBase")
+
+
+def match(
+    policy: Any, observation: Sequence[Key], side: frozenset[Key] = frozenset(), carry: Sequence[Key] = ()
+) -> list[Key]:
+    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    params = _parameters(policy)
+    keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
+    if params is None:
+        positional, required, variadic = [], [], True
+    else:
+        positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = [p for p in positional if p.default is p.empty]
+        variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
+    named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
+    strange = [p for p in required if p.name not in keys]
+    others = [k for k in observation if k not in named.values() and k not in side]
+    if len(strange) == 1 and len(others) == 1:
+        named[strange[0].name] = others[0]
+        strange = []
+    if not strange and named:
+        taken: list[Key] = []
+        for p in positional:
+            if p.name not in named:
+                break  # arguments are passed by position: stop at the first that is not a key
+            taken.append(named[p.name])
+        return taken
+    if not required and (variadic or len(positional) == 1) and len(others) == 1:
+        return [others[0], *carry]
+    said = "unknown" if params is None else [p.name for p in params]
+    raise WrongArgument(
+        f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
+        f"{show_keys(observation)}. Name the parameters after the keys, or wrap it in a TensorDictModule"
+    )

@@ -1,0 +1,60 @@
+"""untouched: trying out a user's object without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def untouched(policy: Any) -> Iterator[None]:
+    """Put random generators, buffers and attributes back as they were."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
+    objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
+    attributes = [(m, type(m), dict(vars(m))) for m in objects]
+    buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    held = [value for _, _, before in attributes for value in before.values()]
+    own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
+    drawn = [(g.bit_generator, g.bit_generator.state) for g in held if isinstance(g, np.random.Generator)]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for owner, kind, before in attributes:
+            if type(owner) is not kind:
+                continue  # a lazy module has found its shape: that is not undone
+            now = vars(owner)
+            made = _registered(owner)
+            before = {n: v for n, v in before.items() if n not in made}  # layers made on the first call stay
+            for name in [n for n in now if n not in before]:
+                del now[name]
+            now.update(before)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for generator, state in own:
+            generator.set_state(state)
+        for bits, there in drawn:
+            bits.state = there
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _registered(owner: Any) -> set[str]:
+    """The names under which a module holds layers, parameters and buffers."""
+    if not isinstance(owner, nn.Module):
+        return set()
+    held = (owner.named_parameters, owner.named_buffers)
+    own = {name for named in held for name, _ in named(recurse=False, remove_duplicate=False)}
+    return own | {name for name, _ in owner.named_modules(remove_duplicate=False) if "." not in name}

@@ -1,0 +1,78 @@
+"""Private names of other libraries may go: without each of them the same data are collected."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reap._foreign import torchrl_internals
+from reap.collectors import Collector
+from tests.interop.without_names import Counting, turns
+from tests.test_house import MODULES, NOT_FOREIGN, named
+
+pytest.importorskip("torchrl")
+LIBRARIES = ("torch", "tensordict", "torchrl")
+
+
+def counting():
+    from torchrl.envs import GymWrapper
+
+    return GymWrapper(Counting(), categorical_action_encoding=True)
+
+
+def names_of(library: str) -> list[str]:
+    tree = ast.parse(MODULES[f"_foreign.{library}_internals"].read_text())
+    return sorted({name for name, _ in named(tree, texts=True)} - NOT_FOREIGN)
+
+
+# What is told instead, where there is no other way to the same data.
+OTHERWISE = {
+    **{(name, "parallel"): "left to TorchRL" for name in torchrl_internals.PARALLEL},
+    **{(name, "weights"): "refused" for name in ("_device_mapping_info", "_params_map", "_shared_transport")},
+}
+NAMES = [(library, name) for library in LIBRARIES for name in names_of(library)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    asked = {library: names_of(library) for library in LIBRARIES}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.interop.without_names"]
+    ended = subprocess.run(
+        command, input=json.dumps(asked), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_all_is_collected_with_them(found, library):
+    assert not [told for told in found[library]["usual"].values() if "Traceback" in str(told)]
+
+
+@pytest.mark.parametrize(("library", "name"), NAMES)
+def test_the_same_is_collected_without(found, library, name):
+    usual, without = found[library]["usual"], found[library]["without"][name]
+    assert without
+    for world, data in without.items():
+        assert data == OTHERWISE.get((name, world), usual[world]), world
+
+
+def test_parallel_envs_are_left_to_torchrl(monkeypatch):
+    """With workers of TorchRL's own, and the same data."""
+    from torchrl.envs import ParallelEnv, SerialEnv
+
+    def collected(kind):
+        collector = Collector(kind(2, counting), turns, frames_per_batch=20)
+        told, batch = collector.explain(), collector.next().clone()
+        collector.shutdown()
+        return told, batch
+
+    monkeypatch.setattr(torchrl_internals, "PARALLEL", (*torchrl_internals.PARALLEL, "_gone"))
+    told, batch = collected(ParallelEnv)
+    assert "this version of TorchRL has its workers in another way" in told
+    _, usual = collected(SerialEnv)
+    assert {*batch.keys(True, True)} == {*usual.keys(True, True)}
+    assert (batch == usual).all()
