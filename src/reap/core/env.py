@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from reap.core.env_hooks import EnvHooks
-from reap.core.resume import CannotResume
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
@@ -75,17 +74,6 @@ class Env(EnvHooks, abc.ABC):
     def on_device(self) -> DeviceEnv | None:
         """These lanes with rows of tensors on the device they live on; None where rows are the host's."""
         return None
-
-    def open_state(self) -> Any:
-        """What the lanes are in the middle of, for the same env in another process to go on from; see core/resume.py.
-
-        Whoever cannot say raises `CannotResume`.
-        """
-        raise CannotResume(f"{type(self).__name__} cannot save the middle of an episode")
-
-    def load_open_state(self, state: Any) -> None:
-        """Go on from what `open_state` said; nothing is reset."""
-        raise NotImplementedError
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -115,8 +115,10 @@ def _emulate(game: Any, state: Any) -> None:
     """Let an emulator be where another was: its last action first, which its state does not hold."""
     game.ale.reset_game()
     action: Any = getattr(game, "last_action", None)
+    least, all_of_them = game.ale.getMinimalActionSet(), game.ale.getLegalActionSet()
+    actions = least if game.action_space.n == len(least) else all_of_them
     for _ in range(0 if action is None else _SURELY):
-        game.ale.act(game._action_set[int(action)])
+        game.ale.act(actions[int(action)])
     game.ale.restoreSystemState(state)
 
 
