@@ -22,7 +22,7 @@ FLOORS = [
     {"weight_update"},
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "modules"},
-    {"testing", "compat", "join"},
+    {"testing", "compat", "join", "checkpoint"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 # Inside packages: what a sub-package may import of its own package's others; modules beside it are everybody's.

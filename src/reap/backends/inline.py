@@ -153,6 +153,7 @@ class InlineBackend:
             "env_state_dict": self.worker.env.state_dict(),
             "traj_pool": {"traj_id": torch.tensor(self.worker.ledger.counter.next)},
             "policy_version": loop.version,
+            "resume": self.worker.open_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -160,7 +161,11 @@ class InlineBackend:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         counter = self.worker.ledger.counter
         counter.skip_to(int(state.get("traj_pool", {}).get("traj_id", 0)))
-        self.reset()  # episodes that were open elsewhere do not go on here
+        if state.get("resume") is None:
+            self.reset()  # episodes that were open elsewhere do not go on here
+        else:
+            with self._in_env():
+                self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
 
     def close(self, *, failed: bool = False) -> None:

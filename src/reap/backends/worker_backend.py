@@ -255,14 +255,17 @@ class WorkerBackend:
             taken = {"frames": worker.frames - frames, "iter": worker.rollouts - rollouts - 1}
             each[f"worker{worker.index}"] = {**state, **taken}
         first = torch.tensor(max(state.pop("traj_id") for state in each.values()))
-        return {"traj_pool": {"traj_id": first}, **each, "policy_version": self.version}
+        shared = {"policy_version": self.version, "episodes": self.episodes.state()}
+        return {"traj_pool": {"traj_id": first}, **each, **shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart. A worker the state knows nothing of begins like the first one, in a new env."""
         supervisor = self.supervisor
+        if "episodes" in state:
+            self.episodes.load(state["episodes"])
         first = int(state.get("traj_pool", {}).get("traj_id", 0))
         self.version = int(state.get("policy_version", self.version))
-        usual = {**state.get("worker0", {}), "env_state_dict": {}, "frames": 0, "iter": -1}
+        usual = {**state.get("worker0", {}), "env_state_dict": {}, "resume": None, "frames": 0, "iter": -1}
         own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
         with supervisor.talking, supervisor.interrupts.held():
             self.delivery.forget_unfinished()

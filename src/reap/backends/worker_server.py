@@ -212,14 +212,17 @@ class WorkerServer:
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
-        return {**state, "policy_version": self.worker.version}  # of these weights
+        return {**state, "policy_version": self.worker.version, "resume": self.worker.open_state()}  # of these weights
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        self.worker.ledger.counter.skip_to(first_id)
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
-        self.worker.reset()  # episodes that were open elsewhere do not go on here
+        if state.get("resume") is None:
+            self.worker.ledger.counter.skip_to(first_id)
+            self.worker.reset()  # episodes that were open elsewhere do not go on here
+        else:
+            self.worker.resume(state["resume"])
         self._count_on(taken, loaded=True)
         self._forget()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from reap.core.resume import CannotResume
 from reap.core.slot import Row
 from reap.spec import EnvSpec, Key
 
@@ -67,3 +68,14 @@ class EnvHooks:
     def explain(self) -> str:
         """Say who steps the lanes, in a sentence."""
         return "reap steps it"
+
+    def open_state(self) -> Any:
+        """What the lanes are in the middle of, for the same env in another process to go on from; see core/resume.py.
+
+        Whoever cannot say raises `CannotResume`.
+        """
+        raise CannotResume(f"{type(self).__name__} cannot save the middle of an episode")
+
+    def load_open_state(self, state: Any) -> None:
+        """Go on from what `open_state` said; nothing is reset."""
+        raise NotImplementedError

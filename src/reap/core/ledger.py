@@ -35,6 +35,11 @@ class TrajectoryIds:
         self.next += count * self._stride
         return ids
 
+    def go_on_at(self, first: int) -> None:
+        """Go on at `first`, a number of its own residue that another counter was at."""
+        self.next = first if (first - self.next) % self._stride == 0 else self.next
+        self.skip_to(first)
+
     def skip_to(self, first: int) -> None:
         """Go on at or above `first`."""
         self.next += max(0, -(-(first - self.next) // self._stride)) * self._stride

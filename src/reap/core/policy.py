@@ -22,9 +22,10 @@ from torch import Tensor
 from reap.core.columns.assemble_ragged import frame
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.outputs import as_tensordict, is_named
+from reap.core.resume import CannotResume
 from reap.core.slot import FLAGS, Row, Slot
 from reap.errors import SpecMismatch, WrongState
-from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, torch_dtype
+from reap.spec import EnvSpec, Key, Leaf, as_key, private, show, show_keys, torch_dtype
 
 Reader = Callable[[Any], "np.ndarray[Any, Any]"]
 
@@ -84,6 +85,13 @@ class Policy:
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes of these lanes are over: nothing of them may be remembered."""
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        """What it remembers of open episodes, beside its parameters and what is in the columns."""
+        return []
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        """Remember that."""
 
 
 class RandomActions(Policy):
@@ -275,6 +283,15 @@ class TensorDictPolicy(TensorPolicy):
             if isinstance(value, Tensor):
                 self._kept[key] = value = value.clone(memory_format=torch.contiguous_format)
                 value.reshape(-1, *value.shape[len(self._size) :])[list(lanes)] = 0
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        strange = [key for key, value in self._kept.items() if not isinstance(value, Tensor)]
+        if strange:
+            raise CannotResume(f"the policy keeps {show_keys(strange)} from step to step, which is no tensor")
+        return [(key, value.detach().cpu().clone()) for key, value in self._kept.items()]
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self._kept = {tuple(key): value if self.device is None else value.to(self.device) for key, value in state}
 
     def adopt(self, inputs: Sequence[Key], outputs: Mapping[Key, Leaf]) -> None:
         """Stand in for a flat policy whose modules changed."""

@@ -52,7 +52,7 @@ class RolloutLoop:
             key for key in policy.outputs if key[0] == "next" or key in spec.observation
         ]  # to the next row
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
-        self._due: Sequence[int] = []  # lanes that ended and have not been reset yet
+        self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
         self.me = env.driver = object()  # as whoever drives the env is known there
 
@@ -74,14 +74,14 @@ class RolloutLoop:
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         chosen = list(lanes)
-        self._due = sorted({*self._due}.difference(chosen))
+        self.due = sorted({*self.due}.difference(chosen))
         if self.ledger is not None:
             self.ledger.reset(chosen, fresh_ids=fresh_ids)
         self.policy.forget(chosen)
 
     def begin_anew(self) -> None:
         """Nobody knows any more where the lanes are: the next rollout begins with new episodes."""
-        self._due = list(self.lanes)
+        self.due = list(self.lanes)
 
     def fill(self, slot: Slot, policy: Policy | None = None) -> int:
         """One rollout into `slot`; returns the steps made: fewer than fit only if stopped, or all lanes at rest."""
@@ -95,7 +95,7 @@ class RolloutLoop:
         ends = _Ends(slot, self._keys.observation)
         when, where, compact = ends.when, ends.where, ends.compact
         due: list[int] = []  # lanes that ended and are not reset in this rollout
-        self._due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
+        self.due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
         t, acted = 0, True
         try:
             with torch.no_grad(), exploring(self.exploration):
@@ -141,8 +141,8 @@ class RolloutLoop:
     def _begin(self, slot: Slot, policy: Policy) -> None:
         """Bring env, policy and slot to the first row: whatever was done to them since the last rollout."""
         self.env.expect(self._actions)  # somebody may have used the env by hand since
-        if self._due:
-            self.reset(self._due)
+        if self.due:
+            self.reset(self.due)
         slot.clear_flags()
         policy.looked_at = {*self._carried, *self.env.looks_at(policy.outputs)}
         policy.begin(slot)
@@ -171,7 +171,7 @@ class RolloutLoop:
         if self.ledger is not None:
             when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
             self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
-        self._due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
+        self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
 
 
 class _Ends:

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap.core.columns.skipped_rows import running
 
 RECENT = 100
+_COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
 Episodes = np.ndarray[
     Any, np.dtype[np.float64]
 ]  # [n, 3]: when each ended (seconds, perf_counter), its return and length
@@ -42,6 +44,14 @@ class EpisodeWindow:
         new = episodes + (shift, 0.0, 0.0) if shift else episodes
         self._kept = _latest(self._kept, new)
         self._untold = _latest(self._untold, new)
+
+    def state(self) -> torch.Tensor:
+        """Those it holds, to go on from elsewhere: how long ago each ended, return and length."""
+        return torch.from_numpy(self._kept - (time.perf_counter(), 0.0, 0.0))
+
+    def load(self, state: torch.Tensor) -> None:
+        """Hold these, and no others."""
+        self._kept = state.numpy() + (time.perf_counter(), 0.0, 0.0)
 
     def ended_since(self) -> Episodes:
         """Those that were added since this was asked before, a hundred at most."""
@@ -162,6 +172,21 @@ class Stats:
         """The last hundred episodes that ended since this was asked before: when, return and length of each."""
         found, self._untold = self._untold, _NONE
         return found
+
+    def state(self) -> dict[str, Any]:
+        """Everything that is counted, to count on from elsewhere."""
+        numbers = {name: getattr(self, name) for name in _COUNTS}
+        lists = {name: list(getattr(self, name)) for name in ("returns", "lengths")}
+        opened = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("open_return", "open_length")}
+        return {**numbers, **lists, **opened}
+
+    def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
+        """Count on from there; `opened`: the episodes that were open go on too."""
+        for name in _COUNTS:
+            setattr(self, name, state[name])
+        self.returns, self.lengths = (deque(state[name], maxlen=RECENT) for name in ("returns", "lengths"))
+        if opened:
+            self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
 
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""

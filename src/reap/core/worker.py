@@ -265,6 +265,11 @@ class Worker(AnyWorker):
             self._quota.count(ended if self.sorter is None else arrays[COME][at, ended])
         return self._quota.met or (self.plan.stop is not None and self.plan.stop())
 
+    def _cannot_resume(self) -> str | None:
+        if self.sorter is not None:
+            return "its lanes come as they are ready; frames that were on their way are not kept"
+        return None if self._quota is None else "it plays a number of whole episodes, from their beginning"
+
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all; what is played from then on counts anew."""
         super().reset(lanes)
@@ -276,4 +281,5 @@ class Worker(AnyWorker):
             return self.loop.reset(lanes, seeds, fresh_ids=fresh_ids)
         self.loop.reset(self.loop.lanes, seeds)
         self.sorter.clear()
-        return self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
+        self.ledger.reset(range(self.lanes), fresh_ids=fresh_ids)
+        return None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from reap.core.env import CLOSED, Env
 from reap.core.policy import Policy
+from reap.core.resume import FORMAT, CannotResume, check, generators, packed, set_generators, unpacked
 from reap.core.rollout import RolloutLoop
 from reap.errors import ReapError, UsageError, WorkerRaised
 from reap.seeding import chain, seed_process
+from reap.spec import Leaf
 
 
 class AnyWorker:
@@ -20,6 +25,7 @@ class AnyWorker:
     loop: RolloutLoop
     lanes: int
     stats: Any
+    ledger: Any
     model: Any  # the policy as the user made it
     policy: Policy
 
@@ -85,7 +91,70 @@ class AnyWorker:
         self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
         return following
 
+    def open_state(self) -> dict[str, Any]:
+        """What it is in the middle of, for another worker to go on from (see core/resume.py)."""
+        why, env, current, policy = self._cannot_resume(), None, [], []
+        try:
+            if why is None:
+                env, policy = self.env.open_state(), self.policy.open_state()
+                current = [self._saved(leaf, array) for leaf, array in self._seen()]
+        except CannotResume as reason:
+            why = str(reason)
+        state = {"format": FORMAT, "lanes": self.lanes, "why": why, "env": env, "current": current, "policy": policy}
+        ledger = {"ids": torch.as_tensor(self.ledger.ids).cpu().clone(), "next_id": self.ledger.counter.next}
+        counts = {"due": list(self.loop.due), "statistics": self.stats.state()}
+        return {**state, **ledger, **counts, "random": generators()}  # last: saving must draw nothing
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on where another worker was when it was asked for its `open_state`."""
+        check(state, self.lanes, [leaf for leaf, _ in self._seen()])
+        goes_on = state["why"] is None
+        if goes_on:
+            self.env.load_open_state(state["env"])
+            self.policy.load_open_state(state["policy"])
+            for (leaf, array), kept in zip(self._seen(), state["current"]):
+                self._restore(leaf, array, kept)
+        self.ledger.counter.go_on_at(int(state["next_id"]))
+        if goes_on:
+            self._give_ids(state["ids"])
+            self.loop.due = list(state["due"])
+        else:
+            self._reset(range(self.lanes))
+        self.stats.load(state["statistics"], opened=goes_on)
+        self.env.driver = self.loop.me
+        set_generators(state["random"])  # last: nothing is drawn any more before the next step
+
+    def _cannot_resume(self) -> str | None:
+        """Why this worker's episodes cannot go on elsewhere, whatever its env says."""
+        return None
+
+    def _seen(self) -> list[tuple[Leaf, Any]]:
+        """What each lane sees next, leaf by leaf."""
+        return list(zip(self.env.spec.observation.values(), self.loop.current))
+
+    def _saved(self, leaf: Leaf, array: Any) -> Any:
+        if leaf.loose:
+            return packed(array)
+        return array.cpu().clone() if isinstance(array, Tensor) else _as_tensor(array.copy(), leaf)
+
+    def _restore(self, leaf: Leaf, array: Any, kept: Any) -> None:
+        if leaf.loose:
+            array[...] = unpacked(kept)
+        elif isinstance(array, Tensor):
+            array.copy_(kept)
+        else:
+            array[...] = (kept.view(torch.int16) if leaf.dtype is torch.bfloat16 else kept).numpy()
+
+    def _give_ids(self, ids: Tensor) -> None:
+        mine = self.ledger.ids
+        mine[...] = ids.to(mine.device) if isinstance(mine, Tensor) else ids.numpy()
+
     def close(self) -> None:
         """Close the env."""
         self.env.driver = CLOSED
         self.env.close()
+
+
+def _as_tensor(array: Any, leaf: Leaf) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if leaf.dtype is torch.bfloat16 else tensor

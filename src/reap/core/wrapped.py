@@ -97,6 +97,12 @@ class Wrapped(Env):
     def after_step(self, row: Row) -> None:
         self._env.after_step(row)
 
+    def open_state(self) -> Any:
+        return self._env.open_state()
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state)
+
     def make_slot(self, layout: Layout, index: int) -> Slot:
         return self._env.make_slot(layout, index)
 

@@ -68,6 +68,13 @@ class StepLimit(Wrapped):
             ended.sort()
         return ended
 
+    def open_state(self) -> Any:
+        return {"env": self._env.open_state(), "count": torch.from_numpy(self._count.copy())}
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state["env"])
+        self._count[...] = state["count"]
+
     def on_device(self) -> DeviceEnv | None:
         there = self._env.on_device()
         return None if there is None else DeviceStepLimit(there, self.spec, self._limit)
@@ -105,6 +112,13 @@ class DeviceStepLimit(DeviceEnv):
         self._env.after_step(row)
         self.count.masked_fill_(row.done, 0)
         row.after[self._at].copy_(self.count[:, None])
+
+    def open_state(self) -> Any:
+        return {"env": self._env.open_state(), "count": self.count.cpu()}
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state["env"])
+        self.count.copy_(state["count"])
 
     def close(self) -> None:
         self._env.close()

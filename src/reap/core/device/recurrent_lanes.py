@@ -55,5 +55,11 @@ class DeviceRecurrentState(DeviceEnv):
             done = row.done.reshape(-1, *[1] * first.ndim)
             torch.where(done, first, row.next[at], out=row.after[at])
 
+    def open_state(self) -> Any:
+        return self._env.open_state()  # the carry is what lanes see next
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state)
+
     def close(self) -> None:
         self._env.close()

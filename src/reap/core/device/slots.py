@@ -153,6 +153,22 @@ class DeviceStats:
             "frames_per_second": self.frames / seconds if seconds else 0.0,
         }
 
+    def state(self) -> dict[str, Any]:
+        """Everything that is counted, to count on from elsewhere."""
+        opened = {"open_return": self._return.cpu(), "open_length": self._length.cpu()}
+        sums = {"sums": self._in_all.cpu(), "recent": [one.cpu() for one in self._recent]}
+        return {"frames": self.frames, "rollouts": self.rollouts, "seconds": self._clock.seconds(), **sums, **opened}
+
+    def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
+        """Count on from there; `opened`: the episodes that were open go on too."""
+        self.frames, self.rollouts = state["frames"], state["rollouts"]
+        self._clock.go_on_at(state["seconds"])
+        self._in_all.copy_(state["sums"])
+        self._recent = deque([one.to(self._in_all.device) for one in state["recent"]], maxlen=RECENT)
+        if opened:
+            self._return.copy_(state["open_return"])
+            self._length.copy_(state["open_length"])
+
     @property
     def tensors(self) -> list[Tensor]:
         """What changes from rollout to rollout."""
@@ -178,6 +194,10 @@ class _Clock:
         self._running.append((self._began, _event(self._device)))
         while self._running and self._running[0][1].query():
             self._add()
+
+    def go_on_at(self, seconds: float) -> None:
+        self._running.clear()
+        self._done = seconds
 
     def seconds(self) -> float:
         while self._running:
@@ -216,6 +236,10 @@ class DeviceCounter:
     def next(self) -> int:
         """Asks the device."""
         return int(self.tensor)
+
+    def go_on_at(self, first: int) -> None:
+        """Go on at `first`."""
+        self.tensor.fill_(first)
 
     def skip_to(self, first: int) -> None:
         """Go on at or above `first`."""

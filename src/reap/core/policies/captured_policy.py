@@ -211,6 +211,12 @@ class CapturedPolicy(TensorPolicy):
     def forget(self, lanes: Sequence[int]) -> None:
         self._plain.forget(lanes)
 
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        return self._plain.open_state()
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self._plain.load_open_state(state)
+
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)
 

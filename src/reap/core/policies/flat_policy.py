@@ -111,6 +111,12 @@ class FlatPolicy(TensorPolicy):
     def forget(self, lanes: Sequence[int]) -> None:
         self._fallback.forget(lanes)
 
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        return self._fallback.open_state()
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self._fallback.load_open_state(state)
+
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
         program = self._program
         values = dict(zip(program.written, self.forward(inputs)))

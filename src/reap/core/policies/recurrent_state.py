@@ -139,6 +139,14 @@ class RecurrentState(Wrapped):
                     now[...] = array
         return ended
 
+    def open_state(self) -> Any:
+        return {"env": self._env.open_state(), "carry": [torch.from_numpy(now.copy()) for now in self._now]}
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state["env"])
+        for now, kept in zip(self._now, state["carry"]):
+            now[...] = kept
+
     def after_step(self, row: Row) -> None:
         if self._env.has_after_step:
             self._env.after_step(row)

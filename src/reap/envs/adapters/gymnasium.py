@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_checks import unchecked_step
+from reap.envs.adapters.gymnasium_state import noting_actions, restore_env, saved_env
 from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
@@ -59,7 +60,7 @@ class GymLanes(Env):
             batched=batched,
             side=frozenset(self._info),
         )
-        self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
         self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
@@ -86,7 +87,7 @@ class GymLanes(Env):
                 env = self.envs[lane]
                 observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
                 if lane in self._checked and (step := unchecked_step(env)) is not None:
-                    self._steps[lane] = step
+                    self._steps[lane] = noting_actions(env, step)
                     self._checked.remove(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
@@ -137,6 +138,14 @@ class GymLanes(Env):
             raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
         at[0] = -1
         return ended
+
+    def open_state(self) -> Any:
+        return [saved_env(env, lane) for lane, env in enumerate(self.envs)]
+
+    def load_open_state(self, state: Any) -> None:
+        for lane, (one, env) in enumerate(zip(state, self.envs)):
+            restore_env(one, env)
+            self._steps[lane] = noting_actions(env, unchecked_step(env) or env.step)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from reap._foreign import torch_internals
 from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -129,6 +130,12 @@ class TorchLanes(Env):
             return action + self._start
         return action if self.keeps_nothing else action.clone()
 
+    def open_state(self) -> Any:
+        return saved_tensors(self.env)
+
+    def load_open_state(self, state: Any) -> None:
+        restore_tensors(self.env, state)
+
     def on_device(self) -> DeviceEnv | None:
         return None if self._device.type == "cpu" else DeviceTorchLanes(self)
 
@@ -201,11 +208,57 @@ class DeviceTorchLanes(DeviceEnv):
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
 
+    def open_state(self) -> Any:
+        return self._lanes.open_state()
+
+    def load_open_state(self, state: Any) -> None:
+        self._lanes.load_open_state(state)
+
     def after_step(self, row: Any) -> None:
         self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.next, row.after)
 
     def close(self) -> None:
         self._lanes.close()
+
+
+def saved_tensors(env: Any) -> Any:
+    """The state of an env written in torch: what its own `get_state` says, else its tensors, generators and numbers."""
+    if callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None)):
+        return {"own": packed(env.get_state())}
+    kept: dict[str, Any] = {}
+    for name, value in vars(env).items():
+        if isinstance(value, Tensor):
+            kept[name] = value.detach().cpu().clone()
+        elif isinstance(value, torch.Generator):
+            kept[name] = value.get_state()
+        elif isinstance(value, (int, float, str)) or value is None:
+            kept[name] = value
+        elif not (callable(value) or isinstance(value, _NO_STATE)):
+            raise CannotResume(
+                f"{type(env).__name__}.{name} is a {type(value).__name__}, which may be part of its state; give "
+                f"the env get_state() and set_state(state) for its episodes to go on"
+            )
+    return {"tensors": kept}
+
+
+def restore_tensors(env: Any, state: Mapping[str, Any]) -> None:
+    """Put back what `saved_tensors` found; tensors keep their place."""
+    if "own" in state:
+        env.set_state(unpacked(state["own"]))
+        return
+    for name, value in state["tensors"].items():
+        mine = vars(env).get(name)
+        if isinstance(mine, torch.Generator):
+            mine.set_state(value)
+        elif isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape:
+            mine.copy_(value)
+        elif isinstance(value, Tensor):
+            setattr(env, name, value.to(getattr(env, "device", "cpu")))
+        else:
+            setattr(env, name, value)
+
+
+_NO_STATE = (gym.Space, torch.device, torch.dtype)
 
 
 class TorchEnv(EnvBase):

@@ -274,6 +274,21 @@ class CapturedRows(TorchRLRows):
     def root(self, root: TensorDictBase) -> None:
         self._root, self._leaves = root, None
 
+    def open_state(self) -> Any:
+        root = [(as_key(key), value.clone()) for key, value in self.root.items(True, True)]
+        bases = [(base.lanes.open_state(), [value.clone() for value in base.first]) for base in self._bases]
+        return {"root": root, "bases": bases, "ended": list(self._ended)}
+
+    def load_open_state(self, state: Any) -> None:
+        root = TensorDict({}, batch_size=self.env.batch_size, device=self.env.device)
+        for key, value in state["root"]:
+            root.set(tuple(key), value)
+        self.root = root
+        for base, (lanes, first) in zip(self._bases, state["bases"]):
+            base.lanes.load_open_state(lanes)
+            base.first = [value.clone() for value in first]
+        self._unused, self._began, self._ended = False, False, list(state["ended"])
+
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
         return policy if self.captures else super().wrap_policy(policy)
 

@@ -23,6 +23,7 @@ from reap.core.columns.object_columns import own
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
 from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.resume import CannotResume
 from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
@@ -203,6 +204,9 @@ class TorchRLEnv(Env):
     def close(self) -> None:
         taken_back(self.env)
         self.env.close(raise_if_closed=False)
+
+    def open_state(self) -> Any:
+        raise CannotResume(f"{self.explain()}; what its {type(self.env).__name__} is in the middle of is not known")
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.env.state_dict())

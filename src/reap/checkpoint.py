@@ -1,0 +1,232 @@
+"""Checkpoints: everything a training run needs to go on, saved together and loaded together.
+
+    path/
+        checkpoint-00000011/     an older one, whole
+        checkpoint-00000012/     collector.pt  policy.pt  optimizer.pt  …  and last of all checkpoint.json
+
+A checkpoint is what its `checkpoint.json` says, and that is written when all it names is on the disk: killed at any
+moment, or with a full disk, the one before is whole, and it is the one that is loaded. Everything is read and checked
+to the last byte before anything is loaded; if a part does not take its state, all are as they were before.
+
+Nothing that is read is executed. The one thing that must be is an env in the middle of its episode, which is kept as a
+pickle: say `trusted=True` of files that are your own, and its episodes go on; without, they begin anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from reap import __version__
+from reap._system.checked_files import FULL, load_tensors, locked, read_manifest, save_tensors, sync, write_manifest
+from reap.core.resume import without_pickles
+from reap.errors import CorruptState, NoSpace, ReapError, UsageError, WrongArgument
+
+_log = logging.getLogger(__name__)
+_MARKER, _FORMAT = "checkpoint.json", 1
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+
+
+class Loaded(NamedTuple):
+    """What was loaded: which checkpoint, and the values that were saved beside the objects."""
+
+    path: Path
+    number: int
+    values: dict[str, Any]
+
+
+def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
+    """Write a new checkpoint of these parts below `path`, and remove all but the `keep` newest of those before it.
+
+    >>> save("run", collector=collector, policy=policy, optimizer=optimizer, step=step)
+
+    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. Returns its directory.
+    """
+    root = _directory(path)
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise WrongArgument(f"keep must be a whole number >= 0, got {keep!r}")
+    if not parts:
+        raise UsageError("nothing to save: give the parts by name, as in save(path, collector=collector)")
+    states = {name: _state_of(name, part) for name, part in parts.items()}
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root) as handle:
+            number = max(_numbers(root), default=0) + 1
+            place = root / f"checkpoint-{number:08}"
+            try:
+                place.mkdir()
+                _write(place, number, states)
+                sync(handle)
+            except BaseException:
+                shutil.rmtree(place, ignore_errors=True)
+                raise
+            _remove(root, number, keep)
+    except OSError as error:
+        if isinstance(error, ReapError):
+            raise
+        if error.errno not in FULL:
+            raise UsageError(f"path={str(root)!r}: a checkpoint cannot be written there: {error}") from error
+        raise NoSpace(
+            f"path={str(root)!r}: the checkpoint does not fit on the disk; those before it are whole"
+        ) from None
+    return place
+
+
+def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
+    """Load the newest whole checkpoint below `path`, or the one that `path` is, into these parts.
+
+    >>> done = load("run", collector=collector, policy=policy, optimizer=optimizer, trusted=True)
+    >>> step = done.values["step"]
+
+    Parts that were saved and are not given are left out. An error names what is wrong, and nothing is loaded then.
+    """
+    place, about, states = _newest(_directory(path))
+    objects = about["objects"]
+    for name, part in parts.items():
+        if name not in states:
+            raise UsageError(f"{place} has no {name!r}, only {sorted(states)}; nothing was loaded")
+        if name not in objects:
+            raise UsageError(f"{name!r} was saved as a value: it is in what load() returns; nothing was loaded")
+        if not callable(getattr(part, "load_state_dict", None)):
+            raise WrongArgument(f"{name} has no load_state_dict: {type(part).__name__}; nothing was loaded")
+    # Buffers last: theirs is the one state too large to be copied, and a load of theirs that fails changes nothing.
+    order = sorted(parts, key=lambda name: hasattr(parts[name], "sample"))
+    before: dict[str, Any] = {}
+    done: list[str] = []
+    try:
+        for name in order:
+            if name != order[-1] or not hasattr(parts[name], "sample"):
+                before[name] = copy.deepcopy(parts[name].state_dict())
+            done.append(name)
+            parts[name].load_state_dict(states[name] if trusted else without_pickles(states[name]))
+    except Exception as cause:
+        for name in [name for name in reversed(done) if name in before]:
+            with contextlib.suppress(Exception):
+                parts[name].load_state_dict(before[name])
+        if isinstance(cause, ReapError):
+            raise
+        raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; nothing was loaded") from cause
+    return Loaded(place, about["number"], {name: state for name, state in states.items() if name not in objects})
+
+
+def newest(path: Any) -> Path | None:
+    """The checkpoint that `load` would take; None if there is none."""
+    root = _directory(path)
+    if not root.is_dir():
+        return None
+    try:
+        return _newest(root)[0]
+    except UsageError:
+        return None
+
+
+def _directory(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise WrongArgument(f"path must be a directory, got {path!r}")
+    return Path(path)
+
+
+def _state_of(name: str, part: Any) -> Any:
+    state = getattr(part, "state_dict", None)
+    if callable(state):
+        return _Object(state())
+    if not _plain(part):
+        raise WrongArgument(
+            f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and tensors"
+        )
+    return part
+
+
+class _Object(NamedTuple):
+    state: Any
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, (str, int)) and _plain(one) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+
+
+def _write(place: Path, number: int, states: Mapping[str, Any]) -> None:
+    files = {}
+    for name, state in states.items():
+        files[name] = save_tensors(state.state if isinstance(state, _Object) else state, place / f"{name}.pt")
+    objects = [name for name, state in states.items() if isinstance(state, _Object)]
+    about = {"format": _FORMAT, "reap": __version__, "torch": torch.__version__, "number": number}
+    handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync(handle)  # before the marker: what it names must be there
+        write_manifest(place / f"{_MARKER}.new", {**about, "objects": objects, "files": files})
+        os.replace(place / f"{_MARKER}.new", place / _MARKER)
+        sync(handle)
+    finally:
+        os.close(handle)
+
+
+def _numbers(root: Path) -> list[int]:
+    found = [_NAME.fullmatch(name) for name in os.listdir(root)]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _remove(root: Path, newest: int, keep: int) -> None:
+    """Whatever is older than the `keep` newest before this one; and what was never finished."""
+    older = [number for number in _numbers(root) if number < newest]
+    whole = [number for number in older if (root / f"checkpoint-{number:08}" / _MARKER).exists()]
+    wanted = {*whole[len(whole) - keep :]} if keep else set()
+    for number in older:
+        if number not in wanted:
+            place = root / f"checkpoint-{number:08}"
+            with contextlib.suppress(OSError):  # first the marker: half a checkpoint must not look like one
+                (place / _MARKER).unlink(missing_ok=True)
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _newest(root: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    if (root / _MARKER).exists():
+        return root, *_read(root)
+    if not root.is_dir():
+        raise UsageError(f"path={str(root)!r} holds no checkpoint: it is no directory")
+    damaged = []
+    for number in reversed(_numbers(root)):
+        place = root / f"checkpoint-{number:08}"
+        if not (place / _MARKER).exists():
+            continue  # whoever wrote it was killed before it was whole
+        try:
+            return place, *_read(place)
+        except CorruptState as reason:
+            damaged.append(str(reason))
+            _log.warning("a checkpoint is damaged, the one before it is taken: %s", reason)
+    if damaged:
+        raise CorruptState(
+            f"path={str(root)!r}: no checkpoint there is whole: {'; '.join(damaged)}; nothing was loaded"
+        )
+    raise UsageError(f"path={str(root)!r} holds no checkpoint")
+
+
+def _read(place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        about = read_manifest(place / _MARKER)
+        if about["format"] != _FORMAT:
+            raise CorruptState(f"{place} has format {about['format']!r:.40}, this reap {__version__} reads {_FORMAT}")
+        names = about["files"]
+        if not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise CorruptState(f"{place / _MARKER} names files that are no checkpoint's")
+        states = {name: load_tensors(place / f"{name}.pt", names[name]) for name in names}
+        if not isinstance(about["number"], int) or not {*about["objects"]} <= states.keys():
+            raise CorruptState(f"{place / _MARKER} does not fit its files")
+    except CorruptState:
+        raise
+    except Exception as error:  # the many ways in which JSON, zip files, tensors and disks say that they are broken
+        raise CorruptState(f"{place} is damaged: {error!r:.300}") from error
+    return about, states

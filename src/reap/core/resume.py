@@ -1,0 +1,107 @@
+"""Resuming: what a worker is in the middle of, as plain tensors and numbers, so that another one goes on bit by bit.
+
+    worker ──► env state, what each lane sees next, ids, statistics, random generators ──► a dictionary ──► file
+    worker of another process ◄── the same
+
+What an env cannot give is told in the state itself (`"why"`): then its episodes begin anew, with new ids, and all the
+rest goes on. Objects (a pickled env) are kept as bytes in a tensor, so that a file of such states can be read without
+executing anything; only whoever resumes from it unpickles them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.errors import CorruptState
+from reap.spec import Leaf
+
+FORMAT = 1
+
+
+class CannotResume(Exception):
+    """Why the middle of an episode cannot be saved."""
+
+
+Packed = Mapping[str, Tensor]  # an object as bytes, under a name that says so
+_PICKLE = "pickle"
+
+
+def packed(value: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
+    """Any object as bytes in a tensor."""
+    return {_PICKLE: torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)}
+
+
+def unpacked(data: Packed, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
+    """The object that `packed` was given."""
+    return loads(bytes(data[_PICKLE].numpy()))
+
+
+def without_pickles(state: Any) -> Any:
+    """A collector's state from which nothing will be unpickled: episodes whose envs are pickled begin anew."""
+    if not isinstance(state, Mapping):
+        return state
+    found = {name: without_pickles(part) if isinstance(part, Mapping) else part for name, part in state.items()}
+    resume = state.get("resume")
+    if isinstance(resume, Mapping) and _has_pickles(resume):
+        why = "the env is kept as a pickle, and the checkpoint was loaded without trusted=True"
+        found["resume"] = {**resume, "why": why, "env": None, "current": [], "policy": []}
+    return found
+
+
+def _has_pickles(part: Any) -> bool:
+    if isinstance(part, Mapping):
+        return _PICKLE in part or any(map(_has_pickles, part.values()))
+    return isinstance(part, (list, tuple)) and any(map(_has_pickles, part))
+
+
+def generators() -> dict[str, Any]:
+    """Where the random generators of this process are: torch's, NumPy's, Python's and the GPUs'."""
+    name, words, position, has_gauss, gauss = np.random.get_state()
+    version, numbers, following = random.getstate()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(name), torch.from_numpy(np.asarray(words).astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), following],
+        "cuda": cuda,
+    }
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Put them back."""
+    torch.set_rng_state(state["torch"])
+    name, words, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), following))
+    if state["cuda"] and torch.cuda.is_available():
+        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(one, device)
+
+
+def check(state: Any, lanes: int, leaves: Sequence[Leaf]) -> None:
+    """Raise if a worker of so many lanes, which see these leaves, cannot go on from there."""
+    if not isinstance(state, Mapping) or "format" not in state:
+        raise CorruptState(f"'resume' is no state of a worker but {type(state).__name__}; nothing was loaded")
+    if state["format"] != FORMAT:
+        raise CorruptState(f"'resume' has format {state['format']!r:.40}, this reap reads {FORMAT}; nothing was loaded")
+    if state["lanes"] != lanes:
+        raise CorruptState(f"this state is of {state['lanes']} lanes, this worker has {lanes}; nothing was loaded")
+    if state["why"] is not None:
+        return
+    seen = [_looks(value) for value in state["current"]]
+    wanted = ["objects" if leaf.loose else f"{leaf.dtype}{[lanes, *leaf.shape]}" for leaf in leaves]
+    if seen != wanted:
+        raise CorruptState(f"this state is of another env: its lanes see {seen}, here {wanted}; nothing was loaded")
+
+
+def _looks(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else "objects"

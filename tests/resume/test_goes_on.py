@@ -1,0 +1,257 @@
+"""A collector that loads another one's state goes on bit for bit as that one does."""
+
+from __future__ import annotations
+
+import io
+
+import gymnasium as gym
+import pytest
+import torch
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+from torch.distributions import Categorical, Normal
+
+from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
+from reap.envs import GymEnv, SerialEnv, TorchEnv
+from reap.envs.adapters.torch_envs import TorchCartPole, TorchPendulum
+from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
+from reap.errors import CorruptState
+from reap.testing import CountingEnv, EchoPolicy
+from tests.envs.device_worlds import Recurrent
+
+
+class Samples(nn.Module):
+    def __init__(self, seen, choices=0, numbers=0):
+        super().__init__()
+        self.net, self.choices = nn.Linear(seen, choices or numbers), choices
+
+    def forward(self, observation):
+        out = self.net(observation.float())
+        return Categorical(logits=out).sample() if self.choices else Normal(out, 1.0).sample()
+
+
+class Noisy(nn.Module):
+    """What it wrote at one step decides about the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    def forward(self, tensordict):
+        before = tensordict.get("noise", torch.zeros(*tensordict.batch_size, 1))
+        tensordict["noise"] = 0.9 * before + torch.randn(*tensordict.batch_size, 1)
+        tensordict["action"] = self.net(tensordict["observation"]) + tensordict["noise"]
+        return tensordict
+
+
+def flat():
+    return ProbabilisticTensorDictSequential(
+        TensorDictModule(nn.Linear(4, 2), ["observation"], ["logits"]),
+        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=Categorical, return_log_prob=True),
+    )
+
+
+def gym_lanes(name, lanes):
+    return lambda: SerialEnv(lanes, lambda: GymEnv(name, categorical_action_encoding=True))
+
+
+CASES = {
+    "CartPole": (gym_lanes("CartPole-v1", 3), lambda: Samples(4, choices=2), {}),
+    "one lane": (lambda: GymEnv("CartPole-v1", categorical_action_encoding=True), flat, {}),
+    "Pendulum, limit": (gym_lanes("Pendulum-v1", 2), lambda: Samples(3, numbers=1), {"max_frames_per_traj": 17}),
+    "MuJoCo": (gym_lanes("HalfCheetah-v5", 2), lambda: Samples(17, numbers=6), {"max_frames_per_traj": 17}),
+    "random actions": (gym_lanes("CartPole-v1", 2), lambda: None, {}),
+    "a policy that remembers": (gym_lanes("Pendulum-v1", 2), Noisy, {"max_frames_per_traj": 17}),
+    "a carry": (lambda: SerialEnv(2, [lambda n=n: GymEnv(CountingEnv((3, 5), n)) for n in range(2)]), Recurrent, {}),
+    "torch env": (lambda: TorchEnv(TorchCartPole(3)), lambda: Samples(4, choices=2), {"max_frames_per_traj": 9}),
+    "texts": (lambda: SerialEnv(2, [lambda n=n: GymEnv(Talks(n)) for n in range(2)]), lambda: None, {}),
+}
+
+
+class Talks(gym.Env):
+    observation_space = gym.spaces.Dict({"said": gym.spaces.Text(20), "n": gym.spaces.Box(0, 99, (1,))})
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, n):
+        self.n, self.t = n, 0
+
+    def _seen(self):
+        return {"said": f"{self.n} {self.t}", "n": [self.t]}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = int(self.np_random.integers(3))
+        return self._seen(), {}
+
+    def step(self, action):
+        self.t += 1
+        return self._seen(), 1.0, self.t > 6, False, {}
+
+
+def through_a_file(state):
+    """Read without executing anything."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def same(a, b):
+    assert set(a.keys(True, True)) == set(b.keys(True, True))
+    for key in a.keys(True, True):
+        one, other = a.get(key), b.get(key)
+        equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one.tolist() == other.tolist()
+        assert equal, key
+
+
+def goes_on(make, *, batches=3):
+    first = make()
+    first.set_seed(7)
+    for _ in range(batches):
+        first.next()
+    state = through_a_file(first.state_dict())
+    expected = [first.next().clone() for _ in range(batches)]
+    counted = first.stats()
+    first.shutdown()
+    second = make()
+    second.next()  # another beginning, of which nothing is left
+    second.load_state_dict(state)
+    for batch in expected:
+        same(second.next(), batch)
+    for name in ("frames", "episodes", "mean_return", "mean_length"):
+        assert second.stats()[name] == counted[name], name
+    second.shutdown()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_this_process(name):
+    make_env, make_policy, options = CASES[name]
+
+    def make():
+        torch.manual_seed(0)
+        env = make_env()
+        lanes = env.batch_size.numel()
+        return Collector(env, make_policy(), frames_per_batch=lanes * 13, total_frames=-1, **options)
+
+    goes_on(make)
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+@pytest.mark.parametrize("make_env", [TorchCartPole, TorchPendulum])
+def test_rows_that_are_tensors(make_env, limit, monkeypatch):
+    monkeypatch.setattr(TorchLanes, "on_device", lambda self: DeviceTorchLanes(self))
+
+    def make():
+        torch.manual_seed(0)
+        policy = Samples(4, choices=2) if make_env is TorchCartPole else Samples(3, numbers=1)
+        return Collector(TorchEnv(make_env(3, limit=20)), policy, frames_per_batch=39, max_frames_per_traj=limit)
+
+    goes_on(make)
+
+
+def test_several_workers_in_step():
+    def make():
+        torch.manual_seed(0)
+        return MultiSyncCollector([gym_lanes("CartPole-v1", 2)] * 2, Samples(4, choices=2), frames_per_batch=52)
+
+    goes_on(make)
+
+
+def test_atari():
+    pytest.importorskip("ale_py")
+
+    def make():
+        torch.manual_seed(0)
+        return Collector(gym_lanes("ALE/Pong-v5", 2)(), None, frames_per_batch=26)
+
+    goes_on(make, batches=2)
+
+
+class Own(gym.Env):
+    """Cannot be pickled, and says itself what it is in the middle of."""
+
+    observation_space = gym.spaces.Box(-1e6, 1e6, (1,))
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self):
+        self.t, self.never = 0, (n for n in range(3))
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return [self.t], {}
+
+    def step(self, action):
+        self.t += 1
+        return [self.t], 1.0, self.t >= 10, False, {}
+
+    def get_state(self):
+        return self.t
+
+    def set_state(self, t):
+        self.t = t
+
+
+class Secretive(Own):
+    get_state = set_state = None
+
+
+def test_an_env_that_says_itself_where_it_is():
+    goes_on(lambda: Collector(GymEnv(Own()), None, frames_per_batch=7))
+
+
+def test_an_env_that_cannot_say_begins_anew_and_the_state_says_so():
+    first = Collector(GymEnv(Secretive()), None, frames_per_batch=7, total_frames=-1)
+    used = first.next()["collector", "traj_ids"].max()
+    state = through_a_file(first.state_dict())
+    assert "Secretive cannot be pickled" in state["resume"]["why"]
+    second = Collector(GymEnv(Secretive()), None, frames_per_batch=7, total_frames=-1)
+    second.load_state_dict(state)
+    batch = second.next()
+    assert batch["observation"][0] == 0
+    assert batch["collector", "traj_ids"].min() > used
+    assert second.stats()["frames"] == 14
+
+
+def test_lanes_that_come_as_they_are_ready_begin_anew_and_the_state_says_so():
+    with AsyncBatchedCollector([gym_lanes("CartPole-v1", 1)] * 2, Samples(4, choices=2), frames_per_batch=8) as c:
+        c.next()
+        assert "as they are ready" in c.state_dict()["resume"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lanes": 5}, "is of 5 lanes, this worker has 2"),
+        ({"format": 99}, "has format 99"),
+        ({"current": [torch.zeros(2, 9)]}, "is of another env"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, told):
+    def make():
+        torch.manual_seed(0)
+        return Collector(gym_lanes("CartPole-v1", 2)(), EchoPolicyFor4(), frames_per_batch=8)
+
+    c = make()
+    c.set_seed(0)
+    c.next()
+    state = c.state_dict()
+    state["resume"] = {**state["resume"], **change}
+    with pytest.raises(CorruptState, match=told):
+        c.load_state_dict(state)
+    untouched = make()
+    untouched.set_seed(0)
+    untouched.next()
+    same(c.next(), untouched.next())
+
+
+class EchoPolicyFor4(nn.Module):
+    def forward(self, observation):
+        return (observation.sum(-1) > 0).long()
+
+
+def test_another_env_is_refused():
+    one = Collector(GymEnv(CountingEnv((3,))), EchoPolicy(), frames_per_batch=4)
+    one.next()
+    two = Collector(GymEnv(gym.wrappers.TimeLimit(CountingEnv((3,)), 9)), EchoPolicy(), frames_per_batch=4)
+    with pytest.raises(CorruptState, match="this state is of the env"):
+        two.load_state_dict(one.state_dict())
