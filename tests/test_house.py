@@ -122,6 +122,7 @@ NOT_FOREIGN = {
     *("_resource_tracker", "_fd", "_pid", "_semlock", "_is_fork_ctx", "_extra_reducers", "_finalizer_registry"),
     *("_run_finalizers", "_args_from_interpreter_flags"),
     *("_step", "_reset"),  # whoever writes an env for TorchRL writes these
+    "_C",  # torch without it is no torch; what is taken from it is looked for by its own name
 }
 KNOWN_BY_ONE = {
     "backends.remote.ray": {"_private", "_system_config", "_temp_dir", "_node_ip_address"},
