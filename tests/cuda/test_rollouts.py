@@ -107,7 +107,7 @@ def test_memory_and_tensordicts_stay_on_the_device(make, graph, limit):
     there = Collector(
         TorchEnv(CountingDevice(WORLD, "cuda")), make().cuda(), cudagraph_policy=graph, track_traj_ids=True, **options
     )
-    assert isinstance(there._inline.worker, DeviceWorker)
+    assert isinstance(there._backend.worker, DeviceWorker)
     here = Collector(TorchEnv(CountingDevice(WORLD)), make(), **options)
     for _ in range(8):
         a, b = there.next().cpu(), here.next()
@@ -139,7 +139,7 @@ def test_torchrls_lstm_inside_a_graph():
     policy, batches = recurrent("LSTMModule"), []
     for graph in (False, True):
         c = seeded(policy, graph)
-        assert isinstance(c._inline.worker, DeviceWorker)
+        assert isinstance(c._backend.worker, DeviceWorker)
         batches.append([c.next().clone() for _ in range(5)])
     for a, b in zip(*batches):
         for key in a.keys(True, True):

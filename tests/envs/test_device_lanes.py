@@ -223,7 +223,7 @@ def test_a_policy_that_reads_what_it_wrote_goes_to_the_host():
 def test_ids_beyond_what_a_narrow_number_holds():
     c = Collector(TorchEnv(CountingDevice([(3, 1), (2,)])), EchoPolicy(), frames_per_batch=8)
     first = c.next()["collector", "traj_ids"]
-    c._inline.worker.ledger.counter.skip_to(2**40)
+    c._backend.worker.ledger.counter.skip_to(2**40)
     batch = c.next()
     new = batch["collector", "traj_ids"].unique()
     ended = int(batch["next", "done"][:, :-1].sum())

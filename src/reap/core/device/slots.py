@@ -52,11 +52,13 @@ class DeviceSlot(Slot):
             key: torch.zeros(*size, *leaf.shape, dtype=leaf.dtype, device=layout.device)
             for key, leaf in layout.columns.items()
         }
+        # The root's flags side by side, to be cleared at once. A step of lanes here writes all of its own.
+        self._root = torch.zeros(len(FLAGS), *size, 1, dtype=torch.bool, device=layout.device)
+        columns.update({(flag,): self._root[at] for at, flag in enumerate(FLAGS)})
         super().__init__(layout, index, columns)
 
     def clear_flags(self) -> None:
-        for flag in FLAGS:  # those of the root: every step of a lane here writes all of its own
-            self.arrays[(flag,)].zero_()  # type: ignore[attr-defined]
+        self._root.zero_()
 
     def put(self, key: Key, values: Tensor) -> None:
         self.arrays[key][: len(values)] = values
