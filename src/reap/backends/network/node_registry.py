@@ -25,7 +25,7 @@ _STACK = 1.5  # seconds for a stack to come
 _log = logging.getLogger("reap")
 
 
-class _RegistrationDesk:
+class _RegisteredNode:
     """A node as the collector sees it."""
 
     def __init__(self, visitor: Visitor, registry: NodeRegistry) -> None:
@@ -56,9 +56,9 @@ class _RegistrationDesk:
 class NodeProcess:
     """A worker of a node: what `Child` is for one of this machine."""
 
-    def __init__(self, index: int, desk: _RegistrationDesk, on_end: Callable[[], None]) -> None:
-        self.index, self._desk, self._on_end = index, desk, on_end
-        self.where = f" at {desk.host}"
+    def __init__(self, index: int, node: _RegisteredNode, on_end: Callable[[], None]) -> None:
+        self.index, self._node, self._on_end = index, node, on_end
+        self.where = f" at {node.host}"
         self.sentinel, self._tell = os.pipe()
         self._how, self._stack, self._asked = "", "", threading.Event()
         self._pid, self._born = 0, threading.Event()
@@ -104,7 +104,7 @@ class NodeProcess:
     def ask_stack(self) -> str:
         """Where every thread of it is right now; empty if it does not even answer signals."""
         self._asked.clear()
-        self._desk.wire.say(ask=self.index)
+        self._node.wire.say(ask=self.index)
         self._asked.wait(_STACK)
         return self._stack
 
@@ -119,7 +119,7 @@ class NodeProcess:
     def signal(self, number: int) -> None:
         """Send it a signal."""
         if not self.gone():
-            self._desk.wire.say(signal=self.index, number=int(number))
+            self._node.wire.say(signal=self.index, number=int(number))
 
     def release(self) -> None:
         """Give back descriptors."""
@@ -136,7 +136,7 @@ class NodeRegistry:
         self.ring = ring  # somebody came, or ended
         self.run = secrets.token_hex(8)
         self.secret = run_secret(secret, self.run)
-        self._desks: list[_RegistrationDesk] = []
+        self._nodes: list[_RegisteredNode] = []
         self._changing = threading.Lock()
         services: dict[str, Any] = {"node": self._receive}
         self._listener = AuthenticatedListener(host, port, secret, services)
@@ -144,47 +144,47 @@ class NodeRegistry:
         self.host, self.port = host, self._listener.port
 
     def _receive(self, visitor: Visitor) -> None:
-        desk = _RegistrationDesk(visitor, self)
+        node = _RegisteredNode(visitor, self)
         with self._changing:
-            self._desks.append(desk)
-        desk.wire.start()
+            self._nodes.append(node)
+        node.wire.start()
 
-    def came(self, desk: _RegistrationDesk) -> None:
+    def came(self, node: _RegisteredNode) -> None:
         """A node has said what it offers."""
-        _log.info("%s offers %d workers", desk.host, desk.free)
+        _log.info("%s offers %d workers", node.host, node.free)
         self.ring()
 
     @property
     def places(self) -> int:
         """How many workers are offered and not taken."""
-        return sum(desk.free for desk in self._desks)
+        return sum(node.free for node in self._nodes)
 
     def start(
         self, index: int, transport: str, job: bytes, more: Any, on_end: Callable[[NodeProcess], None]
     ) -> NodeProcess:
         """A worker in the first free place."""
-        desk = next(desk for desk in self._desks if desk.free)
-        desk.free -= 1
-        node_process = NodeProcess(index, desk, lambda: on_end(node_process))
-        desk.node_processes[index] = node_process
-        desk.wire.say(job, start=index, transport=transport, run=self.run, more=more)
+        node = next(node for node in self._nodes if node.free)
+        node.free -= 1
+        node_process = NodeProcess(index, node, lambda: on_end(node_process))
+        node.node_processes[index] = node_process
+        node.wire.say(job, start=index, transport=transport, run=self.run, more=more)
         return node_process
 
     def dismiss_rest(self) -> None:
         """Who came and has nothing to do may go."""
         with self._changing:
-            idle = [desk for desk in self._desks if not desk.node_processes]
-            self._desks = [desk for desk in self._desks if desk.node_processes]
-        for desk in idle:
-            desk.wire.say(end="all places are taken")
-            desk.wire.close()
+            idle = [node for node in self._nodes if not node.node_processes]
+            self._nodes = [node for node in self._nodes if node.node_processes]
+        for node in idle:
+            node.wire.say(end="all places are taken")
+            node.wire.close()
 
     def close(self, patience: float) -> None:
         """Nodes go home; those that have not after so many seconds are left to themselves."""
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
-        for desk in self._desks:
-            desk.wire.say(end="the collector is closed")
-        for desk in self._desks:
-            desk.wire.wait(max(0.0, until - time.monotonic()))
-            desk.wire.close()
+        for node in self._nodes:
+            node.wire.say(end="the collector is closed")
+        for node in self._nodes:
+            node.wire.wait(max(0.0, until - time.monotonic()))
+            node.wire.close()

@@ -13,7 +13,7 @@ are ready. The leaf `READY` says which lane is where.
 A position nobody stands at says -1.
 
 Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
-The price is one copy of each frame, made for a whole rollout at once.
+The price is two copies of each frame, made for whole rollouts at once: out of the log, and into its place.
 """
 
 from __future__ import annotations
@@ -94,18 +94,22 @@ class Sorter:
 
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
         """The next frames of every lane into `slot`, and what follows from them into the ledger."""
-        steps = slot.layout.steps
-        lanes = np.concatenate([lanes for lanes, _ in self._held])
-        order = np.argsort(lanes, kind="stable")
-        first = np.cumsum(self._count) - self._count
-        index = order[first + np.arange(steps)[:, None]]
-        rest = order[_turn(lanes[order]) >= steps]
-        left = {}
-        for key in (*self._roots, *self._nexts):
-            column = np.concatenate([chunk[key] for _, chunk in self._held])
-            slot.arrays[key][...] = column[index]
-            left[key] = column[rest]
-        self._held = [(lanes[rest], left)] if len(rest) else []
+        steps, before = slot.layout.steps, np.zeros(self._lanes, np.int64)  # frames of each lane in earlier chunks
+        held, self._held = self._held, []
+        for lanes, chunk in held:
+            order = np.argsort(lanes, kind="stable")
+            turn = np.empty(len(lanes), np.int64)
+            turn[order] = _turn(lanes[order])
+            turn += before[lanes]
+            before += np.bincount(lanes, minlength=self._lanes)
+            now = turn < steps
+            if now.all():  # written where it stays, without another copy of what is chosen
+                for key, column in chunk.items():
+                    slot.arrays[key][turn, lanes] = column
+                continue
+            for key, column in chunk.items():
+                slot.arrays[key][turn[now], lanes[now]] = column[now]
+            self._held.append((lanes[~now], {key: column[~now] for key, column in chunk.items()}))
         self._count -= steps
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
         ledger.close(slot, steps, when, where, due=(), version=None)
