@@ -22,13 +22,11 @@ new_tensordict: Callable[..., TensorDict] = getattr(TensorDict, "_new_unsafe", T
 
 # ---- the interaction type: one variable for the whole process ------------------------------------------------------
 
-# What holds it, with `get_mode` and `set_mode`; None where tensordict keeps it in another way.
-shared_interaction_type: Any = getattr(probabilistic, "_interaction_type", None)
-
-
-def put_interaction_type(holder: Any) -> None:
-    """Have tensordict ask `holder` from now on."""
-    probabilistic._interaction_type = holder
+# What holds it, with `get_mode` and `set_mode`; None where tensordict keeps it in another way. tensordict asks whatever
+# stands at this key of its variables.
+INTERACTION_TYPE = "_interaction_type"
+interaction_variables: dict[str, Any] = vars(probabilistic)
+shared_interaction_type: Any = interaction_variables.get(INTERACTION_TYPE)
 
 
 # ---- modules: whether tensordict does nothing but call them and write what they return -----------------------------

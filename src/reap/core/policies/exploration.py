@@ -63,25 +63,28 @@ _aware = _ThreadAware()
 @contextlib.contextmanager
 def exploring(kind: InteractionType | None) -> Iterator[None]:
     """Sample as `kind` in this thread, for the length of the block."""
-    if tensordict_internals.shared_interaction_type is None:
+    shared = tensordict_internals.shared_interaction_type
+    if shared is None:
         with set_interaction_type(kind):
             yield
         return
+    variables, place = tensordict_internals.interaction_variables, tensordict_internals.INTERACTION_TYPE
     before = _own.kind
     try:
         if before is _SHARED:
             with _aware.lock:  # or one that leaves would take it away from one that has just come
                 _aware.inside[_own.key] = None
-                tensordict_internals.put_interaction_type(_aware)
+                variables[place] = _aware
         _own.kind = kind
         yield
     finally:
         _own.kind = before
         if before is _SHARED:
             with _aware.lock:
-                _aware.inside.pop(_own.key, None)
+                if _own.key in _aware.inside:  # or it was broken off before
+                    del _aware.inside[_own.key]
                 if not _aware.inside:
-                    tensordict_internals.put_interaction_type(tensordict_internals.shared_interaction_type)
+                    variables[place] = shared
 
 
 def exploration_type(given: InteractionType | str | None) -> InteractionType:
