@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="workloads whose group or name holds all these words")
     parser.add_argument("--json", type=Path, default=Path("bench-results/board.json"), help="where the figures go")
     parser.add_argument("--seconds", type=float, help="of each half of a race; more of them, less noise")
+    parser.add_argument("--frames", type=int, help="of each training script, end to end: as many as it takes to learn")
     parser.add_argument("--list", action="store_true", help="print the names and aims, run nothing")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -139,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        budget = QUICK if given.quick else ALL if given.all else SCOREBOARD
+        budget = replace(QUICK if given.quick else ALL if given.all else SCOREBOARD, frames=given.frames)
         run(these, budget if given.seconds is None else replace(budget, seconds=given.seconds), save)
     finally:
         torch.set_num_threads(threads)

@@ -150,6 +150,7 @@ class Budget:
     least: int = 3
     most: int = 101
     scale: float = 1.0  # of a batch: 1/16 where only is asked whether it runs
+    frames: int | None = None  # of each training script, in place of its own number
     peers: bool = False
     calls: bool = False
 
