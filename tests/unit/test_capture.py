@@ -470,7 +470,7 @@ def test_without_torchs_guard_there_is_no_inference_mode(monkeypatch):
     torch.manual_seed(0)
     model, x = ActorCritic(), torch.randn(8, 4)
     assert captured(model).run(x)[0].is_inference()
-    monkeypatch.setattr(source, "_guard", None)
+    monkeypatch.setattr(source, "INFERENCE_GUARD", None)
     replay = captured(model)
     torch.manual_seed(1)
     wanted = outputs(model)(x)

@@ -491,7 +491,8 @@ def test_state_dict_layout():
     c = collector([(4,)], total_frames=48)
     c.next()
     state = c.state_dict()
-    assert set(state) == {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool", "policy_version"}
+    usual = {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool", "policy_version"}
+    assert set(state) == usual | {"resume"}  # what TorchRL has, and what it takes to go on
     assert (state["frames"], state["iter"]) == (12, 0)  # iter is the index of the last batch
     with pytest.raises(UsageError, match="lacks"):
         c.load_state_dict({"frames": 1})

@@ -19,6 +19,7 @@ from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.profiling import RolloutTracer, TraceSettings
+from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
 from reap.core.stats import Episodes
 from reap.core.worker import Plan, Worker
@@ -212,7 +213,13 @@ class WorkerServer:
     def do_state(self) -> dict[str, Any]:
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
-        return {**state, "policy_version": self.worker.version, "resume": self.worker.open_state()}  # of these weights
+        return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
+
+    def _open_state(self) -> dict[str, Any]:
+        state = {"resume": self.worker.open_state()}
+        if self.writer is not None:
+            state = without_episodes(state, "it writes to a buffer; what it holds back of open episodes is not kept")
+        return state["resume"]
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))

@@ -38,6 +38,7 @@ from reap.collectors.weight_updates import WeightUpdates
 from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.policies.exploration import exploration_type
+from reap.core.resume import without_episodes
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
@@ -376,6 +377,9 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
 
         def work() -> dict[str, Any]:
             state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches - 1}
+            if self._whole is not None:
+                why = "whole episodes are delivered; frames of open ones that are held back are not kept"
+                state = without_episodes(state, why)
             if isinstance(self.policy, nn.Module):
                 state["policy_state_dict"] = self.policy.state_dict()
             return state

@@ -46,12 +46,17 @@ def unpacked(data: Packed, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
 
 def without_pickles(state: Any) -> Any:
     """A collector's state from which nothing will be unpickled: episodes whose envs are pickled begin anew."""
+    why = "the env is kept as a pickle, and the checkpoint was loaded without trusted=True"
+    return without_episodes(state, why, _has_pickles)
+
+
+def without_episodes(state: Any, why: str, which: Callable[[Any], bool] = lambda _: True) -> Any:
+    """A collector's state, in which the open episodes of all workers, or of some, begin anew."""
     if not isinstance(state, Mapping):
         return state
-    found = {name: without_pickles(part) if isinstance(part, Mapping) else part for name, part in state.items()}
+    found = {name: without_episodes(part, why, which) for name, part in state.items()}
     resume = state.get("resume")
-    if isinstance(resume, Mapping) and _has_pickles(resume):
-        why = "the env is kept as a pickle, and the checkpoint was loaded without trusted=True"
+    if isinstance(resume, Mapping) and resume.get("why") is None and which(resume):
         found["resume"] = {**resume, "why": why, "env": None, "current": [], "policy": []}
     return found
 

@@ -153,7 +153,8 @@ class ProcessInferenceServer:
         try:
             return self._talk.answer(number, within)
         except ChildGone:
-            raise self._death() from None
+            error = self._death()
+            raise error from error.__cause__
         except ChildSilent:
             raise WorkerSilent(late) from None
 

@@ -300,10 +300,9 @@ class ProcessLanes(Env):
         within = None if self._timeout is None else self._timeout + grace
         try:
             return remote.talk.next(within) if call is None else remote.talk.answer(call, within)
-        except ChildGone:
-            raise self.gone(remote) from None
-        except ChildSilent:
-            raise self.silence_of(remote) from None
+        except (ChildGone, ChildSilent) as end:
+            error = self.gone(remote) if isinstance(end, ChildGone) else self.silence_of(remote)
+            raise error from error.__cause__
         except ReapError as error:
             self._failed = self._failed or remote.talk.failed
             self._named(error, remote)
