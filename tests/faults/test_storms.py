@@ -32,8 +32,14 @@ def interrupts(request):
 def storm(act, interrupts, seed=0):
     """Call `act` again and again until it was interrupted so often; after each call that was not, what it returns."""
     caught, swallowed, pest = 0, [], Pest(seed)
+
+    def swallow(what):
+        """Only what it says is kept: its frames would keep a pause alive. Hypothesis has a callback in the collector."""
+        if not getattr(what.object, "__module__", "").startswith("hypothesis"):
+            swallowed.append(repr(what))
+
     with Handler() as handler:
-        sys.unraisablehook = swallowed.append
+        sys.unraisablehook = swallow
         pest.start()
         pest.on.set()
         try:
@@ -49,8 +55,6 @@ def storm(act, interrupts, seed=0):
         finally:
             handler.armed = False
             pest.stop()
-    # Hypothesis has a callback of its own in the garbage collector.
-    swallowed = [one for one in swallowed if not getattr(one.object, "__module__", "").startswith("hypothesis")]
     assert not swallowed, f"{len(swallowed)} were swallowed by finalizers: {swallowed[0]}"
 
 
