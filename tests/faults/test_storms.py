@@ -34,7 +34,7 @@ def storm(act, interrupts, seed=0):
     caught, swallowed, pest = 0, [], Pest(seed)
 
     def swallow(what):
-        """Only what it says is kept: its frames would keep a pause alive. Hypothesis has a callback in the collector."""
+        """Keep what it says alone: its frames would keep a pause alive. Hypothesis has a callback of its own there."""
         if not getattr(what.object, "__module__", "").startswith("hypothesis"):
             swallowed.append(repr(what))
 
