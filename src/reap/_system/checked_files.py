@@ -61,7 +61,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The numbers that `write_manifest` wrote."""
     body, _, line = path.read_bytes().partition(b"\n")
     if line != _sum(body) + b"\n":
-        raise CorruptState(f"{path} is not what was written: its checksum differs")
+        raise CorruptState(f"{path} is not what was written: its checksum differs; nothing was loaded")
     found: dict[str, Any] = json.loads(body)
     return found
 

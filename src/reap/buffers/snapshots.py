@@ -12,21 +12,20 @@ anything in the buffer changes. Nothing that is read is ever executed: torch's `
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from reap._system.checked_files import FULL, load_tensors, locked, read_manifest, save_tensors, sync, write_manifest
 from reap.buffers.arguments import directory
 from reap.buffers.samplers import Sampler
 from reap.buffers.storage.buffer_files import BufferFiles
@@ -38,8 +37,6 @@ from reap.spec import numpy_dtype, show
 _MANIFEST = "buffer.json"
 _FORMAT = 2
 _OURS = re.compile(r"rows-[0-9a-f]{16}\.pt|buffer\.json\.[0-9a-f]{16}")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PIECE = 1 << 20  # bytes summed up at a time
 _NUMBERS, _PARTS = ("capacity", "words", "count", "sampled"), ("rows", "marks", "sampler")
 _WORDS = ("head", "holes", "base")
 
@@ -148,27 +145,26 @@ def dump(path: Any, state: Mapping[str, Any]) -> None:
     name, aside = f"rows-{token}.pt", f"{_MANIFEST}.{token}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with _alone(path, fcntl.LOCK_EX) as handle:
+        with locked(path) as handle:
             old = _manifest(path) if (path / _MANIFEST).exists() else b""
             try:
-                size, digest = _save({part: state[part] for part in _PARTS}, path / name)
-                about = {"format": _FORMAT, "file": name, "bytes": size, "sha256": digest}
-                text = json.dumps({**about, **{number: state[number] for number in _NUMBERS}}).encode()
-                _write(path / aside, text + b"\n" + _sum(text) + b"\n")
-                _sync(handle)  # before the manifest: what it names must be there
+                about = {"format": _FORMAT, "file": name}
+                about |= save_tensors({part: state[part] for part in _PARTS}, path / name)
+                write_manifest(path / aside, {**about, **{number: state[number] for number in _NUMBERS}})
+                sync(handle)  # before the manifest: what it names must be there
                 os.replace(path / aside, path / _MANIFEST)
             except BaseException:
                 for half in (path / name, path / aside):
                     with contextlib.suppress(OSError):
                         half.unlink()
                 raise
-            _sync(handle)
+            sync(handle)
             stale = [found for found in os.listdir(path) if _OURS.fullmatch(found) and found != name]
             for found in [*stale, *(["rows.pt"] if _is_old(old) else [])]:  # what earlier dumps left, whole or not
                 with contextlib.suppress(OSError):
                     (path / found).unlink()
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise UsageError(f"path={str(path)!r}: a dump cannot be written there: {error}") from error
         raise NoSpace(f"path={str(path)!r}: the dump does not fit on the disk ({error}); {_before(path)}") from None
 
@@ -181,12 +177,12 @@ def undump(path: Any) -> dict[str, Any]:
     """Read a snapshot back. `CorruptState` for whatever is not as it was written."""
     path = directory(path, "path")
     try:
-        with _alone(path, fcntl.LOCK_SH):
+        with locked(path, fcntl.LOCK_SH):
             try:
                 text = _manifest(path)
             except FileNotFoundError:
                 raise UsageError(f"path={str(path)!r} holds no dumped buffer: there is no {_MANIFEST}") from None
-            return _load_old(path, text) if _is_old(text) else _load(path, text)
+            return _load_old(path, text) if _is_old(text) else _load(path)
     except UsageError:
         raise
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -197,23 +193,13 @@ def undump(path: Any) -> dict[str, Any]:
         raise CorruptState(f"path={str(path)!r}: this dump is damaged: {error!r:.300}; nothing was loaded") from error
 
 
-def _load(path: Path, text: bytes) -> dict[str, Any]:
-    body, _, line = text.partition(b"\n")
-    if line != _sum(body) + b"\n":
-        raise CorruptState(f"{path / _MANIFEST} is not what was written: its checksum differs; nothing was loaded")
-    about = json.loads(body)
+def _load(path: Path) -> dict[str, Any]:
+    about = read_manifest(path / _MANIFEST)
     if about["format"] != _FORMAT:
         raise CorruptState(f"{path / _MANIFEST} has format {about['format']!r}, this reap reads {_FORMAT} and older")
     if not _OURS.fullmatch(about["file"]):
         raise CorruptState(f"{path / _MANIFEST} names a file that is no dump's: {about['file']!r:.80}")
-    with open(path / about["file"], "rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-        if (file.tell(), digest.hexdigest()) != (about["bytes"], about["sha256"]):
-            raise CorruptState(f"{path / about['file']} is not what was written: its checksum differs")
-        file.seek(0)
-        parts = torch.load(file, weights_only=True)
+    parts = load_tensors(path / about["file"], about)
     return {**{name: about[name] for name in _NUMBERS}, **{name: parts[name] for name in _PARTS}}
 
 
@@ -229,65 +215,3 @@ def _is_old(text: bytes) -> bool:
 
 def _manifest(path: Path) -> bytes:
     return (path / _MANIFEST).read_bytes()
-
-
-def _sum(data: bytes) -> bytes:
-    return hashlib.sha256(data).hexdigest().encode()
-
-
-class _Summed:
-    """A file that adds up what is written to it. torch must not see it fail: it would not say why."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.size, self.digest = file, 0, hashlib.sha256()
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if self.failure is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.failure = error
-            self.digest.update(data)
-            self.size += size
-        return size
-
-    def flush(self) -> None:
-        """Everything is written out at the end."""
-
-
-def _save(parts: Mapping[str, Any], path: Path) -> tuple[int, str]:
-    """Write tensors to a new file, onto the disk itself: how long it is, and its checksum."""
-    with open(path, "xb") as file:
-        summed = _Summed(file)
-        torch.save(dict(parts), cast(Any, summed))
-        if summed.failure is not None:
-            raise summed.failure
-        file.flush()
-        os.fsync(file.fileno())
-    return summed.size, summed.digest.hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(handle: int) -> None:
-    with contextlib.suppress(OSError):  # file systems that know no such thing
-        os.fsync(handle)
-
-
-@contextlib.contextmanager
-def _alone(path: Path, how: int) -> Iterator[int]:
-    """The directory's descriptor, while no other process writes a dump there (or, to write, reads one)."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # file systems without locks
-            fcntl.flock(handle, how)
-        yield handle
-    finally:
-        os.close(handle)
