@@ -73,15 +73,13 @@ class Round:
         return _settled(supervisor)
 
 
-class InStep(Delivery):
-    """A batch holds a rollout of every worker. `threshold`: when this share of them is done, the others stop."""
+class InRounds(Delivery):
+    """What deliveries have in common that may wait for one rollout of every worker."""
 
-    in_step = True
+    _supervisor: Supervisor
 
     def __init__(self, threshold: float | None = None) -> None:
         self._round = Round(threshold)
-        self._pool: Pool | None = None  # None: workers' rollouts have different lengths, and slots of their own
-        self._filling: Slot | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -89,6 +87,22 @@ class InStep(Delivery):
 
     def preempts(self, workers: int) -> bool:
         return self._round.enough(workers) < workers
+
+    def forget_unfinished(self) -> None:
+        if self._round.pending:
+            self._round.forget(self._supervisor)
+            self.settle()
+
+
+class InStep(InRounds):
+    """A batch holds a rollout of every worker. `threshold`: when this share of them is done, the others stop."""
+
+    in_step = True
+
+    def __init__(self, threshold: float | None = None) -> None:
+        super().__init__(threshold)
+        self._pool: Pool | None = None  # None: workers' rollouts have different lengths, and slots of their own
+        self._filling: Slot | None = None
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor, workers = supervisor, supervisor.workers
@@ -122,11 +136,6 @@ class InStep(Delivery):
         lanes = [worker.about.layout.lanes for worker in workers]
         finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
-
-    def forget_unfinished(self) -> None:
-        if self._round.pending:
-            self._round.forget(self._supervisor)
-            self.settle()
 
     def begin_anew(self, workers: Sequence[int], call: int) -> None:
         """Nothing is under way: see `forget_unfinished`."""
@@ -204,19 +213,12 @@ class AsReady(Delivery):
         return _settled(self._supervisor)
 
 
-class IntoBuffer(Delivery):
+class IntoBuffer(InRounds):
     """Workers write their rollouts to a buffer. `in_step`: all make one for each take; else as many as are wanted."""
 
     def __init__(self, *, in_step: bool, threshold: float | None = None, random_frames: int = 0) -> None:
+        super().__init__(threshold)
         self.in_step, self._random_frames = in_step, 0 if in_step else random_frames
-        self._round = Round(threshold)
-
-    @property
-    def unfinished(self) -> bool:
-        return self._round.pending
-
-    def preempts(self, workers: int) -> bool:
-        return self._round.enough(workers) < workers
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor, workers = supervisor, supervisor.workers
@@ -252,11 +254,6 @@ class IntoBuffer(Delivery):
                 if len(worker.working) < ahead and asked < most:
                     supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.working))
                     asked += worker.size
-
-    def forget_unfinished(self) -> None:
-        if self._round.pending:
-            self._round.forget(self._supervisor)
-            self.settle()
 
     def begin_anew(self, workers: Sequence[int], call: int) -> None:
         """What was written is there, wanted or not; it is counted when somebody takes next."""
