@@ -109,13 +109,22 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
             done.append(name)
             parts[name].load_state_dict(states[name] if trusted else without_pickles(states[name]))
     except Exception as cause:
-        for name in [name for name in reversed(done) if name in before]:
-            with contextlib.suppress(Exception):
-                parts[name].load_state_dict(before[name])
-        if isinstance(cause, ReapError):
+        lost = [name for name in reversed(done) if name in before and not _put_back(parts[name], before[name])]
+        if isinstance(cause, ReapError) and not lost:
             raise
-        raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; nothing was loaded") from cause
+        now = f"{', '.join(lost)} could not be put back as before" if lost else "nothing was loaded"
+        raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; {now}") from cause
     return Loaded(place, about["number"], {name: state for name, state in states.items() if name not in objects})
+
+
+def _put_back(part: Any, state: Any) -> bool:
+    """Whether a part takes the state that it had before."""
+    try:
+        part.load_state_dict(state)
+    except Exception:
+        _log.exception("%s does not take the state that it had", type(part).__name__)
+        return False
+    return True
 
 
 def newest(path: Any) -> Path | None:

@@ -58,7 +58,8 @@ def without_episodes(state: Any, why: str, which: Callable[[Any], bool] = lambda
     resume = state.get("resume")
     if isinstance(resume, Mapping) and resume.get("why") is None and which(resume):
         found["resume"] = {**resume, "why": why, "env": None, "current": [], "policy": []}
-    return found
+    # What has no episodes in it is given back itself: a module's state has more to it than its entries.
+    return found if any(found[name] is not part for name, part in state.items()) else state
 
 
 def _has_pickles(part: Any) -> bool:
