@@ -27,13 +27,15 @@ class InLanes(AsyncBatchedCollector):
         options["track_policy_version"] = track_policy_version
         policy = RandomPolicy() if policy is None else policy  # which must be asked for here
         super().__init__([env], policy, env_backend=env_backend, **options)
+        self._pipeline.arrangement.arrange = lanes_of
 
-    def _arrange(self, batch, rollout):
-        lanes = int(batch["env_index"].max()) + 1
-        flat = super()._arrange(batch, rollout).exclude("env_index")
-        if lanes == 1:
-            return flat
-        return flat.reshape(-1, lanes).transpose(0, 1).refine_names(..., "time")
+
+def lanes_of(flat, rollout):
+    lanes = int(flat["env_index"].max()) + 1
+    flat = flat.exclude("env_index")
+    if lanes == 1:
+        return flat
+    return flat.reshape(-1, lanes).transpose(0, 1).refine_names(..., "time")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

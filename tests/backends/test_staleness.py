@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from reap.collectors.staleness import StalenessWatch
+from reap.collectors.parts.staleness import StalenessWatch
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing.backend import counting_lanes
 from reap.weight_update import NoWeightSyncScheme

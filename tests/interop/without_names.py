@@ -42,7 +42,7 @@ from torch.distributed import FileStore, HashStore, rpc
 from reap._foreign import tensordict_internals, torch_internals, torchrl_internals
 from reap.buffers.storage.rows import as_tensordict
 from reap.collectors import Collector
-from reap.collectors.staleness import StalenessWatch
+from reap.collectors.parts.staleness import StalenessWatch
 from reap.core.capture import recorder
 from reap.core.policies.exploration import exploring
 from reap.core.shared_slots import SharedFile

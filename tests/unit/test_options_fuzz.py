@@ -26,7 +26,7 @@ from reap.collectors import (
     MultiSyncCollector,
 )
 from reap.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from reap.collectors.distributed.remote import FarCollector
+from reap.collectors.distributed.remote import FarCollector, RemotePlacement
 from reap.collectors.options import Options
 from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
 from reap.envs.parallel.process_lanes import ProcessLanes
@@ -107,7 +107,8 @@ def test_every_refusal_names_the_argument(name):
     if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make.__init__, follow_wrapped=False).parameters.values()):
         names |= {"no_such_option"}
     if issubclass(make, FarCollector):
-        names |= {field.name for field in dataclasses.fields(Options)} | set(make._own)
+        (placement,) = {one for one in RemotePlacement.__subclasses__() if one.__module__ == make.__module__}
+        names |= {field.name for field in dataclasses.fields(Options)} | set(placement.own)
     names = sorted(names)
     draw = random.Random(SEED)
     wrong, refused = [], 0

@@ -124,7 +124,7 @@ def test_episodes_broken_off_are_dropped():
         batch = c.next()
         assert batch["observation"][0, :, 0].unique().tolist() == [0]  # lane 1 never gets to its end
         assert batch["observation"][0, :, 2].tolist() == [0, 1, 2]
-    assert len(c._whole._held[0]) <= 8
+    assert len(c._pipeline.whole._held[0]) <= 8
 
 
 def test_longer_than_many_batches():

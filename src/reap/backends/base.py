@@ -16,6 +16,7 @@ A taken rollout is the consumer's; its slot is released when the last tensor on 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -69,6 +70,9 @@ class Backend(Protocol):
 
     def take(self, *, random: bool = False) -> Rollout:
         """The next full rollout; `random` asks for random actions."""
+
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        """Inside, Ctrl-C is let in only while waiting for workers."""
 
     def breaker(self) -> Callable[[], None]:
         """From now on a take can be broken off from another thread, by calling this; it raises `Halted`."""

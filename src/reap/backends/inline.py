@@ -12,11 +12,13 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
 from reap.backends.base import Halted, Rollout
 from reap.core.device.worker import DeviceWorker, device_worker
@@ -99,6 +101,9 @@ class InlineBackend:
             self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
+
+    def uninterrupted(self) -> AbstractContextManager[None]:
+        return Interrupts().held()
 
     def breaker(self) -> Callable[[], None]:
         asked: list[bool] = []

@@ -7,14 +7,14 @@ from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
 from reap.collectors.evaluator import Evaluator
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.profiling import ProfileConfig
-from reap.collectors.single import Collector
-from reap.collectors.updaters import (
+from reap.collectors.parts.profiling import ProfileConfig
+from reap.collectors.parts.updaters import (
     MultiProcessedWeightUpdater,
     PolicyVersion,
     VanillaWeightUpdater,
     WeightUpdaterBase,
 )
+from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
 
 __all__ = [

@@ -21,6 +21,7 @@ from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
 from reap.backends.inline import InlineBackend
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
+from reap.collectors.parts.arrangements import Arrangement
 from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
 from reap.collectors.single import Collector
 from reap.core.policy import without_steps
@@ -28,7 +29,6 @@ from reap.core.slot import VERSION
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
-from reap.trajectories import split_trajectories
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
 _WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
@@ -126,6 +126,25 @@ class _OnCores(InlineBackend):
         return staying_on(self._cores, functools.partial(super().take, random=random))
 
 
+class _FrameStream(Arrangement):
+    """Frames in the order in which they came. `version_key`: what their version is called, if not as everywhere."""
+
+    cuts = True  # there is no env whose share would be missing
+
+    def __init__(self, version_key: Key | None) -> None:
+        self._version_key = version_key
+
+    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        if self._version_key is not None:
+            for root in ((), ("next",)):
+                batch.rename_key_((*root, *VERSION), (*root, *self._version_key))
+        return True
+
+    def split(self, batch: TensorDictBase) -> TensorDictBase:
+        order = torch.argsort(batch["collector", "traj_ids"], stable=True)
+        return super().split(batch[order])
+
+
 class AsyncBatchedCollector(Collector):
     """Collects from many envs at once; the policy decides about those that are ready.
 
@@ -182,7 +201,6 @@ class AsyncBatchedCollector(Collector):
         policy_version_key: AnyKey | None = "policy_version",
         **options: Any,
     ) -> None:
-        self._why_closed = "it was never built"
         name = type(self).__name__
         fewest, most = _batch_sizes(server_config, min_batch_size, max_batch_size, options.get("server_timeout"))
         if device_config is not None:
@@ -193,8 +211,8 @@ class AsyncBatchedCollector(Collector):
             policy_version = 0
         if isinstance(policy_version, bool) or not isinstance(policy_version, int):
             raise WrongArgument(f"policy_version must be a whole number, got {policy_version!r}")
-        self._version_key = None if policy_version_key is None else _checked_key(policy_version_key)
-        if self._version_key is None and options.setdefault("track_policy_version", False):
+        version_key = None if policy_version_key is None else _checked_key(policy_version_key)
+        if version_key is None and options.setdefault("track_policy_version", False):
             raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
         one_of("backend", backend, ("threading", "multiprocessing"), none=True)
         one_of("env_backend", env_backend, ("threading", "multiprocessing"), none=True)
@@ -236,43 +254,24 @@ class AsyncBatchedCollector(Collector):
         self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
         self._backend.start()
         try:
-            self._name_versions(policy_version)
+            self._name_versions(policy_version, version_key)
         except BaseException:
             self._backend.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
         if self._backend.worker.model is not policy:
-            self._watch_policy(
+            self._weights.watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
 
     for _made in (__new__, __init__):
         _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]
 
-    def _name_versions(self, first: int) -> None:
+    def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""
-        self._version = self._backend.worker.loop.version = first
-        key = self._version_key
-        self._renamed = key if self.options.track_policy_version and key != VERSION else None
+        self._weights.version = self._backend.worker.loop.version = first
+        name = key if self.options.track_policy_version and key != VERSION else None
         others = self._backend.worker.layout.columns
-        if self._renamed is not None and any(self._renamed == other[: len(self._renamed)] for other in others):
-            raise UsageError(f"policy_version_key is {show(self._renamed)}, which is something else in a batch already")
-
-    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
-        batch, rollout = super()._take(random=random)
-        if self._renamed is not None:
-            for root in ((), ("next",)):
-                batch.rename_key_((*root, *VERSION), (*root, *self._renamed))
-        return batch, rollout
-
-    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        """Cut at `total_frames`: there is no env whose share would be missing."""
-        beyond = self._frames - self.options.total
-        if beyond <= 0:
-            return batch
-        self._frames = int(self.options.total)
-        return batch[: -int(beyond)]
-
-    def _split(self, batch: TensorDictBase) -> TensorDictBase:
-        order = torch.argsort(batch["collector", "traj_ids"], stable=True)
-        return split_trajectories(batch[order], prefix="collector")
+        if name is not None and any(name == other[: len(name)] for other in others):
+            raise UsageError(f"policy_version_key is {show(name)}, which is something else in a batch already")
+        self._pipeline.arrangement = _FrameStream(name)

@@ -30,8 +30,8 @@ from reap._system.processes import DEADLINE
 from reap._system.threads import join
 from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
-from reap.collectors.background import ended_by
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
+from reap.collectors.parts.background import ended_by
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
 from reap.errors import UsageError, WrongArgument, WrongState

@@ -10,36 +10,34 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from typing_extensions import Self
 
-from reap._system.pickling import Parcel, pack, pack_bytes
+from reap._system.pickling import Parcel, pack_bytes
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
-from reap.backends.base import Delivery, Rollout
+from reap.backends.base import Delivery
 from reap.backends.delivery import AsReady, InStep, IntoBuffer
 from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.worker_backend import WorkerBackend
-from reap.buffers.replay import ReplayBuffer
-from reap.collectors.background import Runner
 from reap.collectors.base import BaseCollector
-from reap.collectors.buffer_writers import Sink, WriteOptions, WriterMaker
-from reap.collectors.joining import LagLimit, join_for
+from reap.collectors.buffer_writers import Sink
 from reap.collectors.options import Options, listed, read_options, signature
-from reap.collectors.parts import Part
+from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
+from reap.collectors.parts.background import Runner
+from reap.collectors.parts.weight_updates import Workers, load_model, place_of
+from reap.collectors.placement import Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
-from reap.core.attribute_path import each_call
+from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
-from reap.core.slot import Layout
 from reap.core.stats import together
 from reap.envs.gym_registry import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
-from reap.trajectories import FINAL
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
@@ -65,10 +63,7 @@ class MultiCollector(BaseCollector):
 
     _backend: WorkerBackend
     _sync: bool | None = None
-    _pack = staticmethod(pack)  # how what users give is packed for the workers
-    _each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
-    _lag_limit: LagLimit | None = None  # where rollouts may come too late
-    _workers_go_on = True  # whether workers that write into the buffer collect on by themselves, in the background
+    _placement = Placement()  # where the workers live
 
     def __new__(
         cls,
@@ -95,7 +90,6 @@ class MultiCollector(BaseCollector):
         num_workers: int | None = None,
         **options: Any,
     ) -> None:
-        self._why_closed = "it was never built"
         name = type(self).__name__
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
@@ -118,13 +112,14 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        if self._each is not None and len(self._each) != count:
-            raise SpecMismatch(f"collector_kwargs holds {len(self._each)} mappings for {count} workers")
-        own = self._each or [{}] * count
+        if self._placement.each is not None and len(self._placement.each) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
+        own = self._placement.each or [{}] * count
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
-        self._prepare(workers[0])
+        self._lag_limit = _lag_limit(settings)
+        self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
         self._there: dict[str, Any] = {}  # hooks that are called in the workers
         if self._direct or settings.hooks_in_workers:
@@ -136,7 +131,6 @@ class MultiCollector(BaseCollector):
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
         plans = self._plans(workers, makers, policy, frames)
         self._backend = self._make_backend(plans, settings)
-        self._why_closed = None  # from here on there is something to close
         try:
             self._backend.start()
             for text in sorted({text for remote in self._backend.workers for text in remote.about.told}):
@@ -146,10 +140,11 @@ class MultiCollector(BaseCollector):
         except BaseException as error:
             self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
             raise
-        self._watch_policy(
+        self._weights.watch_policy(
             policy,
             "the workers still act",
             "Call update_policy_weights_() after training, or give update_at_each_batch=True",
+            count,
         )
 
     for _made in (__new__, __init__):
@@ -157,10 +152,17 @@ class MultiCollector(BaseCollector):
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Where the workers live."""
-        writer, buffer = self._writing(settings)
-        transport = SharedMemoryTransport(start_method=settings.start_method, buffer=buffer)
-        delivery = self._make_delivery(settings)
-        return WorkerBackend(plans, transport=transport, delivery=delivery, writer=writer, **self._running(settings))
+        place = self._placement
+        if self._sync and settings.preemptive_threshold is not None and not place.preempts:
+            raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
+        return WorkerBackend(
+            plans,
+            transport=place.transport(plans, settings),
+            delivery=self._make_delivery(settings),
+            writer=place.writer(settings),
+            nested=place.nested_workers(settings, len(plans)),
+            **self._running(settings),
+        )
 
     def _make_delivery(self, settings: Options) -> Delivery:
         """Which rollouts make a batch."""
@@ -202,40 +204,20 @@ class MultiCollector(BaseCollector):
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""
         sink = super()._make_sink()  # checks the options
-        self._direct = self._workers_write()
+        self._direct = self._placement.workers_write(self.replay_buffer)
         return None if self._direct else sink
-
-    def _workers_write(self) -> bool:
-        return isinstance(self.replay_buffer, ReplayBuffer)
-
-    def _writing(self, options: Options) -> tuple[WriterMaker | None, Sequence[int]]:
-        """What makes the writers of workers that write into the buffer themselves, and the descriptors these need."""
-        buffer = self.replay_buffer
-        if not isinstance(buffer, ReplayBuffer):
-            return None, ()
-        if options.max_lag is not None:
-            raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
-        fds, about = buffer.handle()
-        way = WriteOptions.of(options)
-        maker = WriterMaker(way, about, buffer.transforms, options.timeout)
-        pack(
-            maker,
-            "what writes to the replay buffer",
-            {**way.given, "a transform of the replay buffer": buffer.transforms},
-        )
-        return maker, fds
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
-        packed = {id(make): self._pack(for_workers(make), "create_env_fn") for make in makers}
+        packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
-        kwargs = {key: self._pack(one, "create_env_kwargs") for key, one in given.items()}
-        self._pack(workers[0].init_fn, "init_fn")
+        kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
+        self._placement.pack(workers[0].init_fn, "init_fn")
         ours: Sequence[Parcel | None] = [None] * len(workers)
         first = workers[0].first_weights  # of policies that are made in the workers
         if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = [self._pack(policy, "policy")] * len(workers)
+            ours = [self._placement.pack(policy, "policy")] * len(workers)
         elif policy is not None and self._strategy is not None:
             pass  # it is where weights come from; they follow as soon as workers are there
         elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
@@ -249,7 +231,7 @@ class MultiCollector(BaseCollector):
         elif first is not None:
             ours = [_packed_weights(first)] * len(workers)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
-        made = {key: self._pack(factory, "policy_factory") for key, factory in factories.items()}
+        made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
         for options, make, size, weights in zip(workers, makers, frames, ours):
             device, _ = options.devices
@@ -268,10 +250,10 @@ class MultiCollector(BaseCollector):
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
         self._warn_rounding(asked, self.requested_frames_per_batch, what, depth=4)
         if self._sync:
-            self._check_shapes(layouts)
-
-    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        """Whether the workers' rollouts can be joined."""
+            arrangement: Arrangement = JoinedWorkers(self.cat_results, layouts, compact=self.options.compact_obs)
+        else:
+            arrangement = FirstCome(self._backend, self._lag_limit)
+        self._pipeline.arrangement = arrangement
 
     def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
         """How many frames a worker (the first, if none is named) makes for a batch."""
@@ -286,34 +268,36 @@ class MultiCollector(BaseCollector):
     def _finish(self) -> TensorDictBase | None:
         if not self._direct:
             return super()._finish()
-        with self._uninterrupted():
-            self._before_batch()
-            self._batch_watched()
-            left = self.options.total - self._frames
-            rollout = self._backend.take(random=self._frames < self.options.random_frames, most=left)
+        with self._backend.uninterrupted():
+            self._send_weights()
+            self._weights.used(1, background=self._runner is not None)
+            made = self._pipeline.frames
+            random = made < self.options.random_frames
+            rollout = self._backend.take(random=random, most=self.options.total - made)
             self._count(rollout.frames, 1)
         return None
 
     def _count(self, frames: int, batches: int) -> None:
-        self._frames += frames
-        self._batches += batches
+        self._pipeline.frames += frames
+        self._pipeline.batches += batches
         if self._runner is not None:
-            self._batch_watched(batches)
+            self._weights.used(batches, background=True)
 
     def _make_runner(self) -> Runner:
-        if not self._direct or not self._workers_go_on:
+        if not self._direct or not self._placement.workers_go_on:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
                 "update_at_each_batch: workers in the background take no batches; update_policy_weights_()"
             )
-        left, random = self.options.total - self._frames, self.options.random_frames - self._frames
+        made = self._pipeline.frames
+        left, random = self.options.total - made, self.options.random_frames - made
         transport = self._backend.transport
         assert isinstance(transport, SharedMemoryTransport)  # workers that go on by themselves count there
         return BackgroundRunner(self._backend, transport.counters, left=left, random=random, count=self._count)
 
     def rollout(self) -> TensorDictBase:
-        self._open()
+        self._check_open()
         if self._direct:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
@@ -358,19 +342,14 @@ class MultiCollector(BaseCollector):
         self._ask(lambda: self._backend.set_hooks(hooks))
         self._there |= hooks
 
-    def _uninterrupted(self) -> AbstractContextManager[None]:
-        return self._backend.uninterrupted()
-
     def _fetch(self) -> None:
-        with self._uninterrupted():
+        with self._backend.uninterrupted():
+            self._send_weights()
             super()._fetch()
 
-    def _next_batch(self) -> list[Part]:
-        self._before_batch()
-        return super()._next_batch()
-
-    def _before_batch(self) -> None:
-        if self.options.update_at_each_batch:
+    def _send_weights(self) -> None:
+        """Where weights are sent by themselves, it is time before a batch."""
+        if self._weights.due(self._pipeline.batches):
             self.update_policy_weights_()
 
     @property
@@ -378,7 +357,7 @@ class MultiCollector(BaseCollector):
         """The policy given; workers act with copies of it."""
         return self._policy
 
-    def _publish(self, weights: Any, worker_ids: int | Sequence[int] | None) -> int:
+    def _publish(self, weights: Any, worker_ids: Workers) -> int:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         ids = None if ids is None else [int(w) for w in ids]
         if self._strategy is not None:
@@ -388,11 +367,19 @@ class MultiCollector(BaseCollector):
             weights = None if given is None else extracted(self._strategy, given)
         return self._backend.publish(weights, ids)
 
-    def _load_in_workers(self, path: str, state: Any, strategy: Any) -> None:
-        if strategy is None:
-            super()._load_in_workers(path, state, strategy)
-        else:
-            self._between(lambda: self._backend.apply(path, strategy, state))
+    def _load_model(self, path: str, weights: Any) -> None:
+        here, strategy = place_of(path) == "postproc", self.options.strategy(path)
+
+        def in_workers(state: Any) -> None:
+            if strategy is None:
+                self.map_fn(f"{path}.load_state_dict", [(state,)] * self.num_workers)
+            else:
+                self._between(lambda: self._backend.apply(path, strategy, state))
+
+        # Workers that write to a buffer have a postproc of their own.
+        there = in_workers if self._direct or not here else None
+        find = partial(get_attribute, self) if here else None
+        load_model(path, weights, strategy, find=find, ask=self._ask, in_workers=there)
 
     def get_cached_weights(self, model_id: str = "policy", *, worker: int = 0) -> Any:
         """The weights a worker acts with, by name."""
@@ -407,7 +394,7 @@ class MultiCollector(BaseCollector):
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
 
     def get_distant_attr(self, attr: str) -> list[Any]:
-        self._open()
+        self._check_open()
         return self._between(lambda: self._backend.find(attr))
 
     def map_fn(
@@ -416,9 +403,9 @@ class MultiCollector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        self._open()
+        self._check_open()
         if method_name.startswith("policy."):
-            self._watch = None  # whoever reaches into the workers' policies knows that they are copies
+            self._weights.watch = None  # whoever reaches into the workers' policies knows that they are copies
         calls = each_call(self.num_workers, list_of_args, list_of_kwargs)
         if method_name == "update_policy_weights_":  # versions are counted here
             self.update_policy_weights_({w: _weights_in(*call) for w, call in enumerate(calls)})
@@ -431,6 +418,13 @@ class MultiCollector(BaseCollector):
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
 
+    def _settle(self, timeout: float | None) -> None:
+        """Wait, paused in the background, until no worker is making anything any more."""
+        if self._direct:
+            self._count(*self._backend.settle(timeout))  # it is in the buffer, and nobody has counted it yet
+        else:
+            self._backend.drain(timeout)
+
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
         if not close_env:
             raise WrongState(f"{type(self).__name__} cannot leave envs open: they end with their workers")
@@ -442,7 +436,7 @@ class MultiCollector(BaseCollector):
 
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
-        self._open()
+        self._check_open()
         chosen = (
             range(len(self._backend.workers)) if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
         )
@@ -460,12 +454,12 @@ class MultiCollector(BaseCollector):
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
         if workers != "per_worker":
             found |= {
-                "frames": self._frames,
-                "batches": self._batches,
+                "frames": self._pipeline.frames,
+                "batches": self._pipeline.batches,
                 "total_frames": self.options.total,
-                "completed": self._frames >= self.options.total,
+                "completed": self._pipeline.frames >= self.options.total,
                 "requested_frames_per_batch": self.requested_frames_per_batch,
-                "policy_version": self._version,
+                "policy_version": self._weights.version,
                 "dropped_frames": 0 if self._lag_limit is None else self._lag_limit.dropped_frames,
                 **together([remote.stats for remote in remotes], self._backend.episodes),
             }
@@ -483,7 +477,7 @@ class MultiCollector(BaseCollector):
     def __repr__(self) -> str:
         if not hasattr(self, "_backend"):
             return f"{type(self).__name__}(not built)"
-        state = "" if self._why_closed is None else f", closed: {self._why_closed}"
+        state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
             f"{type(self).__name__}({len(self._sizes)} workers, {self.requested_frames_per_batch:,} frames per batch"
             f"{state})"
@@ -495,33 +489,6 @@ class MultiSyncCollector(MultiCollector):
 
     _sync = True
 
-    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        if rollout.parts:
-            return batch
-        out = self._join(batch)
-        if out.names[-1] != "time":
-            out.names = [*[None] * (out.ndim - 1), "time"]
-        if rollout.finals is not None:
-            out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
-        return out
-
-    def _by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
-        layouts = [remote.about.layout for remote in self._backend.workers]
-        if rollout.parts:
-            each = batch.split([layout.steps for layout in layouts], -1)
-            return [Part(piece, part.worker) for piece, part in zip(each, rollout.parts)]
-        lanes = batch.split([layout.lanes for layout in layouts])
-        return [Part(piece if layouts[w].batched else piece[0], w) for w, piece in enumerate(lanes)]
-
-    def _split(self, batch: TensorDictBase) -> TensorDictBase:
-        out = super()._split(batch)
-        if self.cat_results != 0:
-            out.names = [*[None] * (out.ndim - 1), "time"]  # where nothing was cut, workers and lanes are apart still
-        return out
-
-    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        self._join = join_for(self.cat_results, layouts, compact=self.options.compact_obs)
-
 
 class MultiAsyncCollector(MultiCollector):
     """Every batch is one worker's rollout; workers go on while the consumer works. See `MultiCollector`.
@@ -531,23 +498,6 @@ class MultiAsyncCollector(MultiCollector):
 
     _sync = False
 
-    def _prepare(self, options: Options) -> None:
-        super()._prepare(options)
-        if options.max_lag is not None and options.trajs_per_batch is not None:
-            raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
-        self._lag_limit = None if options.max_lag is None else LagLimit(options.max_lag)
-
-    def _take(self, *, random: bool) -> tuple[TensorDictBase, Rollout]:
-        while True:
-            batch, rollout = super()._take(random=random)
-            if self._lag_limit is None or self._lag_limit.keeps(batch, rollout, self._backend.version):
-                return batch, rollout
-
-    def _arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        lag = self._backend.version - rollout.version
-        batch.origin = Origin(rollout.worker, rollout.version, lag)
-        return batch
-
 
 class AsyncCollector(MultiAsyncCollector):
     """One worker in the background: it collects the next batch while you use this one.
@@ -556,7 +506,6 @@ class AsyncCollector(MultiAsyncCollector):
     """
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._why_closed = "it was never built"
         if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
@@ -568,12 +517,10 @@ class AsyncCollector(MultiAsyncCollector):
     __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
 
 
-class Origin(NamedTuple):
-    """Where a batch comes from."""
-
-    worker: int
-    version: int
-    lag: int  # updates since then
+def _lag_limit(options: Options) -> LagLimit | None:
+    if options.max_lag is not None and options.trajs_per_batch is not None:
+        raise UsageError("max_lag may drop the middle of an episode, trajs_per_batch needs whole ones; give one")
+    return None if options.max_lag is None else LagLimit(options.max_lag)
 
 
 def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, list[Any]]:

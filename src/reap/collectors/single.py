@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from tensordict import TensorDictBase
 from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
-from reap.collectors.buffer_writers import mark_truncated, processed
+from reap.collectors.buffer_writers import mark_truncated
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
+from reap.collectors.parts.weight_updates import Workers, load_model, place_of
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
@@ -71,11 +73,10 @@ class Collector(BaseCollector):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
         else:
             create_env_fn = [create_env_fn] * (count or 1)
-        kind = MultiCollector if backend == "process" else _far(backend)
+        kind = MultiCollector if backend == "process" else _remote_collector(backend)
         return kind(create_env_fn, policy, sync=sync, **rest, **more)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._why_closed = "it was never built"
         options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
         settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
         policy = without_steps(policy)
@@ -111,10 +112,13 @@ class Collector(BaseCollector):
         self._backend.start()
         if first is not None:
             self._backend.load(first[0] if by_worker(first) else first)
-        self._check_sizes(self._backend.worker.lanes)
+        lanes = self._backend.worker.lanes
+        steps = -(-settings.frames_per_batch // lanes)
+        self.requested_frames_per_batch = steps * lanes
+        self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
         self.frames_per_batch = self._backend.worker.layout.steps
         if self._backend.worker.model is not policy:
-            self._watch_policy(
+            self._weights.watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
 
@@ -142,7 +146,7 @@ class Collector(BaseCollector):
         return self._backend.worker.explain()
 
     def get_distant_attr(self, attr: str) -> Any:
-        self._check_owner()
+        self._life.check_owner()
         return get_attribute(self, attr)
 
     def map_fn(
@@ -151,9 +155,26 @@ class Collector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
-        self._check_owner()
+        self._life.check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
         return [get_attribute(self, method_name)(*args, **kwargs)]
+
+    def _publish(self, weights: Any, worker_ids: Workers) -> int:
+        """Hand weights on to the only worker, of which per-worker weights name at most its own."""
+        ids = [worker_ids] if isinstance(worker_ids, int) else [0] if worker_ids is None else list(worker_ids)
+        if not ids:
+            return self._weights.version
+        if ids != [0]:
+            raise UsageError(f"worker_ids {ids}: this collector has worker 0 only")
+        if by_worker(weights):
+            if list(weights) != [0]:
+                raise UsageError(f"weights are given for workers {list(weights)}: this collector has worker 0 only")
+            weights = weights[0]
+        return self._backend.publish(weights)
+
+    def _load_model(self, path: str, weights: Any) -> None:
+        place_of(path)
+        load_model(path, weights, self.options.strategy(path), find=partial(get_attribute, self), ask=self._ask)
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """`update_policy_weights_`, by the name it has where weights arrive."""
@@ -164,7 +185,7 @@ class Collector(BaseCollector):
 
         For a storage that is to be laid out, or a learner that is to be compiled, before anything is collected.
         """
-        self._open()
+        self._check_open()
         worker = self._backend.worker
         layout = worker.layout
         if FRAME in layout.loose:
@@ -172,14 +193,11 @@ class Collector(BaseCollector):
         slot = DeviceSlot(layout) if isinstance(layout, DeviceLayout) else Slot(layout)
         if self.options.set_truncated:
             mark_truncated(slot.arrays, layout)
-        batch = assembler(layout)(slot.arrays, layout)
-        batch = batch if self._storing is None else batch.to(self._storing)
-        split = self._split if self.options.split_trajs else None
-        return processed(batch, split=split, postproc=self.postproc, hook=None)
+        return self._pipeline.empty(assembler(layout)(slot.arrays, layout), self.postproc)
 
     def reset(self, index: Any = None) -> None:
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
-        self._open()
+        self._check_open()
         lanes = None if index is None else _lanes(index, self._backend.worker.lanes)
         self._ask(lambda: self._backend.reset(lanes))
 
@@ -191,16 +209,17 @@ class Collector(BaseCollector):
 
         `collect_seconds` and `frames_per_second` are the collector's own time, without what the consumer does.
         """
-        self._look()
+        self._raise_background_error()
+        pipeline = self._pipeline
         return {
             "workers": 1,
-            "workers_alive": int(self._why_closed is None),
-            "frames": self._frames,
-            "batches": self._batches,
+            "workers_alive": int(not self.closed),
+            "frames": pipeline.frames,
+            "batches": pipeline.batches,
             "total_frames": self.options.total,
-            "completed": self._frames >= self.options.total,
+            "completed": pipeline.frames >= self.options.total,
             "requested_frames_per_batch": self.requested_frames_per_batch,
-            "policy_version": self._version,
+            "policy_version": self._weights.version,
             "dropped_frames": 0,
             **self._backend.worker.stats.summary(),
         }
@@ -216,7 +235,7 @@ class Collector(BaseCollector):
         columns = ", ".join(
             f"{show(k)} {leaf}" for k, leaf in worker.layout.columns.items() if k[0] not in ("next", "collector")
         )
-        state = "" if self._why_closed is None else f", closed: {self._why_closed}"
+        state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
             f"{type(self).__name__}({worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
             f"{self.requested_frames_per_batch:,} frames per batch, {amount}; policy: {who}; "
@@ -230,8 +249,8 @@ _BACKENDS = {"direct": "direct", "process": "process", "multiprocessing": "proce
 _KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc', 'submitit'"
 
 
-def _far(backend: str) -> type[MultiCollector]:
-    """The collector over this road, imported when it is asked for."""
+def _remote_collector(backend: str) -> type[MultiCollector]:
+    """The collector over this transport, imported when it is asked for."""
     from reap.collectors import distributed
 
     names = {"ray": "RayCollector", "rpc": "RPCCollector"}

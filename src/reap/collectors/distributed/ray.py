@@ -12,8 +12,8 @@ from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
 from reap.backends.remote.ray import RayActorTransport, ray_connection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
-from reap.collectors.distributed.remote import FarCollector
-from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed.remote import FarCollector, RemotePlacement
+from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, listed
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 
@@ -24,7 +24,41 @@ _ELSEWHERE = {
 }
 
 
-class RayCollector(FarCollector):
+class _RayPlacement(RemotePlacement):
+    """Workers are actors of a Ray cluster, which are asked for each rollout."""
+
+    workers_go_on = False
+    own = {
+        "num_collectors": None,
+        "ray_init_config": None,
+        "remote_configs": None,
+        "restart": False,
+        "use_env_creator": None,
+        "weight_recv_schemes": None,
+    }
+
+    def transport(self, plans: Sequence[Any], options: Options) -> RayActorTransport:
+        mapping("ray_init_config", self.given["ray_init_config"])
+        cluster = self.given["ray_init_config"] or {}
+        return RayActorTransport(cluster=cluster, resources=_resources(self.given["remote_configs"], plans))
+
+    def workers_write(self, buffer: Any) -> bool:
+        """Where the buffer is an actor."""
+        return getattr(buffer, "service_backend", None) == "ray"
+
+    def writer(self, options: Options) -> Any:
+        if not self.workers_write(options.replay_buffer):
+            return None
+        if options.max_lag is not None:
+            raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
+        way = WriteOptions.of(options)
+        maker = _WriterMaker(way, options.replay_buffer.client())
+        dumps(maker, "what writes to the replay buffer", way.given)
+        return maker
+
+
+@FarCollector.register
+class RayCollector(MultiCollector):
     """Collects with Ray actors: in the cluster this process is connected to, or else in one that is started here.
 
     >>> collector = RayCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
@@ -41,15 +75,8 @@ class RayCollector(FarCollector):
             `reap.data.RayReplayBuffer` actors write to themselves; further see `FarCollector`.
     """
 
-    _workers_go_on = False  # they are asked for each rollout
-    _own = {
-        "num_collectors": None,
-        "ray_init_config": None,
-        "remote_configs": None,
-        "restart": False,
-        "use_env_creator": None,
-        "weight_recv_schemes": None,
-    }
+    _placement: _RayPlacement
+    pause = FarCollector.pause
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -59,7 +86,6 @@ class RayCollector(FarCollector):
         return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._why_closed = "it was never built"
         count = whole("num_collectors", options.get("num_collectors"), none=True)
         if listed(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
@@ -71,15 +97,11 @@ class RayCollector(FarCollector):
                 raise UsageError(f"{name} is not for {type(self).__name__}: {why}")
         if not isinstance(restart := options.get("restart", False), bool):
             raise WrongArgument(f"restart must be True or False, got {restart!r}")
-        super().__init__(create_env_fn, policy, **options)
-
-    def _make_transport(self, plans: Sequence[Any], settings: Options) -> RayActorTransport:
-        mapping("ray_init_config", self._given["ray_init_config"])
-        cluster = self._given["ray_init_config"] or {}
-        return RayActorTransport(cluster=cluster, resources=_resources(self._given["remote_configs"], plans))
+        self._placement = _RayPlacement(options)
+        super().__init__(create_env_fn, policy, **self._placement.options_left)
 
     def _running(self, settings: Options) -> dict[str, Any]:
-        return {**super()._running(settings), "restart": self._given["restart"], "writer": self._writer()}
+        return {**super()._running(settings), "restart": self._placement.given["restart"]}
 
     @property
     def _ray(self) -> RayActorTransport:
@@ -94,20 +116,6 @@ class RayCollector(FarCollector):
         if hasattr(self.replay_buffer, "feed"):
             self.replay_buffer.feed.attach(self)
         return sink
-
-    def _workers_write(self) -> bool:
-        """Where the buffer is an actor."""
-        return getattr(self.replay_buffer, "service_backend", None) == "ray"
-
-    def _writer(self) -> Any:
-        if not self._direct:
-            return None
-        if self.options.max_lag is not None:
-            raise UsageError("max_lag drops rollouts after they are made; actors have written them to the buffer then")
-        way = WriteOptions.of(self.options)
-        maker = _WriterMaker(way, self.replay_buffer.client())
-        dumps(maker, "what writes to the replay buffer", way.given)
-        return maker
 
     # ---- more and fewer actors ------------------------------------------------------------------------------------
 
@@ -138,7 +146,7 @@ class RayCollector(FarCollector):
             remote_configs: resources and placement of a new actor, or a list with those of each.
         """
         makers = list(create_env_fn) if listed(create_env_fn) else [create_env_fn]
-        inside = 1 if self._nested is None else self._nested.workers
+        inside = 1 if self._placement.nested is None else self._placement.nested.workers
         if num_envs not in (None, inside):
             raise UsageError(f"num_envs={num_envs}, but num_workers_per_collector is {inside} for all actors")
         if policy is not None and policy is not self._policy:
@@ -147,7 +155,7 @@ class RayCollector(FarCollector):
             raise UsageError("collector_kwargs: actors have the options of those before; leave it out")
         own, size = self.options, self._sizes[0]
         plans = self._plans([own] * len(makers), makers, self._policy, [size] * len(makers))
-        resources = _resources(remote_configs or self._given["remote_configs"], plans, extend=True)
+        resources = _resources(remote_configs or self._placement.given["remote_configs"], plans, extend=True)
         self._ray.expect(resources)
         self._ask(lambda: self._backend.add(plans))
         self.num_workers += len(makers)
@@ -189,12 +197,18 @@ class RayCollector(FarCollector):
         return found
 
 
-class RaySyncCollector(RayCollector, MultiSyncCollector):
+@MultiSyncCollector.register
+class RaySyncCollector(RayCollector):
     """Every batch holds a rollout of each actor, all made by the same weights. See `RayCollector`."""
 
+    _sync = True
 
-class RayAsyncCollector(RayCollector, MultiAsyncCollector):
+
+@MultiAsyncCollector.register
+class RayAsyncCollector(RayCollector):
     """Every batch is one actor's rollout; actors go on while the consumer works. See `RayCollector`."""
+
+    _sync = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,35 @@ from typing_extensions import Self
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
-from reap.collectors.distributed.remote import FarCollector
-from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed.remote import FarCollector, RemotePlacement
+from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options
 from reap.errors import UsageError, WrongArgument
 
 
-class RPCCollector(FarCollector):
+class _TensorPipePlacement(RemotePlacement):
+    """Workers are called over TensorPipe, and started by a launcher."""
+
+    own = {**LAUNCHING, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
+
+    def transport(self, plans: Sequence[Any], options: Options) -> TensorPipeTransport:
+        mapping("tensorpipe_options", self.given["tensorpipe_options"])
+        agent = self.given["tensorpipe_options"] or {}
+        try:
+            threads = TensorPipeRpcBackendOptions(**agent).num_worker_threads
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"tensorpipe_options: torch takes no {dict(agent)}: {error}") from error
+        if threads < THREADS:
+            raise UsageError(
+                f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one of them waits"
+            )
+        check_backend_name(self.given["backend"])
+        _check_devices(self.given["visible_devices"])
+        return TensorPipeTransport(agent=agent, nodes=nodes_of(self.given), start_method=options.start_method)
+
+
+@FarCollector.register
+class RPCCollector(MultiCollector):
     """Collects with workers that are called over TensorPipe.
 
     >>> collector = RPCCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
@@ -36,7 +59,7 @@ class RPCCollector(FarCollector):
             `visible_devices` are checked, and change nothing; further see `FarCollector`.
     """
 
-    _own = {**LAUNCHING, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
+    pause = FarCollector.pause
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -45,28 +68,25 @@ class RPCCollector(FarCollector):
             return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def _make_transport(self, plans: Sequence[Any], settings: Options) -> TensorPipeTransport:
-        mapping("tensorpipe_options", self._given["tensorpipe_options"])
-        agent = self._given["tensorpipe_options"] or {}
-        try:
-            threads = TensorPipeRpcBackendOptions(**agent).num_worker_threads
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"tensorpipe_options: torch takes no {dict(agent)}: {error}") from error
-        if threads < THREADS:
-            raise UsageError(
-                f"tensorpipe_options: num_worker_threads must be at least {THREADS}, got {threads}: one of them waits"
-            )
-        check_backend_name(self._given["backend"])
-        _check_devices(self._given["visible_devices"])
-        return TensorPipeTransport(agent=agent, nodes=nodes_of(self._given), start_method=settings.start_method)
+    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+        self._placement = _TensorPipePlacement(options)
+        super().__init__(create_env_fn, policy, **self._placement.options_left)
+
+    __init__.__signature__ = inspect.signature(FarCollector.__init__)  # type: ignore[attr-defined]
 
 
-class RPCSyncCollector(RPCCollector, MultiSyncCollector):
+@MultiSyncCollector.register
+class RPCSyncCollector(RPCCollector):
     """Every batch holds a rollout of each worker, all made by the same weights. See `RPCCollector`."""
 
+    _sync = True
 
-class RPCAsyncCollector(RPCCollector, MultiAsyncCollector):
+
+@MultiAsyncCollector.register
+class RPCAsyncCollector(RPCCollector):
     """Every batch is one worker's rollout; workers go on while the consumer works. See `RPCCollector`."""
+
+    _sync = False
 
 
 def _check_devices(devices: Any) -> None:

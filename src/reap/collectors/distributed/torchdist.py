@@ -9,13 +9,24 @@ from typing_extensions import Self
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
-from reap.collectors.distributed.remote import FarCollector
-from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed.remote import FarCollector, RemotePlacement
+from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options
 from reap.errors import UsageError
 
 
-class DistributedCollector(FarCollector):
+class _GlooPlacement(RemotePlacement):
+    """Workers are reached by gloo, and started by a launcher."""
+
+    own = {**LAUNCHING, "backend": "gloo"}
+
+    def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
+        check_backend_name(self.given["backend"])
+        return GlooTransport(nodes=nodes_of(self.given), start_method=options.start_method)
+
+
+@FarCollector.register
+class DistributedCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed (gloo); a slot is one tensor, weights a broadcast.
 
     >>> collector = DistributedCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
@@ -44,7 +55,7 @@ class DistributedCollector(FarCollector):
         **options: see `FarCollector`.
     """
 
-    _own = {**LAUNCHING, "backend": "gloo"}
+    pause = FarCollector.pause
 
     def __new__(
         cls, create_env_fn: Any = None, policy: Any = None, *, sync: bool | None = None, **options: Any
@@ -54,22 +65,24 @@ class DistributedCollector(FarCollector):
         return object.__new__(cls)
 
     def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        self._why_closed = "it was never built"
         interval = options.pop("update_interval", None)
         if interval is not None:
             if options.get("max_weight_update_interval", -1) != -1:
                 raise UsageError("update_interval and max_weight_update_interval say the same; give one of them")
             options["max_weight_update_interval"] = interval
-        super().__init__(create_env_fn, policy, **options)
-
-    def _make_transport(self, plans: Sequence[Any], settings: Options) -> GlooTransport:
-        check_backend_name(self._given["backend"])
-        return GlooTransport(nodes=nodes_of(self._given), start_method=settings.start_method)
+        self._placement = _GlooPlacement(options)
+        super().__init__(create_env_fn, policy, **self._placement.options_left)
 
 
-class DistributedSyncCollector(DistributedCollector, MultiSyncCollector):
+@MultiSyncCollector.register
+class DistributedSyncCollector(DistributedCollector):
     """Every batch holds a rollout of each worker, all made by the same weights. See `DistributedCollector`."""
 
+    _sync = True
 
-class DistributedAsyncCollector(DistributedCollector, MultiAsyncCollector):
+
+@MultiAsyncCollector.register
+class DistributedAsyncCollector(DistributedCollector):
     """Every batch is one worker's rollout; workers go on while the consumer works. See `DistributedCollector`."""
+
+    _sync = False

@@ -16,8 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from reap.backends.base import Backend
 from reap.core.profiling import ACTIVITIES, TraceSettings, activities_of
-from reap.errors import UsageError, WrongArgument, WrongState, nearest
+from reap.errors import UsageError, WrongArgument, nearest
 
 _CONSUMER = 1_000_000  # its row, below those of the workers
 _WORKER = "{worker_idx}"
@@ -105,62 +106,37 @@ class ProfileConfig:
         }
 
 
-class Profiled:
-    """The part of a collector that keeps a timeline."""
+class Profiler:
+    """Keeps the timeline of a collector, while it is told to."""
 
-    _timeline: Timeline | None = None
-    _backend: Any
-    _batches: int
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
 
-    def enable_profile(
-        self,
-        *,
-        workers: Sequence[int] | None = None,
-        num_rollouts: int = 3,
-        warmup_rollouts: int = 1,
-        save_path: str | Path | None = None,
-        on_trace_ready: Callable[[Path], Any] | None = None,
-        **torchs: Any,
-    ) -> None:
-        """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
-
-        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
-        """
+    def enable(self, backend: Backend, count: int, **told: Any) -> None:
+        """Record what so many workers make from now on; `told` are the fields of `ProfileConfig`."""
         known = {one.name for one in fields(ProfileConfig)}
-        unknown = sorted(torchs.keys() - known)
+        unknown = sorted(told.keys() - known)
         if unknown:
             raise WrongArgument(f"enable_profile has no option {unknown[0]!r}{nearest(unknown[0], known)}")
-        if self._batches:
-            raise WrongState("enable_profile comes before the first batch")
-        config = ProfileConfig(
-            workers, num_rollouts, warmup_rollouts, save_path, on_trace_ready=on_trace_ready, **torchs
-        )
-        count = getattr(self, "num_workers", 1)
-        self._timeline = Timeline(config, count)
-        self._backend.on_rollout = self._timeline.rollout
-        self._trace(config.traces(count))
+        self.timeline = Timeline(ProfileConfig(**told), count)
+        backend.on_rollout = self.timeline.rollout
+        traces = self.timeline.config.traces(count)
+        if traces:
+            backend.profile(traces)
 
-    def disable_profile(self) -> None:
+    def disable(self, backend: Backend, count: int) -> None:
         """Stop recording; what was recorded is written."""
-        if self._timeline is not None:
-            self._trace(dict.fromkeys(self._timeline.config.traces(getattr(self, "num_workers", 1))))
-        self._write_timeline()
+        traces = {} if self.timeline is None else self.timeline.config.traces(count)
+        if traces:
+            backend.profile(dict.fromkeys(traces))
+        self.write(backend)
 
-    def _trace(self, settings: dict[int, TraceSettings | None]) -> None:
-        """Let workers trace their rollouts, each as it is told."""
-        if settings:
-            self._backend.profile(settings)
-
-    def _write_timeline(self) -> None:
-        timeline, self._timeline = self._timeline, None
+    def write(self, backend: Backend) -> None:
+        """Write what was recorded, if anything was, and record no more."""
+        timeline, self.timeline = self.timeline, None
         if timeline is not None:
-            self._backend.on_rollout = None
+            backend.on_rollout = None
             timeline.write()
-
-    @property
-    def profile_config(self) -> ProfileConfig | None:
-        """What `enable_profile` was told; None: nothing is recorded."""
-        return None if self._timeline is None else self._timeline.config
 
 
 class Timeline:

@@ -1,4 +1,8 @@
-"""How rollouts of several workers become batches: joined where workers go in step, dropped where they are too old.
+"""Arrangements: the shape in which rollouts are delivered, and which of them are.
+
+    Arrangement      of one worker: as they are
+    JoinedWorkers    of workers that go in step: one batch of all
+    FirstCome        of whoever is ready: one by one, with where they come from; dropped where they are too old
 
                  worker 0 [B, T]  worker 1 [B, T]  …
 cat_results      "stack" [W, B, T]     0, along lanes [W·B, T]     -1, in time [B, W·T]
@@ -7,17 +11,103 @@ cat_results      "stack" [W, B, T]     0, along lanes [W·B, T]     -1, in time 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 
 from reap.backends.base import Rollout
+from reap.backends.worker_backend import WorkerBackend
 from reap.core.slot import FRAME, TRAJ_IDS, Layout
 from reap.errors import SpecMismatch, UsageError
+from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
 _TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
+
+
+class Part(NamedTuple):
+    """A batch, or what one worker made of it."""
+
+    batch: TensorDictBase
+    worker: int = 0
+
+
+class Origin(NamedTuple):
+    """Where a batch comes from."""
+
+    worker: int
+    version: int
+    lag: int  # updates since then
+
+
+class Arrangement:
+    """Rollouts of one worker, as they are."""
+
+    cuts: ClassVar[bool] = False  # whether a batch may be cut at `total_frames`
+
+    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        """Whether this rollout is delivered; its keys and ids are those of a delivered one then."""
+        return True
+
+    def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        """The batch `[lanes, T]` in the shape in which it is delivered."""
+        return batch
+
+    def by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
+        """The batch `[lanes, T]` as the workers made it, for a buffer."""
+        return [Part(self.arrange(batch, rollout), rollout.worker)]
+
+    def split(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch as `[trajectories, time]`."""
+        return split_trajectories(batch, prefix="collector")
+
+
+class JoinedWorkers(Arrangement):
+    """One batch of the rollouts of all workers, whose lanes lie in one slot; raises if they cannot be joined."""
+
+    def __init__(self, cat_results: Any, layouts: Sequence[Layout], *, compact: bool) -> None:
+        self._cat, self._layouts = cat_results, layouts
+        self._join = join_for(cat_results, layouts, compact=compact)
+
+    def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        if rollout.parts:
+            return batch
+        out = self._join(batch)
+        if out.names[-1] != "time":
+            out.names = [*[None] * (out.ndim - 1), "time"]
+        if rollout.finals is not None:
+            out.set_non_tensor(FINAL, rollout.finals._replace(size=tuple(out.batch_size)))
+        return out
+
+    def by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
+        layouts = self._layouts
+        if rollout.parts:
+            each = batch.split([layout.steps for layout in layouts], -1)
+            return [Part(piece, part.worker) for piece, part in zip(each, rollout.parts)]
+        lanes = batch.split([layout.lanes for layout in layouts])
+        return [Part(piece if layouts[w].batched else piece[0], w) for w, piece in enumerate(lanes)]
+
+    def split(self, batch: TensorDictBase) -> TensorDictBase:
+        out = super().split(batch)
+        if self._cat != 0:
+            out.names = [*[None] * (out.ndim - 1), "time"]  # where nothing was cut, workers and lanes are apart still
+        return out
+
+
+class FirstCome(Arrangement):
+    """One worker's rollout after another, each with its `origin`; those that are too old for `limit` are dropped."""
+
+    def __init__(self, backend: WorkerBackend, limit: LagLimit | None) -> None:
+        self._backend, self._limit = backend, limit
+
+    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        return self._limit is None or self._limit.keeps(batch, rollout, self._backend.version)
+
+    def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
+        lag = self._backend.version - rollout.version
+        batch.origin = Origin(rollout.worker, rollout.version, lag)
+        return batch
 
 
 def join_for(cat: Any, layouts: Sequence[Layout], *, compact: bool) -> Join:

@@ -1,0 +1,166 @@
+"""BatchPipeline: from rollouts to what is delivered, and how much of it there was.
+
+backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
+                                                                  └─► sink ─► replay buffer
+
+Each stage is put down before the next begins: Ctrl-C in a hook loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from reap.backends.base import Backend, Rollout
+from reap.collectors.buffer_writers import Sink, mark_truncated, processed
+from reap.collectors.options import Options
+from reap.collectors.parts.arrangements import Arrangement, Part
+from reap.core.columns.assemble_ragged import assembler
+from reap.errors import UsageError
+from reap.trajectories import FINAL, WholeTrajectories
+
+OwnRollout = Callable[[], tuple[TensorDictBase, Rollout | None]]
+_PATIENCE = 100  # rollouts without a whole episode before saying that there will never be one
+
+
+class BatchPipeline:
+    """The batches of one collector. `sink`: where they go, if not to the consumer."""
+
+    def __init__(self, options: Options, sink: Sink | None) -> None:
+        self.arrangement = Arrangement()
+        self.frames = self.batches = 0  # collected, and delivered
+        self.taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
+        self.ready: TensorDictBase | None = None  # one that is to be delivered
+        whole = options.trajs_per_batch is not None and options.replay_buffer is None
+        self.whole = WholeTrajectories() if whole else None
+        self._options, self.sink = options, sink
+        self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
+        self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
+
+    def more(self) -> bool:
+        """Whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
+        left = self.whole is not None and len(self.whole) >= (self._options.trajs_per_batch or 0)
+        return left or self.frames < self._total or bool(self.taken) or self.ready is not None
+
+    def forget(self) -> None:
+        """What is held belongs to the time before."""
+        self.taken, self.ready = [], None
+        if self.sink is not None:
+            self.sink.forget()
+        self.whole = None if self.whole is None else WholeTrajectories()
+
+    # ---- taking ---------------------------------------------------------------------------------------------------
+
+    def take(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
+        """The next rollout that is delivered, assembled as `[lanes, T]`."""
+        while True:
+            rollout = backend.take(random=self.frames < self._random)
+            if rollout.parts:
+                batch = torch.cat([self._assembled(part) for part in rollout.parts], -1)
+            else:
+                batch = self._assembled(rollout)
+            if self.arrangement.accepts(batch, rollout):
+                return batch, rollout
+
+    def fetch(self, backend: Backend, own: OwnRollout | None = None) -> None:
+        """Take one rollout; or as many as it takes for `trajs_per_batch` complete episodes, none if they never come.
+
+        `own`: what a subclass of the user's returns in place of a rollout, and the one it was made of, if it was.
+        """
+        fruitless = 0
+        while True:
+            whole, wanted = self.whole, self._options.trajs_per_batch
+            if whole is not None and wanted is not None and len(whole) >= wanted:
+                self.taken = [Part(whole.take(wanted, self._options.traj_format or "padded"))]
+                return
+            if self.frames >= self._total:
+                return
+            if own is not None:
+                batch, made = own()
+                self.frames += batch.numel() if made is None else made.frames
+                if whole is None:
+                    self.taken = [Part(batch)]
+                    return
+                whole.feed(batch, 0 if made is None else made.worker)
+                continue
+            batch, rollout = self.take(backend)
+            self.frames += rollout.frames
+            if whole is None:
+                self.taken = self._arranged(batch, rollout)
+                return
+            before = len(whole)
+            self._feed(whole, batch, rollout)
+            fruitless = 0 if len(whole) > before else fruitless + 1
+            if fruitless >= _PATIENCE and self._options.reset_at_each_iter:
+                steps = rollout.layout.steps
+                raise UsageError(
+                    f"no episode ended within {steps} steps in {fruitless} rollouts, and reset_at_each_iter begins "
+                    f"anew with each: none can ever be whole; raise frames_per_batch or leave reset_at_each_iter out"
+                )
+
+    def _feed(self, whole: WholeTrajectories, batch: TensorDictBase, rollout: Rollout) -> None:
+        begin = 0
+        for part in rollout.parts or (rollout,):
+            whole.feed(batch[..., begin : begin + part.layout.steps], part.worker)
+            begin += part.layout.steps
+
+    def _arranged(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
+        """One batch for the consumer; for a buffer, what each worker made."""
+        if self.arrangement.cuts and self.frames > self._total:
+            batch, self.frames = batch[: int(self._total - self.frames)], int(self._total)
+        if self.sink is not None:
+            return self.arrangement.by_worker(batch, rollout)
+        return [Part(self.arrangement.arrange(batch, rollout))]
+
+    def _assembled(self, rollout: Rollout) -> TensorDictBase:
+        """A rollout as the batch it is, where batches are to be stored."""
+        if self._options.set_truncated:
+            mark_truncated(rollout.arrays, rollout.layout)
+        copied = rollout.layout.look.contiguous
+        if self._same is None or copied:
+            batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
+            if rollout.finals is not None:
+                batch.set_non_tensor(FINAL, rollout.finals)
+        else:
+            batch = self._same[0]
+        storing = self._storing
+        if self._same is None:
+            delivered = batch if storing is None else batch.to(storing)
+            if self._options.return_same_td:
+                self._same = batch, delivered
+            return delivered
+        delivered = self._same[1]
+        if copied or (storing is not None and storing.type != "cpu"):
+            delivered.update_(batch)
+        return delivered
+
+    # ---- delivering -----------------------------------------------------------------------------------------------
+
+    def deliver(
+        self, postproc: Callable[[Any], Any] | None, hook: Callable[[Any], Any] | None
+    ) -> TensorDictBase | None:
+        """What was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
+        if not self.taken:
+            return None
+        split = self.arrangement.split if self._options.split_trajs else None
+        if self.sink is None:
+            out = processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
+            self.batches += 1
+            self.taken = []  # last: between here and `ready` there is no loop or call in which Ctrl-C could come
+            return out
+        while self.taken:
+            part = self.taken[0]
+            done = processed(part.batch, split=split, postproc=postproc, hook=hook)
+            self.sink.take(done, part.worker)
+            self.taken = self.taken[1:]
+        self.batches += 1
+        return None
+
+    def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
+        """A batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
+        batch = batch if self._storing is None else batch.to(self._storing)
+        split = self.arrangement.split if self._options.split_trajs else None
+        return processed(batch, split=split, postproc=postproc, hook=None)

@@ -1,0 +1,162 @@
+"""Weight updates: how weights come from the learner to whoever acts, in every form users give them.
+
+learner ─► update_policy_weights_ ─┬─► "policy": the backend, which counts versions; or a legacy updater, which asks us
+                                   └─► any other model: by its path, "env.transform[0].module", "postproc.critic"
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from reap.collectors.options import Options
+from reap.collectors.parts.staleness import StalenessWatch
+from reap.collectors.parts.updaters import WeightUpdaterBase
+from reap.errors import UsageError, WorkerRaised
+from reap.weights.local import by_worker
+from reap.weights.strategy import extract
+
+_PLACES = "'env' and 'postproc'"
+Workers = int | Sequence[int] | None  # one, some, or all of them
+
+
+class WeightUpdates:
+    """What is known of the weights of a collector's workers: their version, and whether they are left behind.
+
+    `interval`: send weights by itself when so many batches were delivered since the last time; -1: never.
+    """
+
+    def __init__(self, options: Options, updater: WeightUpdaterBase | None, interval: int = -1) -> None:
+        self._options, self.updater, self._interval = options, updater, interval
+        self.version = 0
+        self._sent_at = 0  # how many batches had been delivered then
+        self.watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
+
+    def due(self, batches: int) -> bool:
+        """Whether weights are to be sent before the next batch; so many were delivered."""
+        return self._options.update_at_each_batch or 0 < self._interval <= batches - self._sent_at
+
+    def watch_policy(self, policy: Any, who: str, remedy: str, workers: int = 1) -> None:
+        """From now on, look whether the policy is trained and its copies are left behind."""
+        options = self._options
+        by_itself = options.update_at_each_batch or self.updater is not None or self._interval > 0
+        if by_itself or options.transport == "none":
+            return
+        if not isinstance(policy, nn.Module):
+            kind = type(policy).__name__
+            remedy = f"A module inside of a {kind} gets no new weights: give the module as policy. {remedy}"
+        watch = StalenessWatch(policy, who=who, remedy=remedy, workers=workers)
+        self.watch = watch if watch.useful else None
+
+    def sent(self, weights: Any, worker_ids: Workers) -> None:
+        """These are about to be sent to these workers; there may be others left to be watched for."""
+        if self.watch is not None:
+            ids = [worker_ids] if isinstance(worker_ids, int) else list(weights) if by_worker(weights) else worker_ids
+            self.watch = self.watch if self.watch.sent(ids) else None
+
+    def published(self, version: int, batches: int) -> None:
+        """They were sent, as this version, when so many batches had been delivered."""
+        self.version, self._sent_at = version, batches
+        count = getattr(self._options.track_policy_version, "increment_version", None)
+        if count is not None:
+            count()
+
+    def used(self, rollouts: int, *, background: bool) -> None:
+        """So many more rollouts were made; who trains without sending weights is told."""
+        if self.watch is not None and background:
+            self.watch.made_in_background(rollouts)
+        elif self.watch is not None:
+            self.watch.batch_taken()
+
+    def resume(self, version: int) -> None:
+        """A checkpoint was loaded: workers have its weights, of this version."""
+        self.version = version
+        if self.watch is not None:
+            self.watch.rebase()
+
+
+def models_in(
+    policy_or_weights: Any,
+    weights: Any,
+    policy: Any,
+    model_id: str | None,
+    weights_dict: Mapping[str, Any] | None,
+    policy_weights: Any,
+) -> dict[str, Any]:
+    """The models that `update_policy_weights_` was given weights for, by name; None: the policy's own."""
+    if policy_weights is not None:
+        warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=3)
+        weights = policy_weights if weights is None else weights
+    named = {
+        "policy_or_weights": policy_or_weights,
+        "weights": weights,
+        "policy": policy,
+        "weights_dict": weights_dict,
+    }
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise UsageError(f"give the weights once, not as {' and '.join(given)}")
+    if weights_dict is not None and model_id is not None:
+        raise UsageError("weights_dict names its models; leave model_id out")
+    (chosen,) = given.values() or (None,)
+    return {model_id or "policy": chosen} if weights_dict is None else dict(weights_dict)
+
+
+def place_of(path: str) -> str:
+    """Where a module with this path is, "env" or "postproc"; raises where there can be none."""
+    place = path.replace("[", ".").split(".")[0]
+    if place not in ("env", "postproc"):
+        raise _unknown(path)
+    return place
+
+
+def load_model(
+    path: str,
+    weights: Any,
+    strategy: Any,
+    *,
+    find: Callable[[str], Any] | None,
+    ask: Callable[[Callable[[], Any]], Any],
+    in_workers: Callable[[Any], Any] | None = None,
+) -> None:
+    """Load weights into a module elsewhere than in the policy, by its path: in the env, or in `postproc`.
+
+    `find` looks for it in this process, if it is here; `in_workers` loads it there, if it is there, too.
+    """
+    try:
+        module: Any = None if find is None else find(path)
+        if weights is None and find is None:
+            raise UsageError(f"model {path!r} needs weights; it is in the workers only, nobody here has its own")
+        given = module if weights is None else weights
+        state = _state_of(given) if strategy is None else extract(strategy, given)
+        if module is not None and weights is not None:
+            load = module.load_state_dict if strategy is None else lambda new: strategy.apply_weights(module, new)
+            ask(lambda: load(state))
+        if in_workers is not None:
+            in_workers(state)
+    except (AttributeError, LookupError, WorkerRaised) as cause:
+        if isinstance(cause, WorkerRaised) and not isinstance(cause.__cause__, (AttributeError, LookupError)):
+            raise  # it is here, and refuses them
+        raise _unknown(path) from cause
+
+
+def _state_of(weights: Any) -> Any:
+    """Weights in any form, as a module's `load_state_dict` takes them."""
+    if isinstance(weights, nn.Module):
+        return weights.state_dict()
+    if isinstance(weights, TensorDictBase):
+        return dict(weights.flatten_keys(".").items())
+    return weights
+
+
+class _UnknownModel(UsageError, KeyError):
+    __str__ = UsageError.__str__  # KeyError would print the message in quotes
+
+
+def _unknown(path: str) -> UsageError:
+    """The error for a path at which there is no model."""
+    return _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")

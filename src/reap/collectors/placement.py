@@ -1,0 +1,55 @@
+"""Placement: where the workers of a collector live, how they are reached, and who brings rollouts to a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from reap._system.pickling import pack
+from reap.backends.base import Transport
+from reap.backends.local.shared_memory import SharedMemoryTransport
+from reap.backends.nested_workers import NestedWorkers
+from reap.buffers.replay import ReplayBuffer
+from reap.collectors.buffer_writers import WriteOptions, WriterMaker
+from reap.collectors.options import Options
+from reap.errors import UsageError
+
+
+class Placement:
+    """Workers are processes of this machine, and share memory with this one. Others live elsewhere: see subclasses."""
+
+    pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # how what users give is packed for the workers
+    preempts: ClassVar[bool] = True  # whether rollouts can be cut short
+    workers_go_on: ClassVar[bool] = True  # whether workers that write into a buffer collect on by themselves
+    each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
+    update_interval = -1  # send weights by itself when so many batches were delivered
+
+    def workers_write(self, buffer: Any) -> bool:
+        """Whether workers write into this buffer themselves: reap's own does not mind who writes."""
+        return isinstance(buffer, ReplayBuffer)
+
+    def transport(self, plans: Sequence[Any], options: Options) -> Transport:
+        """How workers with these plans are reached."""
+        buffer = options.replay_buffer
+        fds = buffer.handle()[0] if isinstance(buffer, ReplayBuffer) else ()
+        return SharedMemoryTransport(start_method=options.start_method, buffer=fds)
+
+    def writer(self, options: Options) -> Any:
+        """What makes the writers of workers that write into the buffer themselves; None where these do not."""
+        buffer = options.replay_buffer
+        if not self.workers_write(buffer):
+            return None
+        if options.max_lag is not None:
+            raise UsageError("max_lag drops rollouts after they are made; workers have written them to the buffer then")
+        way = WriteOptions.of(options)
+        maker = WriterMaker(way, buffer.handle()[1], buffer.transforms, options.timeout)
+        pack(
+            maker,
+            "what writes to the replay buffer",
+            {**way.given, "a transform of the replay buffer": buffer.transforms},
+        )
+        return maker
+
+    def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
+        """What runs inside each of so many workers, if that is more than one loop."""
+        return None
