@@ -44,7 +44,7 @@ from benchmarks.board import (
 from benchmarks.envs_and_policies import Case, LargePolicy
 from benchmarks.interpreters import opened
 from benchmarks.peers import VECTOR_ENVS
-from reap._system.fork_server_client import kept_fork_server
+from reap._system.fork_server.client import kept_fork_server
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.envs import GymEnv, ParallelEnv, SerialEnv
 

@@ -32,6 +32,8 @@ BELOW = {
     "core.lanes": set(),
     "core.policies": {"core.capture", "core.columns"},
     "core.device": {"core.policies"},
+    "_system.shared_objects": set(),
+    "_system.fork_server": {"_system.shared_objects"},
     "buffers.storage": set(),
     "backends.network": set(),
     "backends.local": set(),

@@ -1,10 +1,10 @@
 """Weight schemes: how new weights reach the workers. Without one, the collector chooses.
 
     SharedMemWeightSyncScheme      one flat block all workers read; the choice wherever every weight is a tensor
-    MultiProcessWeightSyncScheme   a parcel for each worker, answered when it has arrived
+    MultiProcessWeightSyncScheme   a message for each worker, answered when it has arrived
     NoWeightSyncScheme             none: workers keep what they were built with
-    DistributedWeightSyncScheme    one flat parcel per version, broadcast by gloo to workers over torch.distributed
-    RPCWeightSyncScheme            one flat parcel per version, packed once, sent over TensorPipe
+    DistributedWeightSyncScheme    one flat block per version, broadcast by gloo to workers over torch.distributed
+    RPCWeightSyncScheme            one flat block per version, packed once, sent over TensorPipe
     RayWeightSyncScheme            one flat object per version, put once, pulled by each actor
 
 >>> MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200,
@@ -49,7 +49,7 @@ __all__ = [
     "WeightSyncScheme",
 ]
 
-WeightTransport = Literal["shared", "parcel", "none", "distributed", "rpc", "ray"]
+WeightTransport = Literal["shared", "per_worker", "none", "distributed", "rpc", "ray"]
 WeightSyncBackend = Literal[
     "none", "direct", "shared", "thread", "process", "multiprocessing", "distributed", "rpc", "ray"
 ]
@@ -64,7 +64,7 @@ _NAMES = {
     "rpc": "RPCWeightSyncScheme",
     "ray": "RayWeightSyncScheme",
 }
-_LINKED = ("shared", "parcel")  # roads a script can take by itself
+_LINKED = ("shared", "per_worker")  # ways that a script can use by itself
 
 
 class WeightSyncScheme:
@@ -299,13 +299,13 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync)
         self.per_worker_weights = per_worker_weights
         if per_worker_weights:
-            self.transport = "parcel"
+            self.transport = "per_worker"
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Weights sent to each worker by itself: for policies that hold more than tensors, or differ between workers."""
 
-    transport = "parcel"
+    transport = "per_worker"
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -321,7 +321,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
-    """One parcel for all workers over TensorPipe; the choice of `RPCCollector`."""
+    """One message for all workers over TensorPipe; the choice of `RPCCollector`."""
 
     transport = "rpc"
 

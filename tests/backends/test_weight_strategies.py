@@ -80,7 +80,7 @@ def assigned(scheme, strategy):
 
 MAKERS = {
     "shared": lambda: (MultiSyncCollector, SharedMemWeightSyncScheme(strategy=WithScale())),
-    "parcel": lambda: (MultiSyncCollector, MultiProcessWeightSyncScheme(WithScale())),
+    "per worker": lambda: (MultiSyncCollector, MultiProcessWeightSyncScheme(WithScale())),
     "assigned": lambda: (MultiSyncCollector, assigned(SharedMemWeightSyncScheme(), WithScale())),
     "theirs": lambda: (
         MultiSyncCollector,

@@ -238,7 +238,7 @@ def test_a_frozen_reader_does_not_freeze_us():
 
 
 def test_the_helper_is_killed():
-    from reap._system.fork_server_client import kept_fork_server
+    from reap._system.fork_server.client import kept_fork_server
 
     c = collect(KINDS[0], [healthy(), healthy(1)])
     workers = pids(c)

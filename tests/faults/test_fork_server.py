@@ -13,7 +13,7 @@ from tests.faults.test_parent import environment
 
 FULL = """
 import resource
-from reap._system.fork_server_client import kept_fork_server
+from reap._system.fork_server.client import kept_fork_server
 from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied

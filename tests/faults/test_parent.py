@@ -169,7 +169,7 @@ for kind in (reap.collectors.MultiSyncCollector, reap.collectors.MultiAsyncColle
 def test_idle_workers_use_no_cpu(kind):
     with collect(kind, [healthy(), healthy(1)], timeout=5) as c:
         held = [c.next() for _ in range(4)]
-        from reap._system.fork_server_client import kept_fork_server
+        from reap._system.fork_server.client import kept_fork_server
 
         watched = [*pids(c), kept_fork_server()[0]]
         for _ in range(10):  # they may still be running ahead; one that never rests uses some every time

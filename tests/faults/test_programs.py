@@ -10,7 +10,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 
-from reap._system.fork_server_client import kept_fork_server
+from reap._system.fork_server.client import kept_fork_server
 from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied

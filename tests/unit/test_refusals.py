@@ -231,10 +231,10 @@ def test_what_is_no_descriptor_travels():
             return str, ("reopened",)
 
     with numbered() as one:
-        assert pack(Reopens(one.fileno()), "it").open() == "reopened"
-    assert pack(Numbered(-1), "it").open().fileno() == -1
-    assert pack(io.StringIO("text"), "it").open().read() == "text"
-    assert pack(sys.__stdout__, "it").open() is not None
+        assert pack(Reopens(one.fileno()), "it").unpack() == "reopened"
+    assert pack(Numbered(-1), "it").unpack().fileno() == -1
+    assert pack(io.StringIO("text"), "it").unpack().read() == "text"
+    assert pack(sys.__stdout__, "it").unpack() is not None
 
 
 def test_nobody_else_s_pickling_is_changed(tmp_path):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from reap._system.fork_server import TOLD_TO_GO, no_more_goodbyes
+from reap._system.fork_server.child import TOLD_TO_GO, no_more_goodbyes
 from reap._system.interrupts import Interrupts
 from reap._system.messages import until_ready
 from reap._system.pickling import dumps

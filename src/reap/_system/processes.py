@@ -36,13 +36,16 @@ from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from typing import Literal
 
-from reap._system.fork_server import NOT_OPENED, WORD, end_programs_of
-from reap._system.fork_server_client import ForkServer, common_fork_server, why_not_started
+from reap._system.fork_server.child import NOT_UNPACKED
+from reap._system.fork_server.client import ForkServer, common_fork_server, why_not_started
+from reap._system.fork_server.orphans import end_programs_of
+from reap._system.fork_server.server import WORD
 from reap._system.forks import guard
 from reap._system.messages import MessageSocket
-from reap._system.pickling import OwnedFd, Parcel, send_fds
+from reap._system.pickling import Packed
 from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
+from reap._system.shared_objects.descriptors import OwnedFd, send_fds
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
 
@@ -71,7 +74,7 @@ class Child:
 
     def __init__(
         self,
-        target: Parcel | bytes,
+        target: Packed | bytes,
         *,
         fds: Sequence[int] = (),
         start: StartMethod = "forkserver",
@@ -79,7 +82,7 @@ class Child:
     ) -> None:
         if start not in ("forkserver", "spawn"):
             raise UsageError(f"start method must be 'forkserver' or 'spawn', got {start!r}")
-        target = Parcel(target) if isinstance(target, bytes) else target
+        target = Packed(target) if isinstance(target, bytes) else target
         self.name = name
         self.exitcode: int | None = None
         self._pid: int | None = None
@@ -184,7 +187,7 @@ class Child:
             return "was killed by SIGKILL, as the fork server was (out of memory, or killed by somebody)"
         if code >= 0:
             text = self.stack()
-            return text.partition("\n")[0] if text.startswith(NOT_OPENED) else f"exited with code {code}"
+            return text.partition("\n")[0] if text.startswith(NOT_UNPACKED) else f"exited with code {code}"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         return _ENDS.get(name, f"was killed by {name}")
 
@@ -196,7 +199,7 @@ class Child:
     def death(self) -> WorkerDied:
         """The error for one that is gone: how it ended, and its last stack if there is one."""
         stack = self.stack()
-        if stack.startswith(NOT_OPENED):
+        if stack.startswith(NOT_UNPACKED):
             error = WorkerDied(self.how_it_ended())
             error.__cause__ = RemoteTraceback(stack.partition("\n")[2])
             return error

@@ -55,7 +55,7 @@ class WeightPublisher:
             raise UsageError(
                 "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
             )
-        return None if self._scheme in ("parcel", "none") else packing
+        return None if self._scheme in ("per_worker", "none") else packing
 
     def open(self, packing: Packing | None) -> None:
         """All workers have begun, and expect weights of this packing."""

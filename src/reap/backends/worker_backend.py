@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reap._system.fork_server_client import enough_room
+from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Delivery, Rollout, Transport
 from reap.backends.delivery import ALL

@@ -639,8 +639,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self.shutdown(raise_on_error=kind is None)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            if not self._life.ended:
+        if not self._life.ended:  # asked first: when Python ends, what comes below may be gone already
+            with contextlib.suppress(Exception):
                 self.shutdown()
 
 

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import Self
 
-from reap._system.pickling import Parcel, pack_bytes
+from reap._system.pickling import Packed, pack_bytes
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Delivery
@@ -214,7 +214,7 @@ class MultiCollector(BaseCollector):
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
         self._placement.pack(workers[0].init_fn, "init_fn")
-        ours: Sequence[Parcel | None] = [None] * len(workers)
+        ours: Sequence[Packed | None] = [None] * len(workers)
         first = workers[0].first_weights  # of policies that are made in the workers
         if policy is not None and all(o.policy_factory is None for o in workers):
             ours = [self._placement.pack(policy, "policy")] * len(workers)
@@ -556,7 +556,7 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
     return [-(-whole // count) if sync else whole] * count
 
 
-def _packed_weights(weights: Any) -> Parcel:
+def _packed_weights(weights: Any) -> Packed:
     """Weights, packed for workers."""
     return pack_bytes(detached(weights), "policy")
 

@@ -297,10 +297,10 @@ class Options:
 
     @property
     def transport(self) -> WeightTransport | None:
-        """The road for weights that was chosen by hand."""
+        """The way weights take that was chosen by hand."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:
-            return "parcel"  # what a user's own strategy makes of weights goes to each worker by itself
+            return "per_worker"  # what a user's own strategy makes of weights goes to each worker by itself
         return None if scheme is None else scheme.transport
 
     def strategy(self, model: str = "policy") -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reap._system.pickling import Parcel
+from reap._system.pickling import Packed
 from reap.collectors.options import Options
 from reap.core.env import Env
 from reap.core.policies.exploration import exploration_type
@@ -22,12 +22,12 @@ class EnvMaker:
     """Builds a worker's env."""
 
     source: Any
-    kwargs: Parcel | Mapping[str, Any] | None
+    kwargs: Packed | Mapping[str, Any] | None
     limit: int | None
 
     def __call__(self) -> Env:
         """The env, with its limit."""
-        source, kwargs = (one.open() if isinstance(one, Parcel) else one for one in (self.source, self.kwargs))
+        source, kwargs = (one.unpack() if isinstance(one, Packed) else one for one in (self.source, self.kwargs))
         return as_env(source, kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
 
 
@@ -42,14 +42,14 @@ class PolicyMaker:
     def __call__(self) -> Any:
         """The policy, where it is to act."""
         if self.factory is not None:
-            sent = isinstance(self.factory, Parcel)
-            made = self.factory.open()() if sent else self.factory()
+            sent = isinstance(self.factory, Packed)
+            made = self.factory.unpack()() if sent else self.factory()
             made = placed(in_own_memory(made) if sent else made, self.device)
             if self.policy is not None:
-                load(made, self.policy.open())
+                load(made, self.policy.unpack())
             return made
-        sent = isinstance(self.policy, Parcel)
-        return placed(in_own_memory(self.policy.open()) if sent else self.policy, self.device)
+        sent = isinstance(self.policy, Packed)
+        return placed(in_own_memory(self.policy.unpack()) if sent else self.policy, self.device)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from reap._system.fork_server_client import enough_room
+from reap._system.fork_server.client import enough_room
 from reap._system.listener import Listener, Visitor
 from reap.errors import ReapError
 from reap.inference.clients import SERVICE, refusal, reply, request_from

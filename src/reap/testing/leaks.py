@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from reap._system.fork_server import is_resource_tracker
-from reap._system.fork_server_client import kept_fork_server
+from reap._system.fork_server.client import kept_fork_server
+from reap._system.fork_server.orphans import is_resource_tracker
 from reap._system.threads import wait_for_ends
 
 # Seconds for what has ended to be gone: a process or a thread may be seen a moment after its end was told. And a

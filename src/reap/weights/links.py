@@ -4,7 +4,7 @@
     receiver  init_on_receiver ──► connect ──────────────────────────────────────► (first weights)
                                       answered when they are applied ◄─────────────┘
 
-Collectors do not need them: their workers read one block, or are given parcels.
+Collectors do not need them: their workers read one block, or are sent messages.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 
 from reap._system.conversation import live
-from reap._system.fork_server import leave_at, settle
+from reap._system.fork_server.child import leave_at, settle
 from reap._system.messages import send
 from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised

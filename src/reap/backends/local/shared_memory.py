@@ -37,7 +37,7 @@ from reap.weights.shared import Packing, SharedWeights
 class SharedMemoryTransport(Transport):
     """Reaches workers that are children of this process. `buffer`: descriptors their writers need."""
 
-    weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "parcel", "none")
+    weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "per_worker", "none")
     replaceable: ClassVar[bool] = False
 
     def __init__(self, *, start_method: StartMethod = "forkserver", buffer: Sequence[int] = ()) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from reap._system.fork_server_client import get_ready
+from reap._system.fork_server.client import get_ready
 from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, Child, end
 from reap.backends.network.authenticated_listener import Refused, Tunnel, dial

@@ -147,7 +147,7 @@ class GlooConnection(MessageConnection):
 class GlooTransport(MessageTransport):
     """Reaches workers over torch.distributed, on this machine or on nodes."""
 
-    weight_schemes = ("distributed", "parcel", "none")
+    weight_schemes = ("distributed", "per_worker", "none")
 
     def __init__(self, *, nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
         super().__init__(start_method=start_method)

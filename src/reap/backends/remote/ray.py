@@ -253,7 +253,7 @@ class RayConnection(MessageConnection):
 class RayActorTransport(MessageTransport):
     """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
-    weight_schemes = ("ray", "parcel", "none")
+    weight_schemes = ("ray", "per_worker", "none")
     replaceable = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:

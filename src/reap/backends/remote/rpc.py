@@ -113,7 +113,7 @@ class RPCConnection(MessageConnection):
 class TensorPipeTransport(MessageTransport):
     """Reaches workers over TensorPipe, on this machine or on nodes."""
 
-    weight_schemes = ("rpc", "parcel", "none")
+    weight_schemes = ("rpc", "per_worker", "none")
 
     def __init__(self, *, agent: Mapping[str, Any], nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
         super().__init__(start_method=start_method)

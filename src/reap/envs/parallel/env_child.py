@@ -21,7 +21,7 @@ import torch
 
 from reap._system.affinity import Cores, settle_on
 from reap._system.conversation import answered, live
-from reap._system.fork_server import settle
+from reap._system.fork_server.child import settle
 from reap._system.messages import send
 from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised

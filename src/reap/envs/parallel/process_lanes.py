@@ -22,7 +22,7 @@ import numpy as np
 
 from reap._system.affinity import Cores
 from reap._system.conversation import ChildGone, ChildSilent, Conversation
-from reap._system.fork_server_client import enough_room
+from reap._system.fork_server.client import enough_room
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
 from reap._system.messages import until_ready

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reap._system.fork_server import MOST_FDS
-from reap._system.fork_server_client import enough_room
+from reap._system.fork_server.client import enough_room
+from reap._system.fork_server.server import MOST_FDS
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import FDS, ORDER, PING
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers

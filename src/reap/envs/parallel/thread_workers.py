@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reap._system.fork_server import wake_in_time
+from reap._system.fork_server.child import wake_in_time
 from reap._system.interrupts import Interrupts
 from reap._system.processes import DEADLINE, SOON
 from reap.core.env import Env

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 
-from reap._system.fork_server import GRACE, REQUEST
+from reap._system.fork_server.child import GRACE
+from reap._system.fork_server.server import REQUEST, serve
 from reap._system.threads import wait_for_ends
 from reap.errors import WorkerDied
 
@@ -54,7 +55,7 @@ class ForkServer:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         ours, theirs = socket.socketpair()
         arguments = theirs.fileno(), os.getpid(), self.name, tuple(preload)
-        code = f"import sys; sys.path[:] = {path!r}; from reap._system.fork_server import serve; serve(*{arguments!r})"
+        code = f"import sys; sys.path[:] = {path!r}; from {serve.__module__} import serve; serve(*{arguments!r})"
         try:
             with theirs:
                 self.process = subprocess.Popen(

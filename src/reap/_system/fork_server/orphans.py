@@ -1,0 +1,92 @@
+"""Orphans: programs that a child of the fork server has started and left behind, found and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection
+from pathlib import Path
+
+SERVER_NAME = "reap-forkserver"  # as `ps` shows it
+MARK = "REAP_CHILD"  # in the environment of whatever a child starts: the child's number and its server's name
+
+
+def end_orphans(living: Collection[int], *, all_of_them: bool = False) -> list[int]:
+    """Kill what was handed to this process and belongs to no living child; returns whom.
+
+    Resource trackers and fork servers of such a child are left: they end by themselves, when they have cleaned up.
+    """
+    found = [pid for pid in children_of(os.getpid()) if pid not in living and not is_resource_tracker(pid)]
+    victims = [pid for pid in found if all_of_them or (not _is_fork_server(pid) and _is_orphan(pid, living))]
+    for pid in victims:
+        _kill_tree(pid)
+    return victims
+
+
+def end_programs_of(pid: int, server: str) -> None:
+    """Kill a child whose server was killed, and all it has started: nobody else will."""
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+    for path in Path("/proc").glob("[0-9]*"):
+        one = int(path.name)
+        if _mark_on(one) == mark_of(pid, server) and not is_resource_tracker(one) and not _is_fork_server(one):
+            _kill_tree(one)
+
+
+def mark_of(pid: int, server: str) -> str:
+    """What programs have in their environment that a child of a server has started."""
+    return f"{pid}@{server}"  # the server's name is unique: numbers alone are not, between containers
+
+
+def _is_orphan(pid: int, living: Collection[int]) -> bool:
+    """Whether the child that started it is gone. Of one that does not say whose it is: whether all are."""
+    owner = _mark_on(pid).partition("@")[0]
+    return int(owner) not in living and not _is_running(int(owner)) if owner.isdigit() else not living
+
+
+def _mark_on(pid: int) -> str:
+    """Whose a program is, as its environment says; empty if it does not."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"):
+            if line.startswith(f"{MARK}="):
+                return line[len(MARK) + 1 :]
+    return ""
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    return False
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Whether a process is one of Python's that unlink what is left of a program's shared memory."""
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _is_fork_server(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() == SERVER_NAME
+    return False
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all that descend from it; resource trackers end by themselves."""
+    below = children_of(pid)
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    for one in below:
+        if not is_resource_tracker(one):
+            _kill_tree(one)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent this one is."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
