@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from reap.core.env import Env, Rows
+from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Layout, Row, Slot
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -114,3 +114,24 @@ class Wrapped(Env):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._env.load_state_dict(state)
+
+
+class WrappedOnDevice(DeviceEnv):
+    """The same for lanes on a device."""
+
+    def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
+        self._env = self.behind = env
+        self.spec, self.device, self.holders, self.pending_seeds = spec, env.device, env.holders, env.pending_seeds
+        self._own = len(env.spec.observation)  # leaves of the env itself; what is added follows them in a row
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._env.expect(action)
+
+    def open_state(self) -> Any:
+        return self._env.open_state()
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state)
+
+    def close(self) -> None:
+        self._env.close()

@@ -6,7 +6,7 @@ Wraps any env; the loop knows nothing of it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 
 from reap.core.env import DeviceEnv, Env, Rows
 from reap.core.slot import Row
-from reap.core.wrapped import Wrapped
+from reap.core.wrapped import Wrapped, WrappedOnDevice
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -80,30 +80,24 @@ class StepLimit(Wrapped):
         return None if there is None else DeviceStepLimit(there, self.spec, self._limit)
 
 
-class DeviceStepLimit(DeviceEnv):
+class DeviceStepLimit(WrappedOnDevice):
     """The same where rows are tensors on the env's device."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec, limit: int) -> None:
-        self._env = self.behind = env
-        self.spec, self._limit = spec, limit
-        self.device, self.holders = env.device, [*env.holders, self]
-        self.pending_seeds = env.pending_seeds
-        self._at = len(env.spec.observation)
+        super().__init__(env, spec)
+        self._limit, self.holders = limit, [*env.holders, self]
         self.count = torch.zeros(spec.lanes, dtype=torch.int64, device=env.device)
 
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
     def reset(self, lanes: Sequence[int], into: Sequence[Any], seeds: Sequence[int] | None = None) -> None:
-        self._env.reset(lanes, into[: self._at], seeds)
+        self._env.reset(lanes, into[: self._own], seeds)
         chosen = torch.as_tensor(list(lanes), device=self.device)
         self.count[chosen] = 0
-        into[self._at][chosen] = 0
+        into[self._own][chosen] = 0
 
     def step(self, lanes: Sequence[int], row: Any) -> list[int]:
         self._env.step(lanes, row)
         self.count += 1
-        row.next[self._at].copy_(self.count[:, None])
+        row.next[self._own].copy_(self.count[:, None])
         row.truncated |= self.count >= self._limit
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
@@ -111,7 +105,7 @@ class DeviceStepLimit(DeviceEnv):
     def after_step(self, row: Any) -> None:
         self._env.after_step(row)
         self.count.masked_fill_(row.done, 0)
-        row.after[self._at].copy_(self.count[:, None])
+        row.after[self._own].copy_(self.count[:, None])
 
     def open_state(self) -> Any:
         return {"env": self._env.open_state(), "count": self.count.cpu()}
@@ -119,6 +113,3 @@ class DeviceStepLimit(DeviceEnv):
     def load_open_state(self, state: Any) -> None:
         self._env.load_open_state(state["env"])
         self.count.copy_(state["count"])
-
-    def close(self) -> None:
-        self._env.close()

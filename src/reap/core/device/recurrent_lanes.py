@@ -16,23 +16,18 @@ from torch import Tensor
 
 from reap.core.env import DeviceEnv
 from reap.core.policies.recurrent_state import IS_INIT, with_carry
-from reap.spec import Key, Leaf
+from reap.core.wrapped import WrappedOnDevice
+from reap.spec import Key
 
 
-class DeviceRecurrentState(DeviceEnv):
-    """Adds `is_init` and the carry's leaves to the observations of lanes on a device."""
+class DeviceRecurrentState(WrappedOnDevice):
+    """Adds `is_init` and the carry to the observations of lanes on a device: the carry is what they see next."""
 
     def __init__(self, env: DeviceEnv, carry: Mapping[Key, Tensor]) -> None:
-        self._env = self.behind = env
-        self.spec = with_carry(env.spec, carry)
-        self.device, self.holders, self.pending_seeds = env.device, env.holders, env.pending_seeds
+        super().__init__(env, with_carry(env.spec, carry))
         keys = list(self.spec.observation)
-        self._own = len(env.spec.observation)
         self._flag = keys.index(IS_INIT) if IS_INIT not in env.spec.observation else None
         self._carried = [(keys.index(key), first.to(self.device)) for key, first in carry.items()]
-
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
 
     def reset(self, lanes: Sequence[int], into: Sequence[Any], seeds: Sequence[int] | None = None) -> None:
         self._env.reset(lanes, into[: self._own], seeds)
@@ -54,12 +49,3 @@ class DeviceRecurrentState(DeviceEnv):
         for at, first in self._carried:
             done = row.done.reshape(-1, *[1] * first.ndim)
             torch.where(done, first, row.next[at], out=row.after[at])
-
-    def open_state(self) -> Any:
-        return self._env.open_state()  # the carry is what lanes see next
-
-    def load_open_state(self, state: Any) -> None:
-        self._env.load_open_state(state)
-
-    def close(self) -> None:
-        self._env.close()
