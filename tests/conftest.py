@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from reap._system import silence
 from reap.testing import no_leaks
+from tests.faults.worlds import OpensGate
 from tests.programs import Programs
 from tests.seldom import is_seldom
 
@@ -101,3 +104,13 @@ def _nothing_stays_behind(request: pytest.FixtureRequest):
     request.node.funcargs.clear()  # what the test was given is no longer needed, but would live on
     if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_a_thread") is None:
         guard.__exit__(None, None, None)
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    """What reap logs; its first line opens `gate`."""
+    handler = OpensGate(tmp_path / "gate")
+    handler.be_impatient = lambda: monkeypatch.setattr(silence, "LOGGED_AFTER", 0.6)
+    logging.getLogger("reap").addHandler(handler)
+    yield handler
+    logging.getLogger("reap").removeHandler(handler)

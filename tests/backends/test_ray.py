@@ -21,15 +21,17 @@ from reap.seeding import chain
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.testing.backend import backend_checks, closed_says_so
 from reap.weight_update import RayWeightSyncScheme
-from tests.faults.test_silence import PROMISED, ROOM, gated, log  # noqa: F401
 from tests.faults.worlds import (
     BOUND,
+    PROMISED,
+    ROOM,
     ClosesWhenLet,
     RaisesThen,
     Stuck,
     alive,
     all_gone,
     faulty,
+    gated,
     healthy,
     pids,
     within,
@@ -201,7 +203,7 @@ def test_a_silent_actor_is_told_and_ended_in_time(fault, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
-def test_without_a_timeout_the_log_says_where_it_is(background, log):  # noqa: F811
+def test_without_a_timeout_the_log_says_where_it_is(background, log):
     """And it is waited for."""
     buffer = {"replay_buffer": ReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=8)} if background else {}
     with collect([healthy(), gated(log.gate)], **buffer) as c:

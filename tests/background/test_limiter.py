@@ -14,7 +14,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer, SamplesPerInsert
 from reap.errors import Starved, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv
 from tests.background.worlds import KINDS, buffer, check_rows, make
-from tests.buffers.test_replay import line
+from tests.buffers.worlds import line
 from tests.faults.worlds import BOUND, within
 
 

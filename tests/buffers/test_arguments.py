@@ -27,7 +27,7 @@ from reap.data import (
 )
 from reap.errors import ReapError
 from reap.testing import no_leaks
-from tests.buffers.test_replay import line
+from tests.buffers.worlds import line
 
 nan, inf = float("nan"), float("inf")
 

@@ -26,8 +26,7 @@ from reap.data import (
     SliceSampler,
 )
 from reap.errors import CorruptState, SpecMismatch, UsageError, WrongArgument
-from tests.buffers.test_full_disk import on_a_small_disk
-from tests.buffers.test_replay import frames, line
+from tests.buffers.worlds import frames, line, on_a_small_disk
 
 SIZE = 12
 SAMPLERS = {

@@ -3,56 +3,10 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 
 import pytest
 
-BEGIN = """
-import os, sys, torch
-from tensordict import TensorDict
-from reap.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from reap.errors import NoSpace
-
-disk = sys.argv[1]
-
-def rows(count, first=0, width=100):
-    steps = torch.arange(first, first + count)
-    return TensorDict({"wide": steps[:, None].expand(count, width).contiguous(), "step": steps}, [count])
-
-def refused(call, *words):
-    try:
-        call()
-    except NoSpace as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, (missing, str(error))
-    else:
-        raise AssertionError("it was not refused")
-"""
-
-
-@functools.cache
-def mounting() -> bool:
-    """Whether this user may mount a disk of their own."""
-    try:
-        done = subprocess.run(
-            ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, timeout=20
-        )
-    except OSError:
-        return False
-    return done.returncode == 0
-
-
-def on_a_small_disk(program, directory, *, megabytes=1, at=None):
-    """Run `program` where `directory` is a disk of its own, which goes with the process."""
-    if not mounting():
-        pytest.skip("mounting is not allowed here")
-    directory.mkdir(exist_ok=True)
-    at = at or directory
-    mount = f'mount -t tmpfs -o size={megabytes}m none "{at}" && exec "$0" -c "$1" "$2"'
-    command = ["unshare", "-m", "sh", "-c", mount, sys.executable, BEGIN + program, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout.strip()) == (0, "ends"), (done.returncode, done.stdout, done.stderr)
+from tests.buffers.worlds import on_a_small_disk
 
 
 def test_rows_that_do_not_fit_on_the_disk_are_refused_before_the_first_is_written(tmp_path):

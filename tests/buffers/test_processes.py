@@ -10,63 +10,10 @@ import cloudpickle
 import pytest
 import torch
 
-from reap._system.processes import Child, end
 from reap.data import LazyTensorStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
 from reap.testing import no_leaks
 from tests.buffers.lines import hear, tell
-from tests.buffers.test_replay import check_row, frames, line
-
-
-def writer(description, number, work):
-    """Bytes of a child that opens the buffer, says so, writes, and says so."""
-
-    def target(connection, fds):
-        buffer = ReplayBuffer.open(fds, description)
-        connection.send("open")
-        connection.recv()
-        work(buffer, number, connection)
-        connection.send("done")
-        connection.recv()
-
-    return cloudpickle.dumps(target)
-
-
-def start(buffer, works):
-    fds, description = buffer.handle()
-    children = [Child(writer(description, i, work), fds=fds, name=f"writer-{i}") for i, work in enumerate(works)]
-    for child in children:
-        assert hear(child) == "open"
-    return children
-
-
-def stop(children):
-    for child in children:
-        if not child.gone():
-            tell(child, None)
-    end(children, patience=5, deadline=10)
-
-
-def episodes(count, size):
-    def work(buffer, number, connection):
-        for i in range(count):
-            ids = torch.full((size,), number * 100_000 + i)
-            buffer.extend(frames(ids, torch.arange(size)))
-
-    return work
-
-
-def half_a_row(buffer, number, connection):
-    """Reserve, write something, and be killed before the commit."""
-    rows = buffer._memory.rows
-    honest = rows.write
-
-    def write(first, values):
-        honest(first, {key: value[:2] for key, value in values.items()})
-        connection.send("writing")
-        signal.pause()
-
-    rows.write = write
-    buffer.extend(frames(torch.full((6,), 77), torch.arange(6)))
+from tests.buffers.worlds import check_row, episodes, frames, half_a_row, line, start, stop
 
 
 def test_the_first_writer_decides_the_columns():

@@ -29,32 +29,7 @@ from reap.data import (
 )
 from reap.errors import SpecMismatch, UsageError, WrongArgument, WrongState
 from tests import example_count
-
-
-def frames(ids, steps, done=None, *, pixels=False):
-    ids, steps = torch.as_tensor(ids), torch.as_tensor(steps)
-    done = torch.zeros(ids.shape, dtype=torch.bool) if done is None else torch.as_tensor(done)
-    leaves = {
-        "observation": torch.stack([ids, steps], -1).float(),
-        "step": steps,
-        "next": {"done": done.unsqueeze(-1), "reward": (ids * 1000 + steps).double().unsqueeze(-1)},
-        "collector": {"traj_ids": ids},
-    }
-    if pixels:
-        leaves["pixels"] = (ids * 7 + steps).to(torch.uint8)[..., None, None].expand(*ids.shape, 20, 20).contiguous()
-        leaves["half"] = steps.to(torch.bfloat16)
-    return TensorDict(leaves, batch_size=ids.shape)
-
-
-def line(n, first=0):
-    return frames(torch.zeros(n, dtype=torch.int64), torch.arange(first, first + n))
-
-
-def check_row(sample):
-    obs = sample["observation"].double()
-    assert (sample["next", "reward"][..., 0] == obs[..., 0] * 1000 + obs[..., 1]).all()
-    assert (sample["step"] == obs[..., 1]).all()
-    assert (sample["collector", "traj_ids"] == obs[..., 0]).all()
+from tests.buffers.worlds import check_row, frames, line
 
 
 @pytest.fixture(params=["memory", "disk", "named"])

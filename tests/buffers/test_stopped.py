@@ -19,8 +19,7 @@ from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
 from reap.testing import CountingEnv, EchoPolicy
 from tests.buffers.lines import hear, tell
-from tests.buffers.test_processes import half_a_row, start, stop
-from tests.buffers.test_replay import frames, line
+from tests.buffers.worlds import frames, half_a_row, line, start, stop
 from tests.faults.worlds import freeze, wait_until_stopped, within
 
 

@@ -370,7 +370,7 @@ def tictactoe():
 
 
 def agents():
-    from tests.envs.test_pettingzoo import PLAN, Town
+    from tests.envs.worlds import PLAN, Town
 
     return Town(PLAN)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -14,41 +12,9 @@ from reap.collectors import Collector
 from reap.envs import EnvPoolEnv
 from reap.envs.adapters.envpool import EnvPoolLanes
 from reap.errors import UsageError, WrongArgument
-from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
+from reap.testing import CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-
-
-class CountingPool:
-    """CountingEnvs behind EnvPool's interface: ended envs reset on their next step; subsets can be reset or stepped."""
-
-    def __init__(self, lengths, batch_size=0):
-        self.envs = [CountingEnv(one, lane) for lane, one in enumerate(lengths)]
-        self.spec = SimpleNamespace(config=SimpleNamespace(num_envs=len(lengths), batch_size=batch_size))
-        self.observation_space, self.action_space = CountingEnv.observation_space, CountingEnv.action_space
-        self.all_env_ids = np.arange(len(lengths))
-        self.over = np.zeros(len(lengths), bool)
-
-    def send(self, action, env_id=None): ...
-
-    def recv(self): ...
-
-    def async_reset(self): ...
-
-    def reset(self, env_id=None):
-        ids = self.all_env_ids if env_id is None else np.asarray(env_id)
-        self.over[ids] = False
-        return np.stack([self.envs[i].reset()[0] for i in ids]), {"env_id": ids}
-
-    def step(self, action, env_id=None):
-        ids = self.all_env_ids if env_id is None else np.asarray(env_id)
-        assert not self.over[ids].any(), "a step would be spent on a reset"
-        out = [self.envs[i].step(a)[:4] for i, a in zip(ids, action)]
-        obs, reward, terminated, truncated = (np.array(x) for x in zip(*out))
-        self.over[ids] = terminated | truncated
-        turn = np.roll(np.arange(len(ids)), 1)  # arrival order is not lane order
-        return obs[turn], reward[turn], terminated[turn], truncated[turn], {"env_id": ids[turn]}
-
-    def close(self): ...
+from tests.envs.worlds import CountingPool, ReadyPool
 
 
 @given(
@@ -68,33 +34,6 @@ def test_resting_lanes_are_not_stepped():
     c = Collector(CountingPool([(2,), (6,)]), EchoPolicy(), frames_per_batch=8, reset_when_done=False)
     assert c.next()["collector", "mask"].tolist() == [[True, True, False, False], [True] * 4]
     assert c.next()["observation"][:, 0].tolist() == [[0, 1, 0], [1, 0, 4]]
-
-
-class ReadyPool(CountingPool):
-    """Answers `batch_size` of its envs at a time, in an order drawn from `seed`; the step after an end is a reset."""
-
-    def __init__(self, lengths, batch_size, seed=0):
-        super().__init__(lengths, batch_size)
-        self.random, self.away = np.random.default_rng(seed), {}
-
-    def async_reset(self):
-        assert not self.away, "some lanes are still on their way"
-        self.over[:] = False
-        self.away = {i: (env.reset()[0], 0.0, False, False) for i, env in enumerate(self.envs)}
-
-    def send(self, action, env_id=None):
-        assert len(action) == len(env_id)
-        for a, i in zip(action, env_id.tolist()):
-            assert i not in self.away, "sent twice"
-            again = self.over[i]
-            self.away[i] = (self.envs[i].reset()[0], 0.0, False, False) if again else self.envs[i].step(a)[:4]
-            self.over[i] = self.away[i][2] or self.away[i][3]
-
-    def recv(self):
-        assert len(self.away) >= self.spec.config.batch_size, "would wait for ever"
-        ids = self.random.choice(sorted(self.away), self.spec.config.batch_size, replace=False)
-        obs, reward, terminated, truncated = (np.array(x) for x in zip(*[self.away.pop(i) for i in ids]))
-        return obs, reward, terminated, truncated, {"env_id": ids}
 
 
 @given(

@@ -16,61 +16,9 @@ from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from tests import example_count
+from tests.envs.worlds import PLAN, Town
 
 KEY = ("agents", "observation")
-
-
-class Town:
-    """A parallel env by the book. `plan[i]` says when agent i is there: a list of (first step, last step), inclusive.
-
-    Observation [agent, day, step], reward = step + agent/8. An agent's stay ends terminated (even agents) or truncated
-    (odd ones). The day is over when nobody is left and nobody will come.
-    """
-
-    metadata = {"is_parallelizable": True}
-
-    def __init__(self, plan):
-        self.plan = plan
-        self.possible_agents = [f"a{i}" for i in range(len(plan))]
-        self.agents = []
-        self.day, self.t = -1, 0
-
-    def observation_space(self, agent):
-        return gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-
-    def action_space(self, agent):
-        return gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
-
-    def there(self, i, t):
-        return any(a <= t <= b for a, b in self.plan[i])
-
-    def look(self, i):
-        return np.array([i, self.day, self.t], np.float32)
-
-    def reset(self, seed=None, options=None):
-        self.day, self.t = self.day + 1, 0
-        self.agents = [f"a{i}" for i in range(len(self.plan)) if self.there(i, 0)]
-        return {f"a{i}": self.look(i) for i in range(len(self.plan)) if self.there(i, 0)}, {}
-
-    def step(self, actions):
-        assert set(actions) == set(self.agents)
-        assert all(a.shape == (1,) for a in actions.values())
-        acting = [int(a[1:]) for a in self.agents]
-        self.t += 1
-        leaving = [i for i in acting if not self.there(i, self.t)]
-        now = [i for i in range(len(self.plan)) if self.there(i, self.t)]
-        seen = {f"a{i}": self.look(i) for i in {*acting, *now}}
-        rewards = {f"a{i}": self.t + i / 8 for i in acting}
-        self.agents = [f"a{i}" for i in now]
-        over = {f"a{i}": i in leaving and i % 2 == 0 for i in acting}
-        cut = {f"a{i}": i in leaving and i % 2 == 1 for i in acting}
-        return seen, rewards, over, cut, {}
-
-    def close(self): ...
-
-
-# Agent 0 is always there (5 steps), 1 leaves early, 2 leaves and comes back, 3 comes late.
-PLAN = [[(0, 4)], [(0, 1)], [(0, 0), (3, 4)], [(2, 4)]]
 
 
 def group_policy():

@@ -19,59 +19,7 @@ from reap.envs.adapters.puffer import PufferLanes
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-
-
-class Auto:
-    """CountingEnvs behind PufferLib's interface, as its own envs are: a lane that ends is reset at once."""
-
-    single_observation_space = CountingEnv.observation_space
-    single_action_space = CountingEnv.action_space
-
-    def __init__(self, lengths):
-        self.envs = [CountingEnv(one, lane) for lane, one in enumerate(lengths)]
-        n = self.num_agents = len(lengths)
-        self.observations = np.zeros((n, 3), np.float32)
-        self.rewards = np.zeros(n, np.float32)
-        self.terminals, self.truncations = np.zeros(n, bool), np.zeros(n, bool)
-        self.masks = np.ones(n, bool)
-        self.seeds, self.closed = [], 0
-
-    def reset(self, seed=None):
-        self.seeds.append(seed)
-        for i, env in enumerate(self.envs):
-            self.observations[i] = env.reset()[0]
-        return self.observations, []
-
-    def step(self, actions):
-        for i, (env, action) in enumerate(zip(self.envs, actions)):
-            seen, self.rewards[i], self.terminals[i], self.truncations[i], _ = env.step(action)
-            self.observations[i] = self.after_end(env) if self.terminals[i] or self.truncations[i] else seen
-        return self.observations, self.rewards, self.terminals, self.truncations, []
-
-    def after_end(self, env):
-        return env.reset()[0]
-
-    def close(self):
-        self.closed += 1
-
-
-class Honest(Auto):
-    """One that leaves resets to the loop."""
-
-    autoreset = False
-
-    def after_end(self, env):
-        return env._observation()
-
-    def reset_lanes(self, mask):
-        for i in np.flatnonzero(mask):
-            self.observations[i] = self.envs[i].reset()[0]
-
-
-class Bindable(Honest):
-    def bind(self, observations, rewards, terminals, truncations):
-        self.observations, self.rewards = observations, rewards
-        self.terminals, self.truncations = terminals, truncations
+from tests.envs.worlds import Auto, Bindable, Honest
 
 
 class BoundForGood(Honest):

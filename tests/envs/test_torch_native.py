@@ -14,31 +14,7 @@ from reap.envs import SerialEnv, TorchEnv
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
-
-
-class CountingTorch:
-    single_observation_space = CountingEnv.observation_space
-    single_action_space = CountingEnv.action_space
-
-    def __init__(self, lengths):
-        self.num_envs = len(lengths)
-        self.lengths = lengths
-        self.episode = torch.full((self.num_envs,), -1)
-        self.t = torch.zeros(self.num_envs, dtype=torch.int64)
-
-    def look(self):
-        return torch.stack([torch.arange(self.num_envs), self.episode, self.t], 1).float()
-
-    def reset(self, mask):
-        self.episode[mask] += 1
-        self.t[mask] = 0
-        return self.look()
-
-    def step(self, action):
-        self.t += 1
-        limit = torch.tensor([one[int(e) % len(one)] for one, e in zip(self.lengths, self.episode)])
-        over, odd = self.t >= limit, self.episode % 2 == 1
-        return self.look(), self.t + action[:, 0] / 8, over & ~odd, over & odd
+from tests.envs.worlds import CountingTorch
 
 
 @given(

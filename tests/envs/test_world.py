@@ -6,8 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,47 +16,9 @@ from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from tests import example_count
 from tests.envs.test_dm import CountingDm
-from tests.envs.test_envpool import CountingPool, ReadyPool
-from tests.envs.test_puffer import Bindable, Honest
-from tests.envs.test_torch_native import CountingTorch
+from tests.envs.worlds import Bindable, CountingPool, CountingTorch, CountingVector, Honest, ReadyPool, SkippingWorld
 
 MODES = list(AutoresetMode)
-
-
-class CountingVector(VectorEnv):
-    """CountingEnvs as a vector env written by hand: NEXT_STEP or SAME_STEP, and no way to reset single lanes."""
-
-    def __init__(self, lengths, mode):
-        self.envs = [CountingEnv(one, lane) for lane, one in enumerate(lengths)]
-        self.num_envs = len(self.envs)
-        self.single_observation_space = CountingEnv.observation_space
-        self.single_action_space = CountingEnv.action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self.metadata = {"autoreset_mode": mode}
-        self.mode = mode
-        self.over = np.zeros(self.num_envs, bool)
-
-    def reset(self, *, seed=None, options=None):
-        self.over[:] = False
-        return np.stack([e.reset()[0] for e in self.envs]), {}
-
-    def step(self, actions):
-        results = []
-        final = np.full((self.num_envs, 3), np.nan, np.float32)
-        for i, (env, action) in enumerate(zip(self.envs, actions)):
-            if self.mode is AutoresetMode.NEXT_STEP and self.over[i]:
-                results.append((env.reset()[0], 0.0, False, False))
-                continue
-            obs, reward, terminated, truncated, _ = env.step(action)
-            if self.mode is AutoresetMode.SAME_STEP and (terminated or truncated):
-                final[i] = obs
-                obs = env.reset()[0]
-            results.append((obs, reward, terminated, truncated))
-        obs, reward, terminated, truncated = map(np.array, zip(*results))
-        self.over = terminated | truncated
-        info = {"final_obs": final, "_final_obs": self.over} if self.mode is AutoresetMode.SAME_STEP else {}
-        return obs, reward, terminated, truncated, info
 
 
 def makers(lengths):
@@ -118,33 +79,6 @@ def test_every_door_with_a_limit(door, lengths, steps, limit):
         world = CountingWorld(lengths, limit=limit)
         for _ in range(4):
             assert_same(c.next().reshape(len(lengths), steps), world.batch(steps))
-
-
-class SkippingWorld(CountingWorld):
-    """What NEXT_STEP envs give that cannot reset single lanes: each end costs the lane one row of the batch."""
-
-    def __init__(self, lengths):
-        super().__init__(lengths)
-        self.resetting = [False] * len(lengths)
-
-    def batch(self, steps):
-        lanes = len(self.lengths)
-        out = super().batch(0)
-        out = {k: np.zeros((lanes, steps, *v.shape[2:]), v.dtype) for k, v in out.items()}
-        mask = np.zeros((lanes, steps), bool)
-        out[("collector", "traj_ids")][...] = -1
-        cursor = [0] * lanes
-        for _ in range(steps):
-            for lane in range(lanes):
-                if self.resetting[lane]:
-                    self.resetting[lane] = False
-                    continue
-                self._frame(out, lane, cursor[lane])
-                mask[lane, cursor[lane]] = True
-                self.resetting[lane] = bool(out[("next", "done")][lane, cursor[lane], 0])
-                cursor[lane] += 1
-        out[("collector", "mask")] = mask
-        return out
 
 
 @given(lengths=patterns, steps=st.integers(1, 8), batches=st.integers(1, 5))

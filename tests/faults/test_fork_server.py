@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.faults.test_parent import environment
+from tests.faults.worlds import environment
 
 FULL = """
 import resource

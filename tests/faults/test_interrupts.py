@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import select
 import signal
-import sys
 import threading
 import time
 
@@ -13,53 +11,9 @@ import pytest
 
 from reap._system.interrupts import Interrupts
 from reap.testing import CountingWorld, assert_same, no_leaks
-from tests.faults.worlds import BOUND, KINDS, all_gone, collect, healthy, pids, within
+from tests.faults.worlds import BOUND, KINDS, Handler, Pest, all_gone, collect, healthy, pids, within
 
 LENGTHS = [(3, 1, 5)]
-
-
-class Pest(threading.Thread):
-    """Sends SIGINT to the main thread, again and again, while it is told to."""
-
-    def __init__(self, seed):
-        super().__init__(daemon=True)
-        self.random, self.on, self.over = random.Random(seed), threading.Event(), False
-        self.sent = 0
-
-    def run(self):
-        while not self.over:
-            self.on.wait()
-            time.sleep(self.random.random() * 0.003)
-            if self.on.is_set() and not self.over:
-                self.sent += 1
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    def stop(self):
-        self.on.clear()
-        self.over = True
-        self.on.set()
-        self.join()
-
-
-class Handler:
-    """A user's own: interrupts once each time it is armed, so that this test can always catch it."""
-
-    def __init__(self):
-        self.armed = False
-
-    def __call__(self, number, frame):
-        armed, self.armed = self.armed, False
-        if armed:
-            raise KeyboardInterrupt
-
-    def __enter__(self):
-        self.before = signal.signal(signal.SIGINT, self), sys.unraisablehook
-        sys.unraisablehook = lambda _: None  # one that falls into a finalizer between two calls: Python drops it
-        return self
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before[0])
-        sys.unraisablehook = self.before[1]
 
 
 def interrupted(kind, batches, seed, **options):

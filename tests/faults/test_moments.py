@@ -14,8 +14,7 @@ from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
 from tests.faults.moments import Moment
-from tests.faults.test_storms import HERE, whole
-from tests.faults.worlds import KINDS, all_gone, collect, healthy, pids
+from tests.faults.worlds import HERE, KINDS, all_gone, collect, healthy, pids, whole
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = {"sync": KINDS[0], "async": KINDS[1], "one": AsyncCollector}

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, healthy, pids, within
+from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, cpu_seconds, environment, healthy, pids, within
 
 SCRIPT = """
 import sys, time, os
@@ -30,10 +30,6 @@ WAYS = {
     "stdin": lambda path: [sys.executable, "-"],
     "interactive": lambda path: [sys.executable, "-i", "-q"],
 }
-
-
-def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 QUICK_WAYS = {("a script", "forkserver"), ("interactive", "spawn")}

@@ -15,8 +15,7 @@ from reap.collectors import MultiSyncCollector
 from reap.envs import ParallelEnv
 from reap.errors import WorkerDied
 from tests.faults.simulators import COMMANDS, Simulated, closed, started
-from tests.faults.test_parent import environment
-from tests.faults.worlds import BOUND, SOON, alive, all_gone, collect, healthy, pids
+from tests.faults.worlds import BOUND, SOON, alive, all_gone, collect, environment, healthy, pids
 
 SLOW = pytest.mark.slow
 

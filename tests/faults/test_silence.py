@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 
 import pytest
 
-from reap._system import silence
 from reap.collectors import AsyncBatchedCollector
 from reap.collectors.distributed import (
     DistributedAsyncCollector,
@@ -18,12 +16,9 @@ from reap.collectors.distributed import (
 )
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import WorkerSilent
-from reap.testing import CountingEnv
-from tests.faults.worlds import KINDS, collect, faulty, healthy, within
+from tests.faults.worlds import KINDS, PROMISED, ROOM, collect, faulty, gated, healthy, within
 
 TIMEOUT = 1.0
-PROMISED = 2.0  # seconds after the timeout by which the error is there, and everything closed
-ROOM = 5.0  # for a busy machine: what is caught is a wait for something else
 THREADS = functools.partial(AsyncBatchedCollector, env_backend="threading")
 PROCESSES = functools.partial(AsyncBatchedCollector, env_backend="multiprocessing")
 THREADS_OF_A_PROCESS = functools.partial(PROCESSES, envs_per_worker=2, worker_threads=True)
@@ -53,45 +48,6 @@ def test_the_error_comes_in_time(kind, fault):
     took = time.monotonic() - last
     assert took < TIMEOUT + PROMISED + ROOM, f"{took:.1f} s"
     assert c.closed
-
-
-def gated(gate):
-    """An env whose twelfth step waits for a file. (A class of its own: workers need not import this module.)"""
-
-    def make():
-        class Gated(CountingEnv):
-            left = 12
-
-            def step(self, action):
-                self.left -= 1
-                while self.left == 0 and not gate.exists():
-                    time.sleep(0.01)
-                return super().step(action)
-
-        return Gated((50,), 1)
-
-    return make
-
-
-class Opening(logging.Handler):
-    """Opens the gate when somebody is said to be silent."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.gate, self.told = gate, []
-
-    def emit(self, record):
-        self.told.append(record.getMessage())
-        self.gate.touch()
-
-
-@pytest.fixture
-def log(tmp_path, monkeypatch):
-    handler = Opening(tmp_path / "gate")
-    handler.be_impatient = lambda: monkeypatch.setattr(silence, "LOGGED_AFTER", 0.6)
-    logging.getLogger("reap").addHandler(handler)
-    yield handler
-    logging.getLogger("reap").removeHandler(handler)
 
 
 @pytest.mark.parametrize(

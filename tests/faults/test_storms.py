@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -10,15 +9,12 @@ import threading
 import time
 
 import pytest
-import torch
 
-from reap.collectors import AsyncBatchedCollector, AsyncCollector, Collector
-from reap.envs import ParallelEnv
+from reap.collectors import AsyncCollector
 from reap.testing import CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
-from tests.faults.test_interrupts import Handler, Pest
-from tests.faults.worlds import KINDS, collect, healthy
+from tests.faults.worlds import HERE, KINDS, Handler, Pest, collect, healthy, whole
 
 pytestmark = pytest.mark.timeout(120)
 SHORT, LONG = 60, 10_000  # interrupts of one collector
@@ -82,45 +78,6 @@ def test_workers_lose_nothing(kind, interrupts):
 
 
 # ---- envs of this process: a rollout that was broken off is forgotten, and every lane begins anew ------------------
-
-LANES = ((3, 1, 5), (2, 2, 7), (4,))
-
-
-def whole(batch, seen=None):
-    """Every trajectory of a batch is one: steps of one episode, side by side; and none is older than those `seen`."""
-    flat = batch.reshape(-1)
-    ids = flat["collector", "traj_ids"]
-    seen = {} if seen is None else seen  # the last one of each lane
-    for one in ids.unique():
-        frames = flat[ids == one]
-        lane, episode, first = frames["observation"][0].tolist()
-        want = torch.tensor([[lane, episode, first + t] for t in range(len(frames) + 1)])
-        assert torch.equal(frames["observation"], want[:-1])
-        assert torch.equal(frames["next", "observation"], want[1:])
-        length = LANES[int(lane)][int(episode) % len(LANES[int(lane)])]
-        assert torch.equal(frames["next", "done"][:, 0], want[1:, 2] == length)
-        assert seen.get(lane, 0) <= int(one), "time runs backwards"
-        seen[lane] = int(one)
-
-
-def counting():
-    from reap.testing import CountingEnv
-
-    return [lambda n=n, one=one: CountingEnv(one, n) for n, one in enumerate(LANES)]
-
-
-HERE = {
-    "single": lambda: collect(Collector, counting()[0]),
-    "parallel": lambda: collect(Collector, ParallelEnv(3, counting()), frames_per_batch=24),
-    **{
-        name: functools.partial(collect, AsyncBatchedCollector, counting(), frames_per_batch=24, **options)
-        for name, options in {
-            "threads": {"env_backend": "threading"},
-            "processes": {"env_backend": "multiprocessing"},
-            "threads of a process": {"env_backend": "multiprocessing", "worker_threads": True, "envs_per_worker": 3},
-        }.items()
-    },
-}
 
 
 @pytest.mark.parametrize("kind", HERE)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
+import random
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 
 import torch
 
-from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.envs import ParallelEnv
 from reap.testing import CountingEnv, EchoPolicy, FaultyEnv
 from reap.testing.faults import inject
 
@@ -153,3 +159,127 @@ def check_what_is_left_out(kind, **options):
         c.update_policy_weights_({"weight": torch.tensor(4.0)})
         assert torch.equal(c.get_cached_weights(worker=0)["mix"], EchoPolicy().mix)
         assert torch.equal(c.get_cached_weights(worker=1)["mix"], 2 * ones)
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+
+
+PROMISED = 2.0  # seconds after the timeout by which the error is there, and everything closed
+
+
+ROOM = 5.0  # for a busy machine: what is caught is a wait for something else
+
+
+def gated(gate):
+    """An env whose twelfth step waits for a file. (A class of its own: workers need not import this module.)"""
+
+    def make():
+        class Gated(CountingEnv):
+            left = 12
+
+            def step(self, action):
+                self.left -= 1
+                while self.left == 0 and not gate.exists():
+                    time.sleep(0.01)
+                return super().step(action)
+
+        return Gated((50,), 1)
+
+    return make
+
+
+class OpensGate(logging.Handler):
+    """Opens the gate when somebody is said to be silent."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.told = gate, []
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+        self.gate.touch()
+
+
+class Pest(threading.Thread):
+    """Sends SIGINT to the main thread, again and again, while it is told to."""
+
+    def __init__(self, seed):
+        super().__init__(daemon=True)
+        self.random, self.on, self.over = random.Random(seed), threading.Event(), False
+        self.sent = 0
+
+    def run(self):
+        while not self.over:
+            self.on.wait()
+            time.sleep(self.random.random() * 0.003)
+            if self.on.is_set() and not self.over:
+                self.sent += 1
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def stop(self):
+        self.on.clear()
+        self.over = True
+        self.on.set()
+        self.join()
+
+
+class Handler:
+    """A user's own: interrupts once each time it is armed, so that this test can always catch it."""
+
+    def __init__(self):
+        self.armed = False
+
+    def __call__(self, number, frame):
+        armed, self.armed = self.armed, False
+        if armed:
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, self), sys.unraisablehook
+        sys.unraisablehook = lambda _: None  # one that falls into a finalizer between two calls: Python drops it
+        return self
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before[0])
+        sys.unraisablehook = self.before[1]
+
+
+LANES = ((3, 1, 5), (2, 2, 7), (4,))
+
+
+def whole(batch, seen=None):
+    """Every trajectory of a batch is one: steps of one episode, side by side; and none is older than those `seen`."""
+    flat = batch.reshape(-1)
+    ids = flat["collector", "traj_ids"]
+    seen = {} if seen is None else seen  # the last one of each lane
+    for one in ids.unique():
+        frames = flat[ids == one]
+        lane, episode, first = frames["observation"][0].tolist()
+        want = torch.tensor([[lane, episode, first + t] for t in range(len(frames) + 1)])
+        assert torch.equal(frames["observation"], want[:-1])
+        assert torch.equal(frames["next", "observation"], want[1:])
+        length = LANES[int(lane)][int(episode) % len(LANES[int(lane)])]
+        assert torch.equal(frames["next", "done"][:, 0], want[1:, 2] == length)
+        assert seen.get(lane, 0) <= int(one), "time runs backwards"
+        seen[lane] = int(one)
+
+
+def counting():
+    from reap.testing import CountingEnv
+
+    return [lambda n=n, one=one: CountingEnv(one, n) for n, one in enumerate(LANES)]
+
+
+HERE = {
+    "single": lambda: collect(Collector, counting()[0]),
+    "parallel": lambda: collect(Collector, ParallelEnv(3, counting()), frames_per_batch=24),
+    **{
+        name: functools.partial(collect, AsyncBatchedCollector, counting(), frames_per_batch=24, **options)
+        for name, options in {
+            "threads": {"env_backend": "threading"},
+            "processes": {"env_backend": "multiprocessing"},
+            "threads of a process": {"env_backend": "multiprocessing", "worker_threads": True, "envs_per_worker": 3},
+        }.items()
+    },
+}

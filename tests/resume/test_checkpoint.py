@@ -20,7 +20,7 @@ from reap._system.checked_files import write_manifest
 from reap.collectors import Collector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
-from tests.resume.test_goes_on import Samples, same
+from tests.resume.worlds import Samples, same
 
 
 def parts(seed=0):

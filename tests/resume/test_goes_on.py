@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical
 
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 from reap.envs import GymEnv, SerialEnv, TorchEnv
@@ -18,16 +18,7 @@ from reap.envs.adapters.torch_native import DeviceTorchLanes, TorchLanes
 from reap.errors import CorruptState
 from reap.testing import CountingEnv, EchoPolicy
 from tests.envs.device_worlds import Recurrent
-
-
-class Samples(nn.Module):
-    def __init__(self, seen, choices=0, numbers=0):
-        super().__init__()
-        self.net, self.choices = nn.Linear(seen, choices or numbers), choices
-
-    def forward(self, observation):
-        out = self.net(observation.float())
-        return Categorical(logits=out).sample() if self.choices else Normal(out, 1.0).sample()
+from tests.resume.worlds import Samples, same
 
 
 class Noisy(nn.Module):
@@ -94,14 +85,6 @@ def through_a_file(state):
     torch.save(state, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def same(a, b):
-    assert set(a.keys(True, True)) == set(b.keys(True, True))
-    for key in a.keys(True, True):
-        one, other = a.get(key), b.get(key)
-        equal = torch.equal(one, other) if isinstance(one, torch.Tensor) else one.tolist() == other.tolist()
-        assert equal, key
 
 
 def goes_on(make, *, batches=3):

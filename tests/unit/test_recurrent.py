@@ -16,7 +16,7 @@ from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
 from tests import example_count
-from tests.envs.test_world import CountingVector
+from tests.envs.worlds import CountingVector
 
 LENGTHS = [(3, 1, 5), (2, 2, 7), (4,)]
 

@@ -9,9 +9,7 @@ from reap.collectors import Collector
 from reap.envs import PettingZooEnv, SerialEnv, TorchEnv
 from reap.errors import UsageError, WorkerRaised
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
-from tests.envs.test_pettingzoo import PLAN, Town
-from tests.envs.test_torch_native import CountingTorch
-from tests.envs.test_world import CountingVector
+from tests.envs.worlds import PLAN, CountingTorch, CountingVector, Town
 
 
 def test_lanes_that_cannot_be_reset_singly_say_so_at_once():

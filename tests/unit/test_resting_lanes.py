@@ -10,9 +10,8 @@ from tensordict import TensorDict
 from reap.collectors import Collector, Evaluator
 from reap.envs import PettingZooEnv, SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
-from tests.envs.test_pettingzoo import PLAN, Town
 from tests.envs.test_turns import Table
-from tests.envs.test_world import CountingVector
+from tests.envs.worlds import PLAN, CountingVector, Town
 
 
 def test_set_truncated_marks_the_last_frame_of_a_short_batch():

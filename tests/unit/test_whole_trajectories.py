@@ -16,7 +16,7 @@ from reap.errors import UsageError
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy
 from reap.trajectories import cu_seqlens
 from tests import example_count
-from tests.envs.test_world import CountingVector
+from tests.envs.worlds import CountingVector
 
 
 def lanes(lengths):
