@@ -337,10 +337,10 @@ class TransportBackend(Protocol):
     """What carries weights from one place to another."""
 
     def send_weights(self, weights: Any) -> None:
-        """Bring them there."""
+        """Send these weights to the receiving side."""
 
     def receive_weights(self, timeout: float | None = None) -> Any:
-        """Wait for them."""
+        """Wait for the next weights and return them."""
 
 
 class MPTransport:

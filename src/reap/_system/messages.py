@@ -85,7 +85,7 @@ class MessageSocket:
         return (start, start + size) if len(self._heard) >= start + size else None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 

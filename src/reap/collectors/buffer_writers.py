@@ -59,7 +59,7 @@ class WriteOptions:
 
 
 class Sink(Protocol):
-    """Where batches go."""
+    """Where a collector writes its batches: a replay buffer, in the way the options ask for."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
         """Write a batch `[T]` or `[N, T]` that this worker has made."""
@@ -126,16 +126,16 @@ def _unnamed(td: TensorDictBase) -> TensorDictBase:
     return td
 
 
-def sink_for(way: WriteOptions, buffer: Any) -> Sink:
-    """The sink for this way to this buffer."""
-    needed = "add" if way.by_step else "extend"
+def sink_for(options: WriteOptions, buffer: Any) -> Sink:
+    """Return what writes to this buffer as these options say."""
+    needed = "add" if options.by_step else "extend"
     if not callable(getattr(buffer, needed, None)):
         raise WrongArgument(f"replay_buffer needs a method {needed}(), got {type(buffer).__name__}")
-    if way.whole:
+    if options.whole:
         if getattr(getattr(buffer, "storage", None), "ndim", 1) != 1:
             raise UsageError("trajs_per_batch writes episodes as rows; the buffer's storage must have ndim=1")
-        return _Episodes(buffer, way.group)
-    return _Steps(buffer) if way.by_step else _Batches(buffer)
+        return _Episodes(buffer, options.group)
+    return _Steps(buffer) if options.by_step else _Batches(buffer)
 
 
 def mark_truncated(arrays: Any, layout: Layout) -> None:
@@ -181,7 +181,7 @@ def processed(
 class WriterMaker:
     """Makes a worker's writer, in the worker. It travels there."""
 
-    way: WriteOptions
+    options: WriteOptions
     description: Any
     transforms: Sequence[Any]
     timeout: float | None
@@ -192,15 +192,15 @@ class WriterMaker:
         buffer.watch(self.timeout, worker)
         for transform in self.transforms:
             buffer.append_transform(transform)
-        return Writer(self.way, buffer)
+        return Writer(self.options, buffer)
 
 
 class Writer:
     """What a worker does with a full slot when it writes into the buffer itself."""
 
-    def __init__(self, way: WriteOptions, buffer: Any) -> None:
-        self._way, self.buffer, self._sink = way, buffer, sink_for(way, buffer)
-        self.before, self.hook, self.postproc = way.before, way.hook, way.postproc
+    def __init__(self, options: WriteOptions, buffer: Any) -> None:
+        self._options, self.buffer, self._sink = options, buffer, sink_for(options, buffer)
+        self.before, self.hook, self.postproc = options.before, options.hook, options.postproc
 
     @property
     def wanted(self) -> bool:
@@ -209,14 +209,14 @@ class Writer:
 
     def write(self, slot: Slot) -> None:
         """Write what is in it."""
-        layout, way = slot.layout, self._way
+        layout, options = slot.layout, self._options
         arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
-        if way.truncate:
+        if options.truncate:
             mark_truncated(arrays, layout)
         batch = assembler(layout)(arrays, layout)
         if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # they may keep it; the slot is filled again
-        split = _split if way.split else None
+        split = _split if options.split else None
         self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:

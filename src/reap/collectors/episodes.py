@@ -68,7 +68,7 @@ class EpisodeProcessCollector(MultiSyncCollector):
         return [dataclasses.replace(plan, episodes=self._episodes) for plan in super()._plans(*arguments)]
 
     def _warn_rounding(self, *_: Any, **__: Any) -> None:
-        """As above."""
+        """Nobody sees how many frames are collected at a time."""
 
 
 class EpisodePlayer:

@@ -91,7 +91,7 @@ class Policy:
         return []
 
     def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        """Remember that."""
+        """Remember what `open_state` returned."""
 
 
 class RandomActions(Policy):

@@ -92,7 +92,7 @@ class Stats:
         self._untold = _NONE  # episodes that nobody was told of: when, return, length
 
     def begin(self) -> None:
-        """A rollout starts."""
+        """Note when a rollout starts."""
         self._began = time.perf_counter()
 
     def end(self) -> None:

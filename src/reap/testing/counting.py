@@ -46,7 +46,7 @@ class CountingEnv(gym.Env[Any, Any]):
         return self._observation(), {"episode": self.episode}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """One step further."""
+        """Make one step: count on, and end the episode where its plan says so."""
         self.t += 1
         over = self.t >= self.lengths[self.episode % len(self.lengths)]
         odd = self.episode % 2 == 1

@@ -112,7 +112,7 @@ class _Stream:
         return {key: torch.cat([columns[key] for columns in self._batches], 1) for key in self._batches[0]}
 
     def close(self, wrong: list[str]) -> None:
-        """End it."""
+        """Shut the collector down."""
         try:
             self._collector.shutdown()
         except Exception as cause:

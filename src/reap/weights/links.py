@@ -48,11 +48,11 @@ class Sender:
         return worker in self._pairs
 
     def workers(self) -> list[int]:
-        """Those there are."""
+        """Return the numbers of the workers that are linked."""
         return list(self._pairs)
 
     def theirs(self, worker: int) -> Connection:
-        """A receiver's end."""
+        """Return the end of the link that is for this worker."""
         return self._pairs[worker][1]
 
     def send(self, weights: Mapping[int, Any], *, wait: bool, timeout: float | None = None) -> None:

@@ -215,11 +215,11 @@ class RayAsyncCollector(RayCollector):
 class _WriterMaker:
     """Makes an actor's writer, there."""
 
-    way: WriteOptions
+    options: WriteOptions
     client: Any
 
     def __call__(self) -> Writer:
-        return Writer(self.way, self.client)
+        return Writer(self.options, self.client)
 
 
 def _resources(configs: Any, plans: Sequence[Any], *, extend: bool = False) -> list[Mapping[str, Any]]:

@@ -1,11 +1,11 @@
 """In the background: who goes on collecting while the learner samples.
 
-    ThreadRunner   a thread takes batch after batch; what is asked of the collector meanwhile is done in between
+    ThreadRunner       a thread takes batch after batch; what is asked of the collector meanwhile is done in between
 
         asked ──► requests ──► ┌─ serve ─► wait while paused, or the buffer has enough ─► one batch ─┐
                                └─────────────────────────────────────────────────────────────────────┘
 
-    FreeRunner     workers go on by themselves; this process has nothing to do (backends/background_runner.py)
+    BackgroundRunner   workers go on by themselves; this process has nothing to do (backends/background_runner.py)
 
 What goes wrong is kept until somebody asks. Stopping is bounded: a rollout is broken off after the step it is in.
 """
@@ -38,7 +38,7 @@ class Runner(Protocol):
     told: bool  # whether its failure has been raised somewhere
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to collect."""
 
     def pause(self, paused: Paused) -> None:
         """Rest between two batches while this pause holds; returns when it does. Pauses add up."""
@@ -54,7 +54,7 @@ class Runner(Protocol):
         """Whether rows are still to come."""
 
     def failure(self) -> Exception | None:
-        """What went wrong."""
+        """Return what went wrong in the background; None if nothing has."""
 
     def between(self, work: Callable[[], T]) -> T:
         """What `work` returns, called between two batches."""

@@ -179,7 +179,7 @@ class Timeline:
             self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": row, **times, "args": about})
 
     def write(self) -> None:
-        """The file, once."""
+        """Write the timeline to its file, once."""
         if self._written:
             return
         self._written = True

@@ -104,7 +104,7 @@ class PolicyVersion:
         self.version = 0
 
     def increment_version(self) -> None:
-        """One update more."""
+        """Count one more update."""
         self.version += 1
 
 

@@ -56,7 +56,7 @@ class ObjectColumn:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many values."""
+        """Return how many values there are."""
         return self._array.shape if self._batched else ()
 
     def __getitem__(self, lanes: slice) -> ObjectColumn:

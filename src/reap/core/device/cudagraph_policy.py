@@ -40,7 +40,7 @@ class Width:
 
 
 class CudaGraphPolicy(TensorPolicy):
-    """`policy`, replayed."""
+    """A policy whose steps are replayed as a CUDA graph."""
 
     def __init__(self, policy: TensorPolicy, model: Any, device: torch.device) -> None:
         if device.type != "cuda":

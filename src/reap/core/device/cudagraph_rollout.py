@@ -42,7 +42,7 @@ class CudaGraphRollout:
             self._graph = None
 
     def play(self) -> None:
-        """One rollout."""
+        """Fill a slot with one rollout."""
         if self._graph is not None:
             self._graph.replay()
             return

@@ -44,7 +44,7 @@ class DeviceLayout(Layout):
 
 
 class DeviceSlot(Slot):
-    """Columns as tensors."""
+    """A slot whose columns are tensors on the device."""
 
     def __init__(self, layout: DeviceLayout, index: int = 0) -> None:
         size = (layout.steps, layout.lanes)
@@ -86,7 +86,7 @@ class Lent:
         return dict(self._column.__cuda_array_interface__)
 
     def tensor(self) -> Tensor:
-        """The column, lent."""
+        """Return the column as a tensor that is lent to the consumer."""
         lent = torch.as_tensor(self, device=self._column.device)
         return lent.view(self._dtype) if self._dtype is torch.bfloat16 else lent
 
@@ -104,7 +104,7 @@ class DeviceStats:
         self._clock = _Clock(device)
 
     def begin(self) -> None:
-        """A rollout starts."""
+        """Note that a rollout starts."""
         self._clock.start()
 
     def end(self, frames: int) -> None:
@@ -236,7 +236,7 @@ class DeviceCounter:
 
     @property
     def next(self) -> int:
-        """Asks the device."""
+        """The next id that is free; reading it waits for the device."""
         return int(self.tensor)
 
     def go_on_at(self, first: int) -> None:
