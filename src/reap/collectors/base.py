@@ -543,11 +543,15 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
         self._look(again=True)
-        return self.is_running()
+        return not self.over() and self._runner is not None
 
     def over(self) -> bool:
         """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
         return self._why_closed is not None or not (self._more() if self._runner is None else self._runner.running)
+
+    def paused_without(self, thread: int) -> bool:
+        """Whether rows will come when another thread than this one ends a pause; asked by the buffer, as above."""
+        return self._runner is not None and self._runner.paused_without(thread)
 
     def _look(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
