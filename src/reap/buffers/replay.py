@@ -289,8 +289,9 @@ class ReplayBuffer:
             return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was.
+        """Put back what `state_dict` gave, in place of what is there; the storage is at least as large as that one was.
 
+        In a larger one the oldest row is row 0, and what is written comes after the newest.
         A state that is damaged, or of another kind of buffer, is an error and changes nothing.
         """
         with self._sampling:

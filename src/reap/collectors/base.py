@@ -77,6 +77,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         self._version = 0
         self._why_closed: str | None = None
         self._ended = self._closing = False  # whether all is closed, and whether somebody is at it
+        self._failed = False  # whether it was closed because something went wrong
         self._busy: int | None = None  # the thread that collects
         self._collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
         guard(self)
@@ -373,10 +374,14 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         return self._ask(work)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: policy, env, counters."""
+        """What is needed to go on: policy, env, counters.
+
+        A collector that has failed, or whose worker has, gives what is known here: all but the open episodes.
+        """
 
         def work() -> dict[str, Any]:
-            state = {**self._backend.state_dict(), "frames": self._frames, "iter": self._batches - 1}
+            state = self._backend.last_state(str(self._why_closed)) if self._failed else self._backend.state_dict()
+            state |= {"frames": self._frames, "iter": self._batches - 1}
             if self._whole is not None:
                 why = "whole episodes are delivered; frames of open ones that are held back are not kept"
                 state = without_episodes(state, why)
@@ -384,7 +389,8 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
                 state["policy_state_dict"] = self.policy.state_dict()
             return state
 
-        return self._ask(work)
+        self._look()  # what went wrong in the background is told first
+        return work() if self._failed else self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
@@ -633,7 +639,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
             return
         first = self._why_closed is None
         try:
-            self._closing, self._why_closed = True, self._why_closed or why
+            self._closing, self._why_closed, self._failed = True, self._why_closed or why, failed
             try:
                 if first:
                     self._write_timeline()
