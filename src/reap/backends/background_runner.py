@@ -126,6 +126,10 @@ class BackgroundRunner:
         left = claimed < self._words.total or claimed - self._before > made
         return left and not self._over and self._failure is None
 
+    def paused_without(self, thread: int) -> bool:
+        """Whether workers rest until another thread than this one ends the pause."""
+        return self._pauses.hold_without(thread)
+
     def failure(self) -> ReapError | None:
         """What went wrong with a worker."""
         if self._failure is None and not self._over:

@@ -92,6 +92,12 @@ class Backend(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart."""
 
+    def last_state(self, why: str) -> dict[str, Any]:
+        """What `state_dict` gives as far as it is known here, once workers have failed: `why` their episodes are over.
+
+        The ids it goes on with are above all that were ever given.
+        """
+
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
 

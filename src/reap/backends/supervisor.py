@@ -176,6 +176,7 @@ class Supervisor:
             if call == worker.asked:  # else the caller was interrupted, and has gone
                 worker.asked = None
                 worker.inbox.append(message)
+                worker.made_at_answer = worker.frames, worker.rollouts
         if not ended:
             return
         if self._restart and self._failure is None and worker.asked is None:

@@ -20,7 +20,7 @@ from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import SpecMismatch, UsageError, WrongState
 from reap.weight_update import WeightTransport
-from reap.weights.local import as_named, by_worker, fitting
+from reap.weights.local import as_named, by_worker, detached, fitting
 from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
@@ -136,6 +136,11 @@ class WeightPublisher:
         if self._supervisor.transport.replaceable:
             self._keep({w: (dumps(weights, "weights"), version) for w, weights in held.items()})
             self._loaded = self._own.get(0)
+
+    def known(self, worker: int) -> dict[str, Any] | None:
+        """The weights this worker would be given now; None: nobody here knows them."""
+        given = self._source.get(worker) if by_worker(self._source) else self._source
+        return None if given is None or isinstance(given, Extracted) else detached(given)
 
     def check(self, worker: WorkerHandle) -> None:
         """Refuse a worker that was started later, and whose policy has other weights than those of the others."""

@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Delivery, Rollout, Transport
-from reap.backends.delivery import ALL
+from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
-from reap.core.stats import EpisodeWindow
+from reap.core.resume import anew
+from reap.core.stats import EpisodeWindow, Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.seeding import chain
 from reap.weight_update import WeightTransport
@@ -62,7 +64,7 @@ class WorkerBackend:
         self.supervisor = Supervisor(transport, timeout=timeout, restart=restart, started_again=self._join_late)
         self._weights = WeightPublisher(self.supervisor, scheme=scheme, source=source, in_step=delivery.in_step)
         self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
-        self._late = 0  # workers that were started later
+        self._id_block = 0  # in which trajectory ids are: blocks before it may have been given whole
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -95,10 +97,10 @@ class WorkerBackend:
 
     def _join_late(self, worker: WorkerHandle) -> None:
         """Let a worker begin with the latest weights, new episodes, and ids nobody has seen."""
-        self._late += 1
+        self._id_block += 1
         self.call("begin", {worker.index: self.transport.beginning(worker, self._weights.packing)})
         self.transport.resend_weights(worker)
-        self.call("load_state", {worker.index: (worker.frames, {}, self._late * _FRESH_IDS, self.version)})
+        self.call("load_state", {worker.index: (worker.frames, {}, self._id_block * _FRESH_IDS, self.version)})
         self._weights.restore_own(worker)
 
     def close(self, *, failed: bool = False) -> None:
@@ -248,15 +250,44 @@ class WorkerBackend:
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
         states = self.call("state", self.supervisor.everyone())
-        each = {}
+        each, lost = {}, np.zeros(2, np.int64)
         for worker, state in zip(self.workers, states):
             # What nobody has taken will not be there for whoever goes on from this state.
-            frames, rollouts = self.supervisor.waiting(worker)
-            taken = {"frames": worker.frames - frames, "iter": worker.rollouts - rollouts - 1}
-            each[f"worker{worker.index}"] = {**state, **taken}
-        first = torch.tensor(max(state.pop("traj_id") for state in each.values()))
-        shared = {"policy_version": self.version, "episodes": self.episodes.state()}
-        return {"traj_pool": {"traj_id": first}, **each, **shared}
+            taken = self._taken(worker)
+            each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            lost += np.subtract(worker.made_at_answer, taken)
+        return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
+
+    def _taken(self, worker: WorkerHandle) -> tuple[int, int]:
+        """Frames and rollouts of a worker that somebody has taken."""
+        frames, rollouts = self.supervisor.waiting(worker)
+        return worker.frames - frames, worker.rollouts - rollouts
+
+    def last_state(self, why: str) -> dict[str, Any]:
+        """The same of workers that nobody can ask any more, as far as it is known here."""
+        first, each, lost = (self._id_block + 1) * _FRESH_IDS, {}, np.zeros(2, np.int64)
+        for worker in self.known_workers:
+            lost += self.supervisor.waiting(worker)
+            frames, rollouts = self._taken(worker)
+            lanes = worker.about.lanes or worker.about.layout.lanes
+            counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
+            weights = self._weights.known(worker.index) if worker.about.weighs else None
+            each[f"worker{worker.index}"] = {
+                "env_state_dict": {},
+                "frames": frames,
+                "iter": rollouts - 1,
+                "policy_version": self.version,
+                "resume": anew(lanes, why, next_id=first, statistics=counts),
+                **({} if weights is None else {"policy_state_dict": weights}),
+            }
+        return self._joined(first, each, lost)
+
+    def _joined(self, first: int, each: Mapping[str, Any], lost: Any) -> dict[str, Any]:
+        """The state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
+        frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
+        in_flight = {"frames": frames, "rollouts": rollouts}
+        shared = {"policy_version": self.version, "episodes": self.episodes.state(), "in_flight": in_flight}
+        return {"traj_pool": {"traj_id": torch.tensor(first)}, **each, **shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart. A worker the state knows nothing of begins like the first one, in a new env."""
@@ -264,9 +295,12 @@ class WorkerBackend:
         if "episodes" in state:
             self.episodes.load(state["episodes"])
         first = int(state.get("traj_pool", {}).get("traj_id", 0))
+        self._id_block = max(self._id_block, first // _FRESH_IDS)
         self.version = int(state.get("policy_version", self.version))
         usual = {**state.get("worker0", {}), "env_state_dict": {}, "resume": None, "frames": 0, "iter": -1}
         own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
+        if sum(name.startswith("worker") for name in state) != len(own):
+            own = {w: _with_ids_from(first, one) for w, one in own.items()}
         with supervisor.talking, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
@@ -275,3 +309,9 @@ class WorkerBackend:
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
             self._weights.states_loaded(own, self.version)
+
+
+def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A worker's state, for one among more or fewer workers: ids that are its own there were another's before."""
+    resume = state.get("resume")
+    return state if resume is None else {**state, "resume": {**resume, "next_id": max(first, resume["next_id"])}}

@@ -29,6 +29,7 @@ class WorkerHandle:
         self.asked: int | None = None  # the call it has not answered yet
         self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
         self.frames = self.rollouts = 0  # made so far
+        self.made_at_answer = 0, 0  # of these, before it gave its last answer
 
     @property
     def reached(self) -> WorkerConnection:

@@ -188,6 +188,14 @@ class Stats:
         if opened:
             self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
 
+    @classmethod
+    def counted(cls, lanes: int, summary: Mapping[str, Any], *, frames: int, rollouts: int) -> Stats:
+        """Those of a worker of which no more is known than its `summary` and what it has made."""
+        stats = cls(lanes)
+        stats.frames, stats.rollouts, stats.seconds = frames, rollouts, float(summary["collect_seconds"])
+        stats.episodes, stats.nan_rewards = int(summary["episodes"]), int(summary["nan_rewards"])
+        return stats
+
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""
         return {
