@@ -41,6 +41,7 @@ BELOW = {
     "envs.torchrl": {"envs.adapters", "envs.parallel"},
     "envs.parallel": {"envs.torchrl"},  # lanes in processes may be TorchRL's, and TorchRL's may be in processes
     "compat.startup": set(),
+    "data.formats": set(),
 }
 
 

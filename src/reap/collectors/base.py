@@ -31,7 +31,7 @@ from reap.buffers.replay import ReplayBuffer
 from reap.collectors.background import Runner, ThreadRunner
 from reap.collectors.buffer_writers import Sink, WriteOptions, mark_truncated, processed, sink_for
 from reap.collectors.options import Options
-from reap.collectors.parts import Ended, Part
+from reap.collectors.parts import Ended, Listeners, Part
 from reap.collectors.profiling import Profiled
 from reap.collectors.updaters import as_updater
 from reap.collectors.weight_updates import WeightUpdates
@@ -90,6 +90,7 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
+        self._listeners = Listeners()
         self._runner: Runner | None = None  # who collects in the background
         self._taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self._ready: TensorDictBase | None = None  # one that is to be delivered
@@ -260,12 +261,14 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         split = self._split if self.options.split_trajs else None
         if self._sink is None:
             out = processed(self._taken[0].batch, split=split, postproc=self.postproc, hook=self._after)
+            self._listeners.show(out, (self._batches, 1))
             self._batches += 1
             self._taken = []  # last: between here and `_ready` there is no loop or call in which Ctrl-C could come
             return out
         while self._taken:
             part = self._taken[0]
             done = processed(part.batch, split=split, postproc=self.postproc, hook=self._after)
+            self._listeners.show(done, (self._batches, len(self._taken)))
             self._sink.take(done, part.worker)
             self._taken = self._taken[1:]
         self._batches += 1
