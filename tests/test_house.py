@@ -17,11 +17,11 @@ FLOORS = [
     {"errors"},
     {"_foreign"},
     {"arguments", "spec", "seeding", "_system"},
-    {"core", "trajectories"},
+    {"core", "progress", "trajectories", "video"},
     {"weights"},
     {"weight_update"},
     {"backends", "envs", "inference", "buffers"},
-    {"collectors", "data", "modules"},
+    {"collectors", "data", "loggers", "modules"},
     {"testing", "compat", "join", "checkpoint"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
@@ -211,6 +211,7 @@ def test_no_two_classes_have_one_name():
         "reap.compat",
         "reap.data",
         "reap.envs",
+        "reap.loggers",
         "reap.modules",
         "reap.testing",
         "reap.weight_update",

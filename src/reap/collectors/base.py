@@ -40,6 +40,7 @@ from reap.core.columns.assemble_ragged import assembler
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.progress import progress
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
 
 _SHOWN = (
@@ -170,6 +171,22 @@ class BaseCollector(Profiled, WeightUpdates, IterableDataset):  # type: ignore[t
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._in_front()
         return self._collect() if self._more() else None
+
+    def progress(
+        self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+    ) -> Iterator[TensorDictBase | None]:
+        """Iterate over batches and show how far it is: frames, frames per second, return, lag.
+
+        >>> for batch in collector.progress(100_000):
+        ...     train(batch)
+
+        Args:
+            total: stop after so many frames; None: `total_frames`.
+            display: "tqdm", "rich", "plain" (a line every ten seconds) or "none"; None: what suits this terminal.
+            logger: one of `reap.loggers`, which is told the same numbers after each batch.
+            file: where it is shown; None: stderr.
+        """
+        return progress(self, total, display=display, logger=logger, file=file)
 
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split, post-processed or written.

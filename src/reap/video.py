@@ -1,0 +1,114 @@
+"""Videos: frames of an env as an mp4 file, and envs that film themselves while a policy plays.
+
+>>> record_video("CartPole-v1", policy, "play.mp4")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from reap.errors import SpecMismatch, UsageError, missing
+
+_FPS = 30  # where an env does not say how fast it is
+
+
+def as_frames(video: Any) -> np.ndarray[Any, Any]:
+    """A video as `[T, H, W, 3]` bytes: from arrays, tensors or a list of frames, channels first or last, or gray."""
+    if isinstance(video, (list, tuple)):
+        video = np.stack([np.asarray(frame) for frame in video]) if len(video) else np.zeros((0, 2, 2, 3), np.uint8)
+    frames = video.detach().cpu().numpy() if isinstance(video, torch.Tensor) else np.asarray(video)
+    if frames.ndim == 5 and len(frames) == 1:  # a batch of one, as some loggers want it
+        frames = frames[0]
+    if frames.ndim == 3:
+        frames = frames[..., None]
+    if frames.ndim != 4:
+        raise SpecMismatch(f"a video is [time, height, width, channels], got {list(frames.shape)}")
+    if frames.shape[-1] not in (1, 3) and frames.shape[1] in (1, 3):
+        frames = frames.transpose(0, 2, 3, 1)
+    if frames.shape[-1] not in (1, 3):
+        raise SpecMismatch(f"a video has 1 or 3 channels, got {list(frames.shape)}")
+    if np.issubdtype(frames.dtype, np.floating):  # between 0 and 1
+        frames = (frames.clip(0, 1) * 255).round()
+    return np.ascontiguousarray(np.broadcast_to(frames, (*frames.shape[:3], 3)), dtype=np.uint8)
+
+
+def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
+    """Write frames as an H.264 mp4 file that browsers play."""
+    try:
+        import av
+    except ImportError:
+        raise missing("av", "video") from None
+    from fractions import Fraction
+
+    frames = as_frames(video)
+    if not len(frames):
+        raise UsageError(f"there is no frame to write to {path}")
+    # The codec halves the colours' resolution: an odd row or column is seen twice.
+    frames = np.pad(frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge")
+    place = Path(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(place), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "20"}
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return place
+
+
+class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
+    """A Gymnasium env that keeps what it looks like, episode by episode."""
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        super().__init__(env)
+        if env.render_mode != "rgb_array":
+            raise UsageError(
+                f"a video needs an env that draws itself: make it with render_mode='rgb_array' (it has "
+                f"{env.render_mode!r}), or give the id and leave that to reap"
+            )
+        self.fps = float(env.metadata.get("render_fps") or _FPS)
+        self._episodes: list[list[Any]] = []
+
+    def reset(self, **options: Any) -> Any:
+        out = self.env.reset(**options)
+        self._episodes.append([self.env.render()])
+        return out
+
+    def step(self, action: Any) -> Any:
+        out = self.env.step(action)
+        self._episodes[-1].append(self.env.render())
+        return out
+
+    def dump(self, path: Any, episodes: int, fps: float | None = None) -> Path:
+        """Write the first episodes since the last dump, one after another, and forget all."""
+        filmed, self._episodes = self._episodes, []
+        return write_video(path, [frame for one in filmed[:episodes] for frame in one], fps or self.fps)
+
+    def forget(self) -> None:
+        """Begin anew: what was filmed is not wanted."""
+        self._episodes = []
+
+
+def filmed(env: Any) -> FilmedEnv:
+    """A Gymnasium env, an id or a factory of one, as an env that films itself."""
+    made = env() if callable(env) and not isinstance(env, gym.Env) else env
+    if isinstance(made, str):
+        made = gym.make(made, render_mode="rgb_array")
+    if isinstance(made, FilmedEnv):
+        return made
+    if not isinstance(made, gym.Env):
+        raise UsageError(f"videos are made of Gymnasium envs; this is {type(made).__name__}, which reap cannot draw")
+    return FilmedEnv(made)
+
+
+def films_of(lanes: Any) -> Sequence[FilmedEnv]:
+    """The envs among these lanes that film themselves."""
+    return [one for one in getattr(lanes, "envs", ()) if isinstance(one, FilmedEnv)]
