@@ -1,11 +1,9 @@
-"""Videos: frames of an env as an mp4 file, and envs that film themselves while a policy plays.
-
->>> record_video("CartPole-v1", policy, "play.mp4")
-"""
+"""Videos: frames of an env as an mp4 file, and envs that film themselves while a policy plays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,9 @@ _FPS = 30  # where an env does not say how fast it is
 
 
 def as_frames(video: Any) -> np.ndarray[Any, Any]:
-    """A video as `[T, H, W, 3]` bytes: from arrays, tensors or a list of frames, channels first or last, or gray."""
+    """A video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file; channels first, last or none."""
+    if isinstance(video, (str, Path)):
+        return read_video(video)
     if isinstance(video, (list, tuple)):
         video = np.stack([np.asarray(frame) for frame in video]) if len(video) else np.zeros((0, 2, 2, 3), np.uint8)
     frames = video.detach().cpu().numpy() if isinstance(video, torch.Tensor) else np.asarray(video)
@@ -38,14 +38,23 @@ def as_frames(video: Any) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(np.broadcast_to(frames, (*frames.shape[:3], 3)), dtype=np.uint8)
 
 
-def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
-    """Write frames as an H.264 mp4 file that browsers play."""
+def _av() -> Any:
     try:
         import av
     except ImportError:
         raise missing("av", "video") from None
-    from fractions import Fraction
+    return av
 
+
+def read_video(path: Any) -> np.ndarray[Any, Any]:
+    """The frames of a file, `[T, H, W, 3]`."""
+    with _av().open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+
+
+def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
+    """Write frames as an H.264 mp4 file that browsers play."""
+    av = _av()
     frames = as_frames(video)
     if not len(frames):
         raise UsageError(f"there is no frame to write to {path}")
@@ -76,25 +85,33 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
             )
         self.fps = float(env.metadata.get("render_fps") or _FPS)
         self._episodes: list[list[Any]] = []
+        self._wanted = 0
+
+    def begin(self, episodes: int) -> None:
+        """From now on film the next so many episodes."""
+        self._episodes, self._wanted = [], episodes
 
     def reset(self, **options: Any) -> Any:
         out = self.env.reset(**options)
-        self._episodes.append([self.env.render()])
+        if self._episodes and len(self._episodes[-1]) == 1:
+            self._episodes.pop()  # nobody has played it
+        if len(self._episodes) < self._wanted:
+            self._episodes.append([self.env.render()])
+        else:
+            self._wanted = 0  # what follows is not wanted
         return out
 
     def step(self, action: Any) -> Any:
         out = self.env.step(action)
-        self._episodes[-1].append(self.env.render())
+        if self._wanted:
+            self._episodes[-1].append(self.env.render())
         return out
 
-    def dump(self, path: Any, episodes: int, fps: float | None = None) -> Path:
-        """Write the first episodes since the last dump, one after another, and forget all."""
-        filmed, self._episodes = self._episodes, []
-        return write_video(path, [frame for one in filmed[:episodes] for frame in one], fps or self.fps)
-
-    def forget(self) -> None:
-        """Begin anew: what was filmed is not wanted."""
-        self._episodes = []
+    def dump(self, path: Any, fps: float | None = None) -> Path:
+        """Write the episodes since `begin`, one after another, and forget them."""
+        frames = [frame for one in self._episodes if len(one) > 1 for frame in one]
+        self.begin(0)
+        return write_video(path, frames, fps or self.fps)
 
 
 def filmed(env: Any) -> FilmedEnv:
