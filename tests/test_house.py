@@ -23,6 +23,8 @@ FLOORS = [
     {"backends", "envs", "inference", "buffers"},
     {"collectors", "data", "loggers", "modules"},
     {"testing", "compat", "join", "checkpoint"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 # Inside packages: what a sub-package may import of its own package's others; modules beside it are everybody's.

@@ -17,7 +17,7 @@ _FPS = 30  # where an env does not say how fast it is
 
 
 def as_frames(video: Any) -> np.ndarray[Any, Any]:
-    """A video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file; channels first, last or none."""
+    """A video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file."""
     if isinstance(video, (str, Path)):
         return read_video(video)
     if isinstance(video, (list, tuple)):
