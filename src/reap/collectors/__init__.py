@@ -5,7 +5,7 @@ from typing import Any
 
 from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
-from reap.collectors.evaluator import Evaluator
+from reap.collectors.evaluator import Evaluator, record_video
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.parts.profiling import ProfileConfig
 from reap.collectors.parts.updaters import (
@@ -32,6 +32,7 @@ __all__ = [
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "record_video",
 ]
 
 _LEGACY = {

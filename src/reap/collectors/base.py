@@ -38,6 +38,7 @@ from reap.core.attribute_path import get_attribute
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.progress import progress
 
 _SHOWN = (
     "compact_obs",
@@ -80,6 +81,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
+        self._listeners = self._pipeline.listeners
         self._runner: Runner | None = None  # who collects in the background
         self._profiler = Profiler()
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
@@ -149,6 +151,22 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
+
+    def progress(
+        self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+    ) -> Iterator[TensorDictBase | None]:
+        """Iterate over batches and show how far it is: frames, frames per second, return, lag.
+
+        >>> for batch in collector.progress(100_000):
+        ...     train(batch)
+
+        Args:
+            total: stop after so many frames; None: `total_frames`.
+            display: "tqdm", "rich", "plain" (a line every ten seconds) or "none"; None: what suits this terminal.
+            logger: one of `reap.loggers`, which is told the same numbers after each batch.
+            file: where it is shown; None: stderr.
+        """
+        return progress(self, total, display=display, logger=logger, file=file)
 
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split, post-processed or written.
