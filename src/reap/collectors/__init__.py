@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from reap.backends.failures import WorkerFailure
 from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
 from reap.collectors.evaluator import Evaluator
@@ -32,6 +33,7 @@ __all__ = [
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "WorkerFailure",
 ]
 
 _LEGACY = {

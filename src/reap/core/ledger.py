@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
-from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 # Columns that are the same in every row, or written after gaps are closed.
 _FLAGS = [("next", flag) for flag in FLAGS]
-_NOT_MOVED = {MASK, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
+_NOT_MOVED = {MASK, CUT, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
 
 
 class TrajectoryIds:
@@ -53,12 +53,31 @@ class Ledger:
         self._resets, self._rows = reset_when_done, spec.rows
         self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
+        self._cut: Sequence[int] = ()  # lanes whose trajectories a failure has ended since the last rollout
 
     def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
         """These lanes began anew, at the border between two rollouts."""
         if fresh_ids:
             self.ids[lanes] = self.counter.take(len(lanes))
         self.stats.forget(lanes)
+
+    def mark_cut(self, lanes: Sequence[int]) -> None:
+        """A failure has ended the trajectories of these lanes, and they have begun anew: their next rows say so."""
+        self._cut = lanes
+
+    def write_cuts(self, column: Array, lanes: Array | None = None) -> None:
+        """Mark the first row of each lane that was cut; `lanes`: whose each row is, where lanes are mixed."""
+        column[...] = False
+        if not len(self._cut):
+            return
+        if lanes is None:
+            column[0, self._cut] = True
+        else:
+            whose, first = np.unique(lanes, return_index=True)
+            column[first[np.isin(whose, self._cut)]] = True
+            self._cut = [lane for lane in self._cut if lane not in whose]
+            return
+        self._cut = ()
 
     def close(
         self, slot: Slot, steps: int, when: Array, where: Array, *, due: Sequence[int], version: int | None
@@ -83,6 +102,8 @@ class Ledger:
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
         self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made)
+        if CUT in arrays:
+            self.write_cuts(arrays[CUT])
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if blank is not None:

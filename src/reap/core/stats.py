@@ -211,6 +211,15 @@ def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
 
 
+def counted_on(before: Mapping[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of a worker that has taken the place of another, which had counted so much."""
+    if not before["episodes"] and not before["collect_seconds"]:
+        return stats
+    sums = {name: before[name] + stats[name] for name in ("episodes", "nan_rewards", "collect_seconds")}
+    latest = stats if stats["episodes"] else before
+    return {**stats, **sums, **{name: latest[name] for name in ("mean_return", "mean_length")}}
+
+
 def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
     """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
     return {

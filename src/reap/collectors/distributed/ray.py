@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
+from reap.backends.failures import FailurePolicy
 from reap.backends.remote.ray import RayActorTransport, ray_connection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.remote import FarCollector
@@ -79,7 +80,12 @@ class RayCollector(FarCollector):
         return RayActorTransport(cluster=cluster, resources=_resources(self._given["remote_configs"], plans))
 
     def _running(self, settings: Options) -> dict[str, Any]:
-        return {**super()._running(settings), "restart": self._given["restart"], "writer": self._writer()}
+        running = {**super()._running(settings), "writer": self._writer()}
+        if not self._given["restart"]:
+            return running
+        if settings.on_failure != "raise":
+            raise UsageError("restart=True and on_failure both say what is done about actors that die; give one")
+        return {**running, "on_failure": FailurePolicy("restart", None, deaths_only=True)}
 
     @property
     def _ray(self) -> RayActorTransport:
@@ -183,7 +189,7 @@ class RayCollector(FarCollector):
 
         Asks nobody, so there is no `timeout` to wait for.
         """
-        found = {**super().stats(workers), "restarts": self._backend.supervisor.restarts}
+        found = super().stats(workers)
         if workers != "per_worker":
             found["worker_frames"] = sum(worker.frames for worker in self._backend.known_workers)
         return found
