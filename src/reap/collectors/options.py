@@ -125,7 +125,7 @@ class Options:
             docs/failures.md.
         max_restarts: with "restart": how many workers may be started again within `restart_window`; None: any number.
         restart_window: seconds over which restarts are counted.
-        on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and for each worker that is dropped.
+        on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped.
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
         hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
