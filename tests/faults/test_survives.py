@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from reap.backends.failures import FailurePolicy, RestartBudget
-from reap.collectors import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.envs import ParallelEnv
 from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
 from tests.faults.worlds import KINDS, collect, healthy, pids
@@ -54,7 +55,7 @@ def failing(note, fault, **more):
     return lambda: Once(note, fault, **more)
 
 
-def check_lane(rows, lane):
+def check_lane(rows, lane, limit=None):
     """Rows of one lane in the order in which they were made: trajectories are true, ids are never given twice.
 
     Returns how many trajectories were cut.
@@ -75,13 +76,13 @@ def check_lane(rows, lane):
         assert torch.equal(one["next", "observation"][:, 2], steps + 1)
         assert torch.equal(one["action"][:, 0], 3 * lane + 5 * episode + 7 * steps)
         assert torch.equal(one["next", "reward"][:, 0], steps + 1 + one["action"][:, 0] / 8)
-        whole = len(one) == LENGTHS[int(episode) % len(LENGTHS)]
+        whole = len(one) == min(LENGTHS[int(episode) % len(LENGTHS)], limit or 99)
         assert bool(one["next", "done"][-1]) == whole
         assert not one["next", "done"][:-1].any()
         cut_before = bool(one["collector", "cut"][0]) if "cut" in one["collector"].keys() else False
         if first:
             ended = bool(rows["next", "done"][first - 1])
-            assert cut_before != ended, "a trajectory that did not end is marked by the row after it, and no other"
+            assert cut_before or ended, "a trajectory that did not end is marked by the row after it"
         cuts += cut_before
     return cuts
 
@@ -337,3 +338,56 @@ def test_episodes_are_counted_over_all_lives(tmp_path):
             ends += int(c.next()["next", "done"].sum())
         assert c.stats()["episodes"] == ends
         assert np.isfinite(c.stats()["mean_return"])
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_processes_of_a_parallel_env(fault, on_failure, limit, tmp_path):
+    """In the middle of a rollout and at its end: the step is lost to the lanes of that process, and to no other."""
+    told = []
+    late = failing(tmp_path / "b", fault, at=32, lane=3)
+    makers = [healthy(), failing(tmp_path / "a", fault, at=18), healthy(2), late]
+    env = ParallelEnv(4, makers, on_failure=on_failure, on_restart=told.append, timeout=1.0)
+    with Collector(env, EchoPolicy(), frames_per_batch=64, total_frames=384, max_frames_per_traj=limit) as c:
+        rows = torch.cat([batch.clone() for batch in c], 1)
+        assert c.stats()["episodes"] == int(rows["next", "done"].sum())
+        assert c.stats()["frames"] == int(rows["collector", "mask"].sum())
+    assert [failure.worker for failure in told] == [1, 3]
+    for lane in range(4):
+        mask = rows["collector", "mask"][lane]
+        assert not rows["observation"][lane][~mask].any()
+        cuts = check_lane(rows[lane][mask], lane, limit)
+        assert cuts == (1 if lane in (1, 3) and on_failure == "restart" else 0)
+        if limit is not None:
+            count = rows["step_count"][lane][mask][:, 0]
+            assert torch.equal(count.float(), rows["observation"][lane][mask][:, 2])
+
+
+def test_a_parallel_env_by_hand_is_refused():
+    """Nobody would be told that a lane was cut."""
+    env = ParallelEnv(2, healthy(), on_failure="restart")
+    td = env.reset()
+    with pytest.raises(UsageError, match="only a collector"):
+        env.step(env.rand_action(td))
+    env.close()
+
+
+def test_a_recurrent_policy_forgets_lanes_that_were_cut(tmp_path):
+    class Sums(torch.nn.Module):
+        """Its carry is the sum of the steps it saw in this episode."""
+
+        def __init__(self):
+            super().__init__()
+            self.carry = {"seen": torch.zeros(1)}
+
+        def forward(self, observation, seen):
+            seen = seen + observation[..., 2:3]
+            return seen, seen
+
+    env = ParallelEnv(2, [healthy(), failing(tmp_path / "a", "kill", at=18)], on_failure="restart")
+    with Collector(env, Sums(), frames_per_batch=32, total_frames=128) as c:
+        rows = torch.cat([batch.clone() for batch in c], 1)
+    step = rows["observation"][..., 2]
+    assert rows["collector", "cut"].sum() == 1
+    assert torch.equal(rows["action"][..., 0], step * (step + 1) / 2)

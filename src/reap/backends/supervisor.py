@@ -39,11 +39,11 @@ from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
 from reap._system.threads import LINGER, see_to
 from reap.backends.base import Halted, Transport
-from reap.backends.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.stats import EpisodeWindow
 from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
 
 FIRST = 0  # the number of what workers say unasked, when they start
 

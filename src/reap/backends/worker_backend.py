@@ -11,21 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 
 from reap._system.fork_server_client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Delivery, Rollout, Transport
 from reap.backends.delivery import ALL
-from reap.backends.failures import FailurePolicy
 from reap.backends.supervisor import Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
 from reap.core.stats import EpisodeWindow
 from reap.errors import ReapError, UsageError, WrongState
-from reap.seeding import chain
+from reap.failures import FailurePolicy
+from reap.seeding import chain, seed_of_life
 from reap.weight_update import WeightTransport
 
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
@@ -119,7 +118,7 @@ class WorkerBackend:
         yield "load_state", (worker.frames, {}, self._late * _FRESH_IDS, self.version)
         if worker.index in self._seeds:
             seed, static = self._seeds[worker.index]
-            yield "set_seed", (worker.frames, _seed_of_life(seed, self._late), static)
+            yield "set_seed", (worker.frames, seed_of_life(seed, self._late), static)
         if (own := self._weights.own_of(worker)) is not None:
             yield "load_weights", own
         if worker.begun:
@@ -301,8 +300,3 @@ class WorkerBackend:
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
             self._weights.states_loaded(own, self.version)
-
-
-def _seed_of_life(seed: int, life: int) -> int:
-    """The seed of a worker that takes the place of one that was seeded: another one, and always the same."""
-    return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint32)[0]) & 0x7FFFFFFF

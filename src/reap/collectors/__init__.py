@@ -3,7 +3,6 @@
 import warnings
 from typing import Any
 
-from reap.backends.failures import WorkerFailure
 from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
 from reap.collectors.evaluator import Evaluator
@@ -17,6 +16,7 @@ from reap.collectors.updaters import (
     WeightUpdaterBase,
 )
 from reap.core.policy import RandomPolicy
+from reap.failures import WorkerFailure
 
 __all__ = [
     "AsyncBatchedCollector",

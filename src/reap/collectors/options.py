@@ -13,10 +13,10 @@ import torch
 from tensordict.nn import InteractionType
 
 from reap.arguments import MOST, flag, function, mapping, one_of, seconds, whole
-from reap.backends.failures import FailurePolicy
 from reap.core.device.devices import named_device
 from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
+from reap.failures import FailurePolicy, failure_policy
 from reap.weight_update import WeightSyncScheme, WeightTransport, as_scheme
 from reap.weights.strategy import own_strategy
 
@@ -61,6 +61,7 @@ _FLAGS = (
     "set_truncated",
     "trust_policy",
     "update_at_each_batch",
+    "hooks_in_workers",
 )
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
@@ -187,7 +188,7 @@ class Options:
         self._whole("frames_per_batch", least=1)
         for name in ("total_frames", "max_frames_per_traj", "init_random_frames", "worker_idx"):
             self._whole(name, most=None if name == "total_frames" else MOST, none=True)
-        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn", "on_restart"):
+        for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
@@ -278,14 +279,7 @@ class Options:
         self._check_failures()
 
     def _check_failures(self) -> None:
-        one_of("on_failure", self.on_failure, ("raise", "restart", "drop"))
-        self._whole("max_restarts", least=0, none=True)
-        seconds("restart_window", self.restart_window)
-        if self.restart_window is None:
-            raise WrongArgument("restart_window must be a number of seconds, got None")
-        if self.on_restart is not None and self.on_failure == "raise":
-            raise UsageError("on_restart is never called where on_failure='raise'; give 'restart' or 'drop'")
-        if self.on_failure == "drop" and self.compact_obs:
+        if self.failures.action == "drop" and self.compact_obs:
             raise UsageError("on_failure='drop' masks the lanes of a worker that is gone; compact_obs needs whole rows")
 
     def _whole(self, name: str, *, least: int | None = None, most: int | None = MOST, none: bool = False) -> None:
@@ -344,7 +338,7 @@ class Options:
     @property
     def failures(self) -> FailurePolicy:
         """What is done about workers that fail."""
-        return FailurePolicy(self.on_failure, self.max_restarts, self.restart_window, tell=self.on_restart)
+        return failure_policy(self.on_failure, self.max_restarts, self.restart_window, self.on_restart)
 
     @property
     def random_frames(self) -> int:

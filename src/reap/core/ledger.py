@@ -66,7 +66,7 @@ class Ledger:
         self._cut = lanes
 
     def write_cuts(self, column: Array, lanes: Array | None = None) -> None:
-        """Mark the first row of each lane that was cut; `lanes`: whose each row is, where lanes are mixed."""
+        """Mark the first row of each lane after a failure; `lanes`: whose each row is, where lanes are mixed."""
         column[...] = False
         if not len(self._cut):
             return
@@ -90,9 +90,14 @@ class Ledger:
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
         made = None  # frames of each lane, where they are its first rows
+        over = arrays[("next", "done")][when, where, 0] if CUT in arrays and mask is not None else None
         if mask is not None:
             when, made = self._settle(mask, slot, steps, when, where, version is None)
             frames = int(np.count_nonzero(mask))
+        counted, began = None, None
+        if over is not None and not over.all():
+            when, where, counted = self._cut_short(when, where, over)
+            began = when[~counted] + 1, where[~counted]
         reward = arrays[self.reward][:steps]
         number = (
             reward[..., 0]
@@ -101,9 +106,11 @@ class Ledger:
         )
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
-        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made)
+        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made, counted=counted)
         if CUT in arrays:
             self.write_cuts(arrays[CUT])
+            if began is not None and mask is not None:
+                self._mark_inside(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if blank is not None:
@@ -115,6 +122,25 @@ class Ledger:
                 arrays[key][...] = version
                 if blank is not None:
                     np.putmask(arrays[key], blank, 0)
+
+    def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
+        """Where trajectories ended, those among them that a failure has cut: at the frame before the one that is lost.
+
+        Returns steps, lanes, and which of them are ends of episodes.
+        """
+        when = np.where(over, when, when - 1)
+        first = when < 0  # cut before the first frame of this rollout
+        lanes = where[first].tolist()
+        self.reset(lanes)
+        self._cut = sorted({*self._cut, *lanes})
+        return when[~first], where[~first], over[~first]
+
+    def _mark_inside(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
+        """Mark rows that follow a cut; those that are not made yet, in the next rollout."""
+        there = first < len(column)
+        there[there] = mask[first[there], lanes[there]]
+        column[first[there], lanes[there]] = True
+        self._cut = sorted({*self._cut, *lanes[~there].tolist()})
 
     def _write_ids(self, column: Array, when: Array, where: Array, steps: int, due: Sequence[int]) -> None:
         """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""

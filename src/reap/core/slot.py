@@ -38,7 +38,7 @@ _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data t
 FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
-CUT: Key = ("collector", "cut")  # where a failure ended the trajectory before this row, and nothing else did
+CUT: Key = ("collector", "cut")  # the first row of a lane after a failure: the trajectory before it was cut
 VERSION: Key = ("policy_version",)
 FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/columns/assemble_frames.py)
 

@@ -132,7 +132,7 @@ class Worker(AnyWorker):
             mask=plan.masked or not plan.reset_when_done or self.halting is not None,
             version=plan.track_policy_version,
             compact=plan.compact,
-            cut=plan.tell_cuts,
+            cut=plan.tell_cuts or self.env.tells_cuts,
         )
         if plan.compact:
             self._check_compact(columns)

@@ -10,13 +10,13 @@ from typing_extensions import Self
 
 from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
-from reap.backends.failures import FailurePolicy
 from reap.backends.remote.ray import RayActorTransport, ray_connection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.remote import FarCollector
 from reap.collectors.multi import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.options import Options, listed
 from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.failures import FailurePolicy
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
 _ELSEWHERE = {

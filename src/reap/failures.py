@@ -12,9 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from reap.errors import ReapError, UsageError, WorkerDied
+from reap.arguments import function, one_of, seconds, whole
+from reap.errors import ReapError, UsageError, WorkerDied, WrongArgument
 
 _log = logging.getLogger("reap")
 FailureAction = Literal["raise", "restart", "drop"]
@@ -100,3 +101,18 @@ def log_failure(failure: WorkerFailure) -> None:
         _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
     else:
         _log.warning("%s; the others go on without it", told)
+
+
+def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
+    """What is done about workers that fail, from the options `on_failure`, `max_restarts`, `restart_window` and
+    `on_restart`.
+    """
+    one_of("on_failure", action, ACTIONS)
+    most = whole("max_restarts", most, least=0, none=True)
+    seconds("restart_window", window)
+    if window is None:
+        raise WrongArgument("restart_window must be a number of seconds, got None")
+    function("on_restart", tell)
+    if tell is not None and action == "raise":
+        raise UsageError("on_restart is never called where on_failure='raise'; give 'restart' or 'drop'")
+    return FailurePolicy(action, most, window, tell)
