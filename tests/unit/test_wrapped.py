@@ -26,7 +26,7 @@ LEFT = ("writes_after",)  # of rows on a device only; where a wrapper adds leave
 class Heard(Env):
     """Remembers which of its hooks were called, and answers with something to be recognised by."""
 
-    has_after_step = draws = elsewhere = True
+    has_after_step = draws = tells_cuts = elsewhere = True
 
     def __init__(self):
         self.spec = GymEnv(CountingEnv((3,))).lanes_env.spec
