@@ -17,6 +17,7 @@ FLOORS = [
     {"errors"},
     {"_foreign"},
     {"arguments", "spec", "seeding", "_system"},
+    {"failures"},
     {"core", "progress", "trajectories", "video"},
     {"weights"},
     {"weight_update"},

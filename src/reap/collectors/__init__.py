@@ -16,6 +16,7 @@ from reap.collectors.parts.updaters import (
 )
 from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
+from reap.failures import WorkerFailure
 
 __all__ = [
     "AsyncBatchedCollector",
@@ -32,6 +33,7 @@ __all__ = [
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "WorkerFailure",
     "record_video",
 ]
 
