@@ -191,6 +191,7 @@ class Supervisor:
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.working.pop(ready.slot, None)
         worker.tell(ready.stats)
+        worker.following = ready.following
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
             self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1

@@ -117,13 +117,17 @@ class WorkerBackend:
         self._id_block += 1
         yield "begin", self.transport.beginning(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        yield "load_state", (worker.frames, {}, self._id_block * _FRESH_IDS, self.version)
-        if worker.index in self._seeds:
+        following = worker.following if worker.begun else None
+        goes_on = following is not None and following.get("why") is None
+        state = {"resume": following} if goes_on else {}
+        yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
+        if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
-            yield "set_seed", (worker.frames, seed_of_life(seed, self._id_block), static)
+            again = self._alike.get("saves") and following is None  # it has made nothing since: this is the beginning
+            yield "set_seed", (worker.frames, seed if again else seed_of_life(seed, self._id_block), static)
         if (own := self._weights.own_of(worker)) is not None:
             yield "load_weights", own
-        if worker.begun:
+        if worker.begun and not goes_on:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
@@ -269,6 +273,8 @@ class WorkerBackend:
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
             self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
+            for w in calls:
+                self.workers[w].following = None
             self.delivery.begin_anew(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class WorkerHandle:
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
         self.in_a_row = 0  # how many have been launched in its place without ever being there
+        self.following: Any = None  # where it was after its last rollout, if it says so
         self.dropped = False  # it failed, and the others go on without it
 
     @property

@@ -71,6 +71,7 @@ class Job:
     strategy: Any = None  # a user's own, by which weights are applied
     writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
     preempted: bool = False  # whether its rollouts may be cut short
+    saves: bool = False  # whether it says after each rollout where it is, so that another can go on exactly there
     life: int = 0  # how many have been in its place before it
     nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
 
@@ -100,6 +101,7 @@ class RolloutReady:
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
+    following: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
 
 
 HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
@@ -120,6 +122,7 @@ class WorkerServer:
         self.writer: RowWriter | None = None
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
+        self._saves = job.saves
         self._build(plan, job.workers)
         self._hooks: Hooks = job.hooks or (None, None)
         if writer is not None:
@@ -187,9 +190,17 @@ class WorkerServer:
         """What is said of it."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
-        stats, version = worker.summary(), worker.version
         return RolloutReady(
-            number, frames, version, stats, finals, loose, self.since, worker.span, worker.ended_since()
+            number,
+            frames,
+            worker.version,
+            worker.summary(),
+            finals,
+            loose,
+            self.since,
+            worker.span,
+            worker.ended_since(),
+            self._open_state() if self._saves else None,
         )
 
     def _forget(self) -> None:

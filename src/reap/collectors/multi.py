@@ -178,6 +178,7 @@ class MultiCollector(BaseCollector):
             "scheme": settings.transport,
             "timeout": settings.timeout,
             "on_failure": settings.failures,
+            "saves": settings.deterministic and settings.on_failure == "restart",
             "strategy": self._strategy,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,

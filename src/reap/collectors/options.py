@@ -51,6 +51,7 @@ WORKERS_ONLY = frozenset(
 )
 _FLAGS = (
     "capture",
+    "deterministic",
     "reset_at_each_iter",
     "reset_when_done",
     "split_trajs",
@@ -103,6 +104,8 @@ class Options:
         compile_policy: run the policy through torch.compile; a dict holds its arguments.
         cudagraph_policy: replay CUDA graphs: the policy's step, or where env and policy are on one GPU whole rollouts.
         trust_policy: the policy takes a TensorDict; do not look at it any closer.
+        deterministic: decide about each lane by itself, with random numbers of its own: what a lane gets depends on its
+            seed (`set_seed`), not on how many lanes share a process. See docs/reproducing.md.
         capture: record once what the policy and TorchRL's transforms ask of torch, and replay that at each step, where
             this is the same. False calls them at every step. `explain()` says what is captured.
         cat_results: how workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes),
@@ -163,6 +166,7 @@ class Options:
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
     trust_policy: bool | None = None
+    deterministic: bool = False
     capture: bool = True
     cat_results: str | int | None = None
     update_at_each_batch: bool = False

@@ -21,6 +21,7 @@ from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
+from reap.core.policies.lane_by_lane import LaneByLane, LaneNoise, spec_of_one
 from reap.core.policies.per_lane_policy import PerLanePolicy
 from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
@@ -30,7 +31,8 @@ from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
-from reap.spec import Key, Leaf, show_keys
+from reap.seeding import chain
+from reap.spec import EnvSpec, Key, Leaf, show_keys
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Plan:
     track_traj_ids: bool = True
     track_policy_version: bool = False
     tell_cuts: bool = False  # a column says where failures ended trajectories
+    deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
     masked: bool = False  # a column says what is a frame, also where everything is
     stop: Callable[[], bool] | None = None
     episodes: int | None = None  # a rollout ends when all lanes together have played so many since the last reset
@@ -99,10 +102,14 @@ class Worker(AnyWorker):
         self.stats: Stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
-        self.policy = self._policy(current)
+        self._noise = LaneNoise(spec.lanes) if plan.deterministic else None
+        self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         draw = self.env.draw if self.env.draws else None
-        self.random = RandomActions(spec.action, self.policy.outputs, self.memory, draw)
+        self.random: Policy = RandomActions(spec.action, self.policy.outputs, self.memory, draw)
+        if self._noise is not None and draw is None:
+            each = [RandomActions(spec.action, self.policy.outputs, self.memory) for _ in range(spec.lanes)]
+            self.random = LaneByLane(each, self._noise, spec)
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
@@ -182,8 +189,19 @@ class Worker(AnyWorker):
                 f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
             )
 
-    def _policy(self, current: Sequence[Any]) -> Policy:
-        spec, plan = self.env.spec, self.plan
+    def _lane_by_lane(self, current: Sequence[Any], noise: LaneNoise) -> Policy:
+        """The policy, for each lane by itself."""
+        one = spec_of_one(self.env.spec, record=self.plan.record)
+        policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
+        return LaneByLane(policies, noise, self.env.spec)
+
+    def set_seed(self, seed: int, *, static: bool = False) -> int:
+        if self._noise is not None:
+            self._noise.seed(chain(seed, self.lanes, static=static)[0])
+        return super().set_seed(seed, static=static)
+
+    def _policy(self, spec: EnvSpec, current: Sequence[Any]) -> Policy:
+        plan = self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
         context = PolicyContext(

@@ -34,7 +34,7 @@ from reap.spec import BatchShape, Key
 def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) -> DeviceWorker | None:
     """A worker on the device `env` lives on, if everything this plan asks for can be done there."""
     there = env.on_device()
-    if there is None or plan.compact or plan.stop is not None or not plan.reset_when_done:
+    if there is None or plan.deterministic or plan.compact or plan.stop is not None or not plan.reset_when_done:
         return None
     wanted = [device for device in (plan.storing_device, plan.policy_device) if device is not None]
     if any(device.type != there.device.type or device.index not in (None, there.device.index) for device in wanted):

@@ -1,0 +1,139 @@
+"""LaneByLane: each lane is decided about by itself, with random numbers of its own.
+
+    row t   lane 0 ──► its generator ──► policy on a batch of one ──► lane 0
+            lane 1 ──► its generator ──► policy on a batch of one ──► lane 1
+
+What a lane gets then depends on its seed and on nothing else: not on how many lanes share a process, nor on which. A
+batch of one has the same bits wherever it is computed; a batch of eight and one of four need not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.core.policy import Policy
+from reap.core.slot import Layout, Row, RowKeys, Slot
+from reap.errors import UsageError
+from reap.seeding import fresh_seed
+from reap.spec import EnvSpec, Key
+
+_OF_POLICY = 0x9E3779B9  # mixed into a lane's seed: the env has the seed itself
+
+
+def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
+    """What each lane's policy sees of an env; refuses where it cannot be shown one lane."""
+    strange = spec.look.dims is not None or any(leaf.loose for leaf in spec.observation.values())
+    for wrong, why in (
+        (spec.ready_of is not None, "lanes come as they are ready"),
+        (record, "CUDA graphs hold all lanes at once"),
+        (strange, "lanes have dimensions of their own, or values without a fixed shape"),
+    ):
+        if wrong:
+            raise UsageError(f"deterministic=True decides about each lane by itself; here {why}")
+    return dataclasses.replace(spec, lanes=1, batched=True)
+
+
+class LaneNoise:
+    """Where the random generator of each lane is. Only torch's is the lane's own."""
+
+    def __init__(self, lanes: int) -> None:
+        self.states = [_begun(fresh_seed()) for _ in range(lanes)]
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Begin anew, each lane with a seed of its own."""
+        self.states[:] = [_begun(seed) for seed in seeds]
+
+
+def _begun(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed ^ _OF_POLICY).get_state()
+
+
+class LaneByLane(Policy):
+    """Policies of one lane each, all of one model; `spec` is that of all lanes."""
+
+    def __init__(self, policies: Sequence[Policy], noise: LaneNoise, spec: EnvSpec) -> None:
+        self._policies, self._noise, self._spec = list(policies), noise, spec
+        first = policies[0]
+        self.inputs, self.outputs, self.inner, self.remembers = (
+            first.inputs,
+            first.outputs,
+            first.inner,
+            first.remembers,
+        )
+        self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes, one by one
+        self._keys: list[RowKeys] = []
+        self._rows: list[list[Row]] = []
+        self._t = 0
+
+    @property
+    def written(self) -> Sequence[Key]:
+        return self._policies[0].written
+
+    def explain(self) -> str:
+        return f"lane by lane (deterministic=True), each with random numbers of its own: {self._policies[0].explain()}"
+
+    def begin(self, slot: Slot) -> None:
+        parts = self._lanes_of(slot)
+        before = torch.get_rng_state()
+        for lane, (policy, part) in enumerate(zip(self._policies, parts)):
+            policy.looked_at = self.looked_at
+            torch.set_rng_state(self._noise.states[lane])
+            policy.begin(part)
+            self._noise.states[lane] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        if not self._keys or self._keys[0].outputs != tuple(self.written):
+            self._keys = [RowKeys(self._spec, policy.inputs, policy.written) for policy in self._policies]
+        here = [[np.zeros((1, *array.shape[2:]), array.dtype) for array in self._seen(part)] for part in parts]
+        self._rows = [list(part.cut(keys, current)) for part, keys, current in zip(parts, self._keys, here)]
+        self._t = 0
+
+    def _seen(self, part: Slot) -> list[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]:
+        return [part.arrays[key] for key in self._spec.observation]
+
+    def _lanes_of(self, slot: Slot) -> list[Slot]:
+        known = self._parts.get(id(slot))
+        if known is not None and known[0] is slot:
+            return known[1]
+        whole = slot.layout
+        layout = Layout(whole.columns, whole.steps, 1, batched=True)
+        lanes = range(whole.lanes)
+        parts = [Slot(layout, lane, {k: a[:, lane : lane + 1] for k, a in slot.arrays.items()}) for lane in lanes]
+        self._parts[id(slot)] = slot, parts
+        return parts
+
+    def act(self, row: Row) -> None:
+        t, states, before = self._t, self._noise.states, torch.get_rng_state()
+        for lane, policy in enumerate(self._policies):
+            torch.set_rng_state(states[lane])
+            policy.act(self._rows[lane][t])
+            states[lane] = torch.get_rng_state()
+        torch.set_rng_state(before)
+        self._t = t + 1
+
+    def end(self, slot: Slot, steps: int) -> None:
+        for policy, part in zip(self._policies, self._lanes_of(slot)):
+            policy.end(part, steps)
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        for lane in lanes:
+            self._policies[lane].forget([0])
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        noise = [(("noise", str(lane)), state) for lane, state in enumerate(self._noise.states)]
+        kept = [((str(n), *key), value) for n, one in enumerate(self._policies) for key, value in one.open_state()]
+        return [*noise, *kept]
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        kept: list[list[tuple[Key, Tensor]]] = [[] for _ in self._policies]
+        for (of, *key), value in state:
+            if of == "noise":
+                self._noise.states[int(key[0])] = value
+            else:
+                kept[int(of)].append((tuple(key), value))
+        for policy, own in zip(self._policies, kept):
+            policy.load_open_state(own)
