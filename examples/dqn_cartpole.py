@@ -131,8 +131,8 @@ def main() -> int:
     collector.start()
 
     update, begin = 0, time.perf_counter()
-    while collector.is_running():
-        learn(buffer.sample(), values, slow, optimizer)
+    for sample in buffer.sample_while(collector):
+        learn(sample, values, slow, optimizer)
         update += 1
         if update % 10 == 0:
             done = min(buffer.write_count / EPSILON_FRAMES, 1.0)

@@ -145,8 +145,8 @@ def main() -> int:
     collector.start()
 
     update, begin = 0, time.perf_counter()
-    while collector.is_running():
-        learner.learn(buffer.sample())
+    for sample in buffer.sample_while(collector):
+        learner.learn(sample)
         update += 1
         if update % 10 == 0:
             collector.update_policy_weights_()

@@ -22,6 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m reap.join", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be said about it; also by `reap join`."""
     parser.add_argument("--address", metavar="HOST:PORT", help="where the collector listens")
     parser.add_argument(
         "--secret-file", metavar="FILE", help="what both sides know; nobody else may be able to read it"
@@ -31,14 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds to wait for the collector")
     parser.add_argument("--again", action="store_true", help="when the collector ends, wait for the next")
     parser.add_argument("--new-secret", metavar="FILE", type=Path, help="make such a file, and do nothing else")
-    args = parser.parse_args(arguments)
+    parser.set_defaults(refuse=parser.error)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do as these arguments say."""
     try:
         if args.new_secret is not None:
             new_secret(args.new_secret)
             return 0
         host, colon, port = (args.address or "").rpartition(":")
         if not colon or not port.isdigit() or not 0 < int(port) < 2**16:
-            parser.error(f"--address must be HOST:PORT, got {args.address!r}")
+            args.refuse(f"--address must be HOST:PORT, got {args.address!r}")
         names = ("workers", "listen", "patience", "again")
         why = join(host, int(port), args.secret_file, **{name: getattr(args, name) for name in names})
     except (ReapError, ConnectionError) as error:

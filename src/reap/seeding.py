@@ -45,3 +45,8 @@ def seed_process(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_of_life(seed: int, life: int) -> int:
+    """The seed of whoever takes the place of one that was seeded: another one, and always the same."""
+    return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint32)[0]) & 0x7FFFFFFF

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import RayAsyncCollector, RayCollector, RayEvalWorker
-from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer
+from reap.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer, SamplesPerInsert
 from reap.envs import GymEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerRaised, WorkerSilent, WrongArgument, WrongState
 from reap.seeding import chain
@@ -376,6 +376,20 @@ def test_pause_returns_when_nothing_is_under_way(buffer):
     assert ray.is_initialized()
     assert c.stats()["worker_frames"] >= count
     memory.shutdown() if buffer == "actor" else None
+
+
+def test_a_learners_loop_ends_with_the_collector():
+    memory = RayReplayBuffer(
+        storage=lambda: LazyTensorStorage(1000), batch_size=8, limiter=SamplesPerInsert(1, tolerance=0, timeout=60)
+    )
+    with collect([healthy(), healthy(1)], replay_buffer=memory, total_frames=80) as c:
+        with pytest.raises(WrongState, match=r"start\(\) comes first"):
+            memory.sample_while(c)
+        c.start()
+        drawn = sum(len(sample) for sample in memory.sample_while(c))
+        assert memory.write_count == 80
+        assert 79 <= drawn <= 79 + 16
+    memory.shutdown()
 
 
 @pytest.mark.slow

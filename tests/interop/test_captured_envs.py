@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 
 import ale_py
@@ -456,3 +457,60 @@ def test_an_env_is_never_stepped_in_inference_mode():
     assert "replays" in collector.explain()
     assert Watches.seen == {False}
     collector.shutdown()
+
+
+def reset_by_hand(env, n):
+    env.reset()
+
+
+@pytest.mark.parametrize("chain", ["VecNorm", "VecNormV2"])
+def test_an_env_its_owner_resets_between_batches(chain):
+    """Statistics see what lanes began with that go on while others begin anew, whoever has reset them."""
+    assert_the_same(lambda: FORMS["around"](CHAINS[chain]), between=reset_by_hand, batches=5)
+
+
+class Probabilities(nn.Module):
+    """Probabilities where a choice is expected, as an OneHotCategorical's mean is."""
+
+    def forward(self, observation):
+        return torch.stack([observation[..., 0].sigmoid(), 1 - observation[..., 0].sigmoid()], -1)
+
+
+@pytest.mark.parametrize("form", ["one", "around"])
+def test_probabilities_are_cut_to_whole_numbers_as_torchrl_does(form):
+    found = []
+    for cls in (TheirCollector, Collector):
+        env = FORMS[form](CHAINS["RewardSum"])
+        env.set_seed(3)
+        policy = TensorDictModule(Probabilities(), in_keys=["observation"], out_keys=["action"])
+        collector = cls(env, policy, frames_per_batch=60, total_frames=60)
+        found.append(collector.next().clone())
+        collector.shutdown()
+    theirs, ours = found
+    for key in theirs.keys(True, True):
+        assert torch.equal(theirs[key], ours[key]), key
+
+
+def test_another_collector_goes_on_with_what_lanes_began_with():
+    def make():
+        torch.manual_seed(3)
+        policy = TensorDictModule(Leans(), in_keys=["observation"], out_keys=["action"])
+        return Collector(FORMS["around"](CHAINS["VecNorm"]), policy, frames_per_batch=96, total_frames=-1)
+
+    first, second = make(), make()
+    first.set_seed(7)
+    for _ in range(3):
+        first.next()
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=False)
+    expected = [first.next().clone() for _ in range(3)]
+    second.next()
+    second.load_state_dict(state)
+    for wanted in expected:
+        got = second.next()
+        for key in wanted.keys(True, True):
+            assert torch.equal(wanted[key], got[key]), key
+    first.shutdown()
+    second.shutdown()

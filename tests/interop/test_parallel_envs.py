@@ -10,9 +10,10 @@ import warnings
 import gymnasium as gym
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector as TheirCollector
+from torchrl.data import OneHot, Unbounded
 from torchrl.envs import (
     CatFrames,
     ClipTransform,
@@ -26,10 +27,12 @@ from torchrl.envs import (
     RewardSum,
     SerialEnv,
     StepCounter,
+    TensorDictPrimer,
     Timer,
     TransformedEnv,
     VecNorm,
 )
+from torchrl.modules import LSTMModule, QValueActor
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.envs.torchrl.captured import CapturedRows
@@ -432,6 +435,50 @@ def test_what_is_left_to_torchrl_and_why(make, why):
     assert collector.next().numel() == 20
     collector.shutdown()
     assert not children()
+
+
+def remembering(lanes=None):
+    """An env that gives a recurrent policy its first state."""
+    primer = recurrent().module[0].make_tensordict_primer()
+    env = GymEnv("CartPole-v1") if lanes is None else SerialEnv(lanes, functools.partial(gym_env, "CartPole-v1"))
+    return TransformedEnv(env, Compose(InitTracker(), StepCounter(), RewardSum(), primer))
+
+
+def recurrent():
+    torch.manual_seed(0)
+    lstm = LSTMModule(input_size=4, hidden_size=6, in_key="observation", out_key="hidden")
+    return TensorDictSequential(lstm, QValueActor(nn.Linear(6, 2), in_keys=["hidden"], spec=OneHot(2)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"init_random_frames": 50}, pytest.param({"lanes": 2, "reset_at_each_iter": True}, marks=slow)],
+    ids=["one lane each", "random at first", "lanes"],
+)
+def test_a_recurrent_policy_whose_state_the_workers_begin(options):
+    options = dict(options)
+    make = functools.partial(remembering, options.pop("lanes", None))
+    told, batches = assert_the_same(lambda: parallel(make, lanes=4), recurrent(), frames=96, **options)
+    assert "env processes of reap's" in told
+    assert "replays the torch calls of its transforms" in told
+    states = batches[-1]["recurrent_state_h"]
+    assert (states[batches[-1]["is_init"].squeeze(-1)] == 0).all()
+    assert batches[-1]["is_init"].any()
+
+
+@pytest.mark.parametrize("how", ["around", "random"])
+def test_a_primer_that_stays_with_torchrl(how):
+    make = remembering if how == "around" else drawing
+    env = parallel(make, lanes=2)
+    collector, _ = in_processes(TransformedEnv(env, VecNorm(in_keys=["observation"])) if how == "around" else env)
+    assert ("put the primer around it" if how == "around" else "draws first values there") in collector.explain()
+    collector.shutdown()
+    assert not children()
+
+
+def drawing():
+    primer = TensorDictPrimer({"mood": Unbounded((2,))}, random=True)
+    return TransformedEnv(GymEnv("CartPole-v1"), Compose(InitTracker(), primer))
 
 
 def test_statistics_that_workers_share():

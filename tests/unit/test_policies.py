@@ -181,6 +181,25 @@ def test_construction_leaves_no_trace():
     assert policy.norm.running_mean.eq(0).all()
 
 
+def test_a_buffer_that_was_replaced_is_put_back():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return x
+
+    thing = Counts()
+    before = thing.calls
+    with untouched(thing):
+        thing(torch.zeros(2))
+        assert thing.calls == 1
+    assert thing.calls is before
+    assert thing.calls == 0
+
+
 def test_untouched_survives_errors():
     class Raises:
         calls = 0

@@ -15,7 +15,8 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 
 from reap.errors import UsageError
 
@@ -28,6 +29,15 @@ MOVES = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_rese
 def serial_envs(env: Any) -> list[Any]:
     """The envs a SerialEnv has made; none for other envs, and where it keeps them elsewhere."""
     return list(vars(env).get("_envs") or ())  # asked by name its parts would answer, too
+
+
+def first_values(env: Any, keys: Sequence[Any]) -> list[Tensor]:
+    """The memory in which a SerialEnv keeps what the last reset of each lane returned; none for other envs."""
+    held = vars(env).get("shared_tensordict_parent")
+    if type(held) is not TensorDict or not serial_envs(env):
+        return []
+    found = [held.get(key, None) for key in keys]
+    return found if all(isinstance(value, Tensor) and value.is_contiguous() for value in found) else []
 
 
 def gymnasium_env(env: Any) -> Any:

@@ -54,6 +54,8 @@ class BackgroundRunner:
         watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
         self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
         self._failure: ReapError | None = None
+        backend.catch_up = self.catch_up  # a worker that is started again goes on counting from there
+        self._supervisor.on_return = self._let_run
         self.told = False
 
     def _count(self, frames: int, rollouts: int) -> None:
@@ -111,7 +113,8 @@ class BackgroundRunner:
             new, self._counted = made - self._counted, made
             for worker, frames, rollouts in zip(self._backend.known_workers, *new.tolist()):
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
-                worker.stats = self._words.stats(worker.index) or worker.stats
+                if told := self._words.stats(worker.index):
+                    worker.tell(told)
                 ended, self._ended[worker.index] = self._words.ended(worker.index, self._ended.get(worker.index, 0))
                 self._backend.episodes.add(ended)
             frames, rollouts = new.sum(1).tolist()
@@ -125,6 +128,10 @@ class BackgroundRunner:
         claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
         left = claimed < self._words.total or claimed - self._before > made
         return left and not self._over and self._failure is None
+
+    def paused_without(self, thread: int) -> bool:
+        """Whether workers rest until another thread than this one ends the pause."""
+        return self._pauses.hold_without(thread)
 
     def failure(self) -> ReapError | None:
         """What went wrong with a worker."""
@@ -150,8 +157,20 @@ class BackgroundRunner:
         found = self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
         if found is not None and self._failure is None:
             worker, error = found
-            self._failure = self._supervisor.at(worker, error)
+            if self._supervisor.on_failure.action == "raise":
+                self._failure = self._supervisor.at(worker, error)
+            else:
+                self._seen.pop(worker.index)
+                with self._supervisor.talking:
+                    self._supervisor.fail_silent(worker, error)
+        if self._supervisor.on_failure.action != "raise":
+            self.failure()  # whoever has failed is replaced or dropped, whether anybody asks or not
         return self._failure is None
+
+    def _let_run(self, worker: WorkerHandle) -> None:
+        """A worker was started again, and waits to be told that it needs no slots."""
+        if not self._over and self._watch.ident:
+            self._supervisor.let_run(worker)
 
     def _silent_since(self, worker: WorkerHandle) -> float | None:
         (step, _), since = self._seen[worker.index]

@@ -92,6 +92,12 @@ class Backend(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart."""
 
+    def last_state(self, why: str) -> dict[str, Any]:
+        """What `state_dict` gives as far as it is known here, once workers have failed: `why` their episodes are over.
+
+        The ids it goes on with are above all that were ever given.
+        """
+
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
 
@@ -148,7 +154,7 @@ class Transport(Protocol):
     """How calls, slots and weights reach workers, and how their end is noticed. It knows nothing of batches."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
-    replaceable: ClassVar[bool]  # whether a single worker can be launched later: a further one, or another for one
+    grows: ClassVar[bool]  # whether further workers can be launched later
 
     def place(self, worker: WorkerHandle) -> dict[str, int]:
         """In which step and lane a worker is, as far as that can be known from outside."""
@@ -158,6 +164,12 @@ class Transport(Protocol):
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         """Start these, all at once, from their jobs; each has a connection from its first moment on."""
+
+    def retire(self, worker: WorkerHandle) -> None:
+        """End what is left of a worker that has failed. It may be launched again, where that is possible."""
+
+    def cannot_restart(self) -> str | None:
+        """Why a worker that failed cannot be launched again; None: it can."""
 
     def wait(self, seconds: float | None) -> list[int]:
         """Wait for so long (None: as long as it takes) until a worker has spoken or is gone: the numbers of those."""

@@ -14,7 +14,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from reap.backends.joint_slot import joined, joined_finals
 from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import RolloutReady
-from reap.core.slot import Pool, Slot
+from reap.core.slot import TRAJ_IDS, Pool, Slot
 from reap.spec import Key
 
 ALL = 2**62  # frames: more than there will ever be
@@ -49,15 +50,13 @@ class Round:
         self.pending = True
         supervisor.let_be_random(ALL if random else 0)
         supervisor.transport.cut_short(False)
-        for worker in supervisor.workers:
+        for worker in supervisor.living:
             supervisor.fill(worker, slot)
 
     def wait(self, supervisor: Supervisor) -> None:
-        """Wait until all have arrived."""
-        count = len(supervisor.workers)
-        enough = self.enough(count)
-        while len(supervisor.arrived) < count:
-            if len(supervisor.arrived) >= enough:
+        """Wait until all have arrived: those that are left, where one may be dropped meanwhile."""
+        while (left := sum(bool(worker.working) for worker in supervisor.workers)) > 0:
+            if len(supervisor.arrived) >= self.enough(len(supervisor.arrived) + left):
                 supervisor.transport.cut_short(True)
             supervisor.listen()
 
@@ -125,15 +124,18 @@ class InStep(InRounds):
         full = {worker.index: ready for worker, ready in supervisor.arrived}
         filled, self._filling = self._filling, None
         frames, _ = self._round.settle(supervisor)
-        parts = [full[worker.index] for worker in workers]
-        version = parts[0].version
+        version = next(iter(full.values())).version
+        parts = [full.get(worker.index) or _nothing_of(worker, version) for worker in workers]
         if filled is None or self._pool is None:
             apart = [_apart(worker, part) for worker, part in zip(workers, parts)]
             return Rollout({}, workers[0].about.layout, frames, version, parts=apart)
+        lanes = [worker.about.layout.lanes for worker in workers]
+        for first, worker in zip(itertools.accumulate(lanes, initial=0), workers):
+            if worker.index not in full:
+                _blank({key: array[:, first : first + lanes[worker.index]] for key, array in filled.arrays.items()})
         arrays = self._pool.lend(filled)
         for key in parts[0].loose:
             arrays[key] = np.concatenate([part.loose[key] for part in parts], 1)
-        lanes = [worker.about.layout.lanes for worker in workers]
         finals = joined_finals([part.finals for part in parts], lanes, filled.layout)
         return Rollout(arrays, filled.layout, frames, version, finals=finals)
 
@@ -166,7 +168,7 @@ class AsReady(Delivery):
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:
         supervisor = self._supervisor
-        for worker in supervisor.workers:
+        for worker in supervisor.living:
             if worker.index not in self._begun:
                 self._begun.add(worker.index)
                 for slot in range(OWN_SLOTS):
@@ -191,7 +193,7 @@ class AsReady(Delivery):
 
     def _take_back(self) -> None:
         """Slots at which the consumer does not look any more are the workers' again."""
-        for worker in self._supervisor.workers:
+        for worker in self._supervisor.living:
             for index in [index for index in worker.lent if worker.slots[index].returned]:
                 worker.lent.discard(index)
                 self._supervisor.fill(worker, index)
@@ -250,7 +252,7 @@ class IntoBuffer(InRounds):
         asked = sum(ready.frames for _, ready in supervisor.arrived)
         asked += sum(len(worker.working) * worker.size for worker in supervisor.workers)
         for ahead in range(1, _AHEAD + 1):
-            for worker in supervisor.workers:
+            for worker in supervisor.living:
                 if len(worker.working) < ahead and asked < most:
                     supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.working))
                     asked += worker.size
@@ -264,7 +266,22 @@ class IntoBuffer(InRounds):
 
 def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
     arrays = {**worker.slots[ready.slot].copied(), **ready.loose}
+    if worker.dropped and not ready.frames:
+        _blank({key: array for key, array in arrays.items() if key not in ready.loose})
     return Rollout(arrays, worker.about.layout, ready.frames, ready.version, worker=worker.index)
+
+
+def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
+    """What stands for the rollout of a worker that was dropped: rows that are no frames."""
+    layout = worker.about.layout
+    loose = {key: np.empty((layout.steps, layout.lanes, *leaf.shape), object) for key, leaf in layout.loose.items()}
+    return RolloutReady(0, 0, version, worker.stats, loose=loose)
+
+
+def _blank(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
+    """Rows that are no frames."""
+    for key, array in arrays.items():
+        array[...] = -1 if key == TRAJ_IDS else 0
 
 
 def _settled(supervisor: Supervisor) -> tuple[int, int]:

@@ -153,12 +153,17 @@ class InlineBackend:
             return self.worker.set_seed(seed, static=static)
 
     def state_dict(self) -> dict[str, Any]:
-        loop = self.worker.loop
+        return self._state(self.worker.env.state_dict(), None)
+
+    def last_state(self, why: str) -> dict[str, Any]:
+        return self._state({}, why)
+
+    def _state(self, env: Mapping[str, Any], why: str | None) -> dict[str, Any]:
         return {
-            "env_state_dict": self.worker.env.state_dict(),
+            "env_state_dict": env,
             "traj_pool": {"traj_id": torch.tensor(self.worker.ledger.counter.next)},
-            "policy_version": loop.version,
-            "resume": self.worker.open_state(),
+            "policy_version": self.worker.loop.version,
+            "resume": self.worker.open_state(why),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -70,6 +70,9 @@ class NestedRemoteWorker(RemoteWorker):
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
+    def do_mark_cut(self) -> None:
+        self.worker.mark_cut()
+
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """Of every worker, as a list."""
         try:
@@ -206,6 +209,10 @@ class _Processes:
         """Other hooks from now on."""
         with self._named():
             self._backend.set_packed_hooks(packed)
+
+    def mark_cut(self) -> None:
+        """All trajectories that were open in the workers before these have been cut."""
+        self._backend.call("mark_cut", self._backend.supervisor.everyone())
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""

@@ -5,8 +5,13 @@
     fill  ──► a slot ──► arrived, in the order in which rollouts come │ raised │ died │ silent
     close ──► goodbye ──► SIGTERM ──► SIGKILL, by one deadline
 
-The first failure is kept and raised by whoever listens next. A worker that is gone is replaced where that is wanted
-(`_start_again`): its connection is another, its slots are given out again, and nobody has to know.
+A worker that died, raised or fell silent has failed. Then, as the `FailurePolicy` says:
+
+    raise     the first failure is kept, and raised by whoever listens next
+    restart   launch ──► what it is like ──► joining: memory, weights, ids ──► what the other was asked and did not do
+    drop      nothing is asked of it any more
+
+A worker that joins is not waited for here: its answers are heard among those of the others.
 
 One thread at a time listens: it holds `talking`. Ctrl-C is let in only while waiting, when nothing is in hand: to go on
 after it is to go on.
@@ -20,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,24 +42,28 @@ from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.stats import EpisodeWindow
-from reap.errors import NotReady, ReapError, WorkerDied
+from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
 
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
 class Supervisor:
-    """Workers over one transport. `started_again` is called with a worker that took the place of one that died."""
+    """Workers over one transport. `joining` yields the calls by which one that comes later learns what others know."""
 
     def __init__(
         self,
         transport: Transport,
         *,
         timeout: float | None = None,
-        restart: bool = False,
-        started_again: Callable[[WorkerHandle], None] | None = None,
+        on_failure: FailurePolicy | None = None,
+        joining: Callable[[WorkerHandle], Iterator[tuple[str, Sequence[Any]]]] | None = None,
     ) -> None:
-        self.transport, self._restart = transport, restart
-        self._started_again = None if started_again is None else weakref.WeakMethod(started_again)
+        self.transport, self.on_failure = transport, on_failure or FailurePolicy()
+        self._joining = None if joining is None else weakref.WeakMethod(joining)
+        self._budget = RestartBudget(self.on_failure)
+        self._causes: dict[int, ReapError] = {}  # of workers that join: what ended those before them
+        self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
@@ -62,7 +71,6 @@ class Supervisor:
         self.episodes = EpisodeWindow()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
-        self.restarts = 0
         self.interrupts = Interrupts()
         self.talking = threading.RLock()  # one thread at a time listens
         self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
@@ -84,32 +92,26 @@ class Supervisor:
         except BaseException:
             self.workers[:] = [worker for worker in self.workers if worker.connection is not None]
             raise
-        if not self.transport.replaceable:
+        if self.on_failure.action != "restart":
             for worker in new:
                 worker.job = None  # and with it our duplicates of the descriptors in it
         self._meet(new)
         return new
 
     def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        for worker, about in zip(workers, self.answers(workers, FIRST, grace=BOOT)):
+        answers = self.answers(workers, FIRST, grace=BOOT)
+        for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
             worker.about = about
 
-    def _start_again(self, worker: WorkerHandle) -> None:
-        """Put another in the place of a worker that is gone. What it was to fill is asked of the new one."""
-        slots = worker.take_back_slots()
-        if worker.job is not None:
-            worker.job = replace(worker.job, entropy=fresh_entropy())
-        try:
-            self.transport.launch([worker])
-        except ConnectionError as error:  # there is nobody left who could start one
-            self._failure = self.at(worker, WorkerDied(f"{worker.child.death()}; {error}"))
-            return
-        self._meet([worker])
-        self.restarts += 1
-        if self._started_again is not None and (tell := self._started_again()) is not None:
-            tell(worker)
-        for slot in slots:
-            self.fill(worker, slot)
+    @property
+    def restarts(self) -> int:
+        """How many workers were started again."""
+        return self._budget.count
+
+    @property
+    def living(self) -> list[WorkerHandle]:
+        """The workers that were not dropped."""
+        return [worker for worker in self.workers if not worker.dropped]
 
     def change_jobs(self, **changes: Any) -> None:
         """Workers that are started again, are started with these fields of their jobs."""
@@ -155,37 +157,40 @@ class Supervisor:
             if self._halted:
                 raise Halted
             for index in ready:
-                self._hear(self.workers[index])
+                if not self.workers[index].dropped:
+                    self._hear(self.workers[index])
             self._check_silence()  # after hearing: whoever has spoken is not silent, however long nobody listened
         if self._failure is not None and not (first and self.arrived):
             raise self._failure
 
     def _hear(self, worker: WorkerHandle) -> None:
-        messages, ended = worker.reached.hear()
+        connection = worker.reached
+        messages, ended = connection.hear()
         for message in messages:
             worker.busy_since = time.monotonic()
             if message == HELLO:
                 continue
             if isinstance(message, Raised):
-                self._failure = self._failure or self.at(worker, message.unpack())
+                self._fail(worker, self.at(worker, message.unpack()))
                 return
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
                 continue
             call = message.call if isinstance(message, Answer) else FIRST
-            if call == worker.asked:  # else the caller was interrupted, and has gone
+            if worker.joining is not None:
+                self._go_on_joining(worker, message.value if isinstance(message, Answer) else message)
+            elif call == worker.asked:  # else the caller was interrupted, and has gone
                 worker.asked = None
                 worker.inbox.append(message)
-        if not ended:
-            return
-        if self._restart and self._failure is None and worker.asked is None:
-            self._start_again(worker)
-        else:
-            self._failure = self._failure or self.death(worker)
+                worker.made_at_answer = worker.frames, worker.rollouts
+            if worker.reached is not connection:
+                return  # it has failed while joining, and there is another
+        if ended and worker.reached is connection:
+            self._fail(worker, self.death(worker))
 
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
-        worker.working.discard(ready.slot)
-        worker.stats = ready.stats
+        worker.working.pop(ready.slot, None)
+        worker.tell(ready.stats)
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
             self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
@@ -207,7 +212,8 @@ class Supervisor:
 
     def _check_silence(self) -> None:
         if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
-            self._failure = self.at(*found)
+            worker, error = found
+            self.fail_silent(worker, error)
 
     def look(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
@@ -217,24 +223,110 @@ class Supervisor:
             finally:
                 self.talking.release()
 
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    def fail_silent(self, worker: WorkerHandle, error: ReapError) -> None:
+        """A worker was found to be silent."""
+        self._fail(worker, self.at(worker, error))
+
+    def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
+        """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        action = self.on_failure.chosen_for(error, building=not worker.begun)
+        if self._failure is not None or action == "raise" or self._halted:
+            self._failure = self._failure or error
+        elif action == "drop":
+            self.transport.retire(worker)
+            worker.drop()
+            self._tell(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
+            if not self.living:
+                self._failure = error
+        elif self._budget.spend(worker.in_a_row):
+            self._start_again(worker, error)
+        else:
+            self._failure = self._budget.spent(error)
+
+    def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
+        """Launch another in the place of a worker; it joins while others are listened to."""
+        if worker.joining is None:
+            worker.failed_at, worker.in_a_row = time.monotonic(), 0
+        worker.in_a_row += 1
+        self._causes[worker.index] = error
+        if worker.job is not None:
+            worker.job = replace(worker.job, entropy=fresh_entropy(), life=worker.job.life + 1)
+        worker.begin_another_life()
+        self.transport.retire(worker)
+        try:
+            self.transport.launch([worker])
+        except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
+            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
+            return
+        worker.busy_since = time.monotonic() + BOOT
+        worker.joining = self._join(worker)
+        next(worker.joining)
+
+    def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
+        """Yields the numbers of calls; is sent the answers."""
+        about = yield FIRST
+        if worker.begun and not about.layout.same_as(worker.about.layout):
+            raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
+        worker.about = about
+        joining = None if self._joining is None else self._joining()
+        if worker.begun and joining is not None:
+            for name, arguments in joining(worker):
+                self.calls += 1
+                worker.reached.call(dumps((self.calls, name, tuple(arguments)), name))
+                yield self.calls
+
+    def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
+        if isinstance(answer, Raised):
+            self._fail(worker, self.at(worker, answer.unpack()))
+            return
+        assert worker.joining is not None
+        try:
+            worker.joining.send(answer)
+        except SpecMismatch as error:
+            self._failure = self._failure or self.at(worker, error)
+        except StopIteration:
+            self._returned(worker)
+
+    def _returned(self, worker: WorkerHandle) -> None:
+        """One that was started again is there, and knows what the others know."""
+        if worker.asked == FIRST:  # its first words are what somebody waits for
+            worker.asked = None
+            worker.inbox.append(worker.about)
+        worker.go_on()
+        if self.on_return is not None:
+            self.on_return(worker)
+        seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
+        self._tell(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
+
+    def _tell(self, failure: WorkerFailure) -> None:
+        log_failure(failure)
+        if self.on_failure.tell is not None:
+            self.on_failure.tell(failure)
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:
         """Wait for what each says to this call."""
         for worker in workers:
             worker.expect_answer(call, grace)
-        while not all(worker.inbox for worker in workers):
+        while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
-        return [worker.inbox.popleft() for worker in workers]
+        return [worker.inbox.popleft() for worker in workers if worker.inbox]
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+        """Ask workers (by number) something, all at once; they answer between two rollouts.
+
+        Those that were dropped, or are while they are asked, give no answer.
+        """
         with self.talking, self.interrupts.held():
             self.calls += 1
-            workers = [self.workers[w] for w in arguments]
+            workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
-                worker.reached.call(dumps((self.calls, name, tuple(arguments[worker.index])), name))
+                worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
             answers = [answer.value for answer in self.answers(workers, self.calls)]
+            workers = [worker for worker in workers if not worker.dropped]
         for worker, answer in zip(workers, answers):
             if isinstance(answer, Raised):
                 raise answer.unpack().at(worker=worker.name)
@@ -246,14 +338,20 @@ class Supervisor:
             if self.talking.acquire(blocking=wait):
                 try:
                     self.calls += 1
-                    for worker in self.workers:
-                        worker.reached.call(dumps((self.calls, name, ()), name))
+                    for worker in self.living:
+                        if worker.joining is None:
+                            worker.reached.call(dumps((self.calls, name, ()), name))
                 finally:
                     self.talking.release()
 
+    def let_run(self, worker: WorkerHandle) -> None:
+        """Tell a worker to make rollouts without being asked for each."""
+        self.calls += 1
+        worker.reached.call(dumps((self.calls, "run", ()), "run"))
+
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         """The same arguments for all workers."""
-        return {worker.index: arguments for worker in self.workers}
+        return {worker.index: arguments for worker in self.living}
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
@@ -283,7 +381,7 @@ class Supervisor:
         """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
         began, left = time.monotonic(), within
         with self.talking, self.interrupts.held():
-            while any(worker.working for worker in self.workers):
+            while any(worker.working for worker in self.living):
                 self.listen(within=left)
                 left = None if within is None else max(began + within - time.monotonic(), 0)
                 if left == 0:

@@ -20,7 +20,7 @@ from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle
 from reap.errors import SpecMismatch, UsageError, WrongState
 from reap.weight_update import WeightTransport
-from reap.weights.local import as_named, by_worker, fitting
+from reap.weights.local import as_named, by_worker, detached, fitting
 from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
 
@@ -68,14 +68,14 @@ class WeightPublisher:
         if self._scheme == "none":
             return self.version
         supervisor = self._supervisor
-        if supervisor.transport.replaceable:
-            supervisor.look()  # who has died meanwhile is reported, or there is another in its place
+        if supervisor.on_failure.action != "raise":
+            supervisor.look()  # who has failed meanwhile is left out, or there will be another in its place
         workers = supervisor.workers
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
             raise UsageError("weights are given worker by worker already; leave worker_ids out")
-        every = list(given) if per_worker else list(range(len(workers)))
+        every = list(given) if per_worker else [worker.index for worker in supervisor.living]
         chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
@@ -88,7 +88,7 @@ class WeightPublisher:
                 raise WrongState("this policy has no weights to update")
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
-        for worker in workers:
+        for worker in workers if supervisor.on_failure.action == "raise" else ():
             if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
                 raise supervisor.death(worker)
         channel = None if per_worker or worker_ids is not None or own else self._channel
@@ -127,23 +127,31 @@ class WeightPublisher:
         self._supervisor.call("load_weights", calls)
 
     def _keep(self, packed: Mapping[int, tuple[bytes, int]]) -> None:
-        if self._supervisor.transport.replaceable:
+        if self._workers_come_later:
             self._own.update(packed)
 
     def states_loaded(self, states: Mapping[int, Mapping[str, Any]], version: int) -> None:
         """Workers have loaded these states, weights among them."""
         held = {w: state["policy_state_dict"] for w, state in states.items() if state.get("policy_state_dict")}
-        if self._supervisor.transport.replaceable:
+        if self._workers_come_later:
             self._keep({w: (dumps(weights, "weights"), version) for w, weights in held.items()})
             self._loaded = self._own.get(0)
+
+    def known(self, worker: int) -> dict[str, Any] | None:
+        """The weights this worker would be given now; None: nobody here knows them."""
+        given = self._source.get(worker) if by_worker(self._source) else self._source
+        return None if given is None or isinstance(given, Extracted) else detached(given)
 
     def check(self, worker: WorkerHandle) -> None:
         """Refuse a worker that was started later, and whose policy has other weights than those of the others."""
         if self._channel is not None and worker.about.packing != self._channel.packing:
             raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
 
-    def restore_own(self, worker: WorkerHandle) -> None:
-        """Give a worker that was started later the weights that were given to it alone, or loaded for all."""
+    @property
+    def _workers_come_later(self) -> bool:
+        return self._supervisor.transport.grows or self._supervisor.on_failure.action == "restart"
+
+    def own_of(self, worker: WorkerHandle) -> tuple[Any, int] | None:
+        """What a worker that comes later is told of weights that were given to it alone, or loaded for all."""
         own = self._own.get(worker.index, self._loaded)
-        if own is not None:
-            self._load({worker.index: own})
+        return None if own is None else (self._supervisor.transport.pass_weights(worker, own[0]), own[1])

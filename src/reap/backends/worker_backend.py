@@ -7,23 +7,26 @@ Everything a collector asks of its workers is here, and nothing of how it gets t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Delivery, Rollout, Transport
-from reap.backends.delivery import ALL
+from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
-from reap.core.stats import EpisodeWindow
+from reap.core.resume import anew
+from reap.core.stats import EpisodeWindow, Stats
 from reap.errors import ReapError, UsageError, WrongState
-from reap.seeding import chain
+from reap.failures import FailurePolicy
+from reap.seeding import chain, seed_of_life
 from reap.weight_update import WeightTransport
 
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
@@ -39,7 +42,7 @@ class WorkerBackend:
         source: where weights come from, unless somebody gives them.
         scheme: the way weights take; None: the transport's own.
         timeout: seconds a worker that has work may say nothing.
-        restart: put another in the place of a worker that died.
+        on_failure: what is done about workers that fail.
         **alike: further fields of every worker's `Job`.
     """
 
@@ -54,15 +57,23 @@ class WorkerBackend:
         source: Any = None,
         scheme: WeightTransport | None = None,
         timeout: float | None = None,
-        restart: bool = False,
+        on_failure: FailurePolicy | None = None,
         **alike: Any,
     ) -> None:
         self._plans, self.transport, self.delivery = list(plans), transport, delivery
         self._alike = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **alike}
-        self.supervisor = Supervisor(transport, timeout=timeout, restart=restart, started_again=self._join_late)
+        if (
+            on_failure is not None
+            and on_failure.action == "restart"
+            and (why := transport.cannot_restart()) is not None
+        ):
+            raise UsageError(f"on_failure='restart': {why}")
+        self.supervisor = Supervisor(transport, timeout=timeout, on_failure=on_failure, joining=self._joining)
         self._weights = WeightPublisher(self.supervisor, scheme=scheme, source=source, in_step=delivery.in_step)
         self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
-        self._late = 0  # workers that were started later
+        self._id_block = 0  # in which trajectory ids are: blocks before it may have been given whole
+        self._seeds: dict[int, tuple[int, bool]] = {}  # of each worker, where somebody has given one
+        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -76,6 +87,8 @@ class WorkerBackend:
             packing = self._weights.choose_packing()
             self.call("begin", {worker.index: self.transport.beginning(worker, packing) for worker in self.workers})
             self._weights.open(packing)
+            for worker in self.workers:
+                worker.begun = True
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
         return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
@@ -91,15 +104,27 @@ class WorkerBackend:
                 self._weights.check(worker)
             self.delivery.prepare(supervisor)
             for worker in new:
-                self._join_late(worker)
+                for name, arguments in self._joining(worker):
+                    self.call(name, {worker.index: arguments})
+                worker.begun = True
 
-    def _join_late(self, worker: WorkerHandle) -> None:
-        """Let a worker begin with the latest weights, new episodes, and ids nobody has seen."""
-        self._late += 1
-        self.call("begin", {worker.index: self.transport.beginning(worker, self._weights.packing)})
+    def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
+        """The calls by which a worker that comes later learns where memory is, and begins with the latest weights, new
+        episodes, and ids nobody has seen.
+        """
+        if self.catch_up is not None:
+            self.catch_up()
+        self._id_block += 1
+        yield "begin", self.transport.beginning(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        self.call("load_state", {worker.index: (worker.frames, {}, self._late * _FRESH_IDS, self.version)})
-        self._weights.restore_own(worker)
+        yield "load_state", (worker.frames, {}, self._id_block * _FRESH_IDS, self.version)
+        if worker.index in self._seeds:
+            seed, static = self._seeds[worker.index]
+            yield "set_seed", (worker.frames, seed_of_life(seed, self._id_block), static)
+        if (own := self._weights.own_of(worker)) is not None:
+            yield "load_weights", own
+        if worker.begun:
+            yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
         """End all workers, within one deadline. May be called twice."""
@@ -167,9 +192,10 @@ class WorkerBackend:
 
     def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
-        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in self.workers]
+        living = self.supervisor.living
+        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
         try:
-            return self.call("find", {worker.index: (path, one) for worker, one in zip(self.workers, packed)})
+            return self.call("find", {worker.index: (path, one) for worker, one in zip(living, packed)})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
@@ -229,7 +255,7 @@ class WorkerBackend:
         """Each worker's lanes take the links of the chain that follow the last worker's."""
         calls: dict[int, Sequence[Any]] = {}
         for worker in self.workers:
-            calls[worker.index] = (seed, static)
+            calls[worker.index] = self._seeds[worker.index] = (seed, static)
             _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
         self._begin_anew("set_seed", calls)
         return seed
@@ -248,15 +274,44 @@ class WorkerBackend:
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
         states = self.call("state", self.supervisor.everyone())
-        each = {}
-        for worker, state in zip(self.workers, states):
+        each, lost = {}, np.zeros(2, np.int64)
+        for worker, state in zip(self.supervisor.living, states):
             # What nobody has taken will not be there for whoever goes on from this state.
-            frames, rollouts = self.supervisor.waiting(worker)
-            taken = {"frames": worker.frames - frames, "iter": worker.rollouts - rollouts - 1}
-            each[f"worker{worker.index}"] = {**state, **taken}
-        first = torch.tensor(max(state.pop("traj_id") for state in each.values()))
-        shared = {"policy_version": self.version, "episodes": self.episodes.state()}
-        return {"traj_pool": {"traj_id": first}, **each, **shared}
+            taken = self._taken(worker)
+            each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            lost += np.subtract(worker.made_at_answer, taken)
+        return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
+
+    def _taken(self, worker: WorkerHandle) -> tuple[int, int]:
+        """Frames and rollouts of a worker that somebody has taken."""
+        frames, rollouts = self.supervisor.waiting(worker)
+        return worker.frames - frames, worker.rollouts - rollouts
+
+    def last_state(self, why: str) -> dict[str, Any]:
+        """The same of workers that nobody can ask any more, as far as it is known here."""
+        first, each, lost = (self._id_block + 1) * _FRESH_IDS, {}, np.zeros(2, np.int64)
+        for worker in self.known_workers:
+            lost += self.supervisor.waiting(worker)
+            frames, rollouts = self._taken(worker)
+            lanes = worker.about.lanes or worker.about.layout.lanes
+            counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
+            weights = self._weights.known(worker.index) if worker.about.weighs else None
+            each[f"worker{worker.index}"] = {
+                "env_state_dict": {},
+                "frames": frames,
+                "iter": rollouts - 1,
+                "policy_version": self.version,
+                "resume": anew(lanes, why, next_id=first, statistics=counts),
+                **({} if weights is None else {"policy_state_dict": weights}),
+            }
+        return self._joined(first, each, lost)
+
+    def _joined(self, first: int, each: Mapping[str, Any], lost: Any) -> dict[str, Any]:
+        """The state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
+        frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
+        in_flight = {"frames": frames, "rollouts": rollouts}
+        shared = {"policy_version": self.version, "episodes": self.episodes.state(), "in_flight": in_flight}
+        return {"traj_pool": {"traj_id": torch.tensor(first)}, **each, **shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The counterpart. A worker the state knows nothing of begins like the first one, in a new env."""
@@ -264,9 +319,12 @@ class WorkerBackend:
         if "episodes" in state:
             self.episodes.load(state["episodes"])
         first = int(state.get("traj_pool", {}).get("traj_id", 0))
+        self._id_block = max(self._id_block, first // _FRESH_IDS)
         self.version = int(state.get("policy_version", self.version))
         usual = {**state.get("worker0", {}), "env_state_dict": {}, "resume": None, "frames": 0, "iter": -1}
         own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
+        if sum(name.startswith("worker") for name in state) != len(own):
+            own = {w: _with_ids_from(first, one) for w, one in own.items()}
         with supervisor.talking, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
@@ -275,3 +333,9 @@ class WorkerBackend:
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
             self._weights.states_loaded(own, self.version)
+
+
+def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A worker's state, for one among more or fewer workers: ids that are its own there were another's before."""
+    resume = state.get("resume")
+    return state if resume is None else {**state, "resume": {**resume, "next_id": max(first, resume["next_id"])}}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
 from reap.backends.base import WorkerConnection
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.slot import Slot
-from reap.core.stats import Stats
+from reap.core.stats import Stats, counted_on
 
 
 class WorkerHandle:
@@ -25,10 +26,18 @@ class WorkerHandle:
         self.lent: set[int] = set()  # of these, those the consumer looks at
         self.inbox: deque[Any] = deque()  # answers to the call it was asked last
         self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
-        self.working: set[int] = set()  # slots it may fill
+        self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
         self.asked: int | None = None  # the call it has not answered yet
+        self._question = b""  # that call
         self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
+        self._earlier = self.stats  # of those whose place it has taken
         self.frames = self.rollouts = 0  # made so far
+        self.made_at_answer = 0, 0  # of these, before it gave its last answer
+        self.begun = False  # whether it knows its memory, and can be asked for rollouts
+        self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
+        self.failed_at = 0.0  # when the one whose place it takes was found to have failed
+        self.in_a_row = 0  # how many have been launched in its place without ever being there
+        self.dropped = False  # it failed, and the others go on without it
 
     @property
     def reached(self) -> WorkerConnection:
@@ -45,14 +54,21 @@ class WorkerHandle:
     @property
     def busy(self) -> bool:
         """Whether something is to come from it."""
-        return bool(self.working) or self.asked is not None
+        return not self.dropped and (bool(self.working) or self.asked is not None or self.joining is not None)
 
     def fill(self, slot: int, *, random: bool) -> None:
         """Give it a slot to fill."""
         if not self.busy:
             self.busy_since = time.monotonic()
-        self.working.add(slot)
-        self.reached.fill(slot, random=random)
+        self.working[slot] = random
+        if self.joining is None:  # else once it is there
+            self.reached.fill(slot, random=random)
+
+    def ask(self, question: bytes) -> None:
+        """Send it a call, once it is there."""
+        self._question = question
+        if self.joining is None:
+            self.reached.call(question)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
         """It was asked something; `grace`: seconds more than usual that it may take."""
@@ -62,11 +78,26 @@ class WorkerHandle:
         self.asked = call
         self.busy_since += grace
 
-    def take_back_slots(self) -> list[int]:
-        """The slots it was to fill, which it will not: it is gone."""
-        slots = sorted(self.working)
+    def begin_another_life(self) -> None:
+        """Another takes its place, and counts from nothing."""
+        self._earlier = self.stats
+
+    def go_on(self) -> None:
+        """The one that took its place is there: it is asked for what the other did not do."""
+        self.joining, self.busy_since = None, time.monotonic()
+        if self.asked is not None and self._question:
+            self.reached.call(self._question)
+        for slot, random in self.working.items():
+            self.reached.fill(slot, random=random)
+
+    def drop(self) -> None:
+        """Nothing is expected of it any more."""
+        self.dropped, self.joining, self.asked = True, None, None
         self.working.clear()
-        return slots
+
+    def tell(self, stats: dict[str, Any]) -> None:
+        """What it has to say of its episodes so far."""
+        self.stats = counted_on(self._earlier, stats)
 
     def uncount(self, frames: int) -> None:
         """Forget a rollout nobody will see."""

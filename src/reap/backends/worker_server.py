@@ -71,6 +71,7 @@ class Job:
     strategy: Any = None  # a user's own, by which weights are applied
     writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
     preempted: bool = False  # whether its rollouts may be cut short
+    life: int = 0  # how many have been in its place before it
     nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
 
 
@@ -240,6 +241,10 @@ class WorkerServer:
         else:
             local.load(self.worker.model, weights)
         self.worker.version = version
+
+    def do_mark_cut(self) -> None:
+        """The trajectories that were open here have ended with the worker whose place this one has taken."""
+        self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""

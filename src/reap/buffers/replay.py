@@ -29,7 +29,7 @@ from reap.buffers.arguments import LARGEST
 from reap.buffers.limiter import SamplesPerInsert
 from reap.buffers.prefetch import Prefetch
 from reap.buffers.row_reader import RowReader
-from reap.buffers.row_source import Feed
+from reap.buffers.row_source import Feed, sample_while
 from reap.buffers.samplers import RandomSampler, Sampler
 from reap.buffers.snapshots import dump, restore, snapshot, undump
 from reap.buffers.storage.batch_writer import BatchWriter, as_batch
@@ -151,12 +151,29 @@ class ReplayBuffer:
             if (pool := self._pool) is None:
                 with self._sampling:  # of threads that ask at once, one opens it
                     pool = self._pool = self._pool or Prefetch(self._prefetch)
-            sample, info, self._last = pool.next(functools.partial(self._sample, count, pool.closing.is_set))
+            make = functools.partial(self._sample, count, pool.closing.is_set, threading.get_ident())
+            sample, info, self._last = pool.next(make)
         else:
             sample, info, self._last = self._sample(count)
         return (sample, info) if return_info else sample
 
-    def _sample(self, count: int, closing: Callable[[], bool] | None = None) -> tuple[Any, dict[Any, Any], bool]:
+    def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
+        """Samples for as long as a collector fills this buffer in the background: a learner's whole loop.
+
+        >>> collector.start()
+        >>> for sample in buffer.sample_while(collector):
+        ...     learn(sample)
+
+        It ends when the collector has made all its frames, whoever is faster; with a limiter, when as many rows were
+        sampled as its ratio asks for. After `shutdown()` it ends at once. What goes wrong in the background is raised
+        before the next sample, with its cause.
+        """
+        self.feed.check(collector)
+        return sample_while(collector, functools.partial(self.sample, batch_size, return_info), lambda: self.owed)
+
+    def _sample(
+        self, count: int, closing: Callable[[], bool] | None = None, asker: int | None = None
+    ) -> tuple[Any, dict[Any, Any], bool]:
         """A sample, what is known about it, whether it is the last of a round. Until `closing`, rows are awaited."""
         since, released = None, False
         while True:
@@ -166,7 +183,8 @@ class ReplayBuffer:
                 if released or (closing is not None and closing()):
                     raise
                 since = since or time.monotonic()
-                released = self.feed.wait(why, since, None if self.limiter is None else self.limiter.timeout)
+                patience = None if self.limiter is None else self.limiter.timeout
+                released = self.feed.wait(why, since, patience, asker)
 
     def _sample_now(self, count: int, *, limited: bool = True) -> tuple[Any, dict[Any, Any], bool]:
         """The same, or `Starved`. Not `limited`: there is no collector any more to be in proportion to."""
@@ -271,8 +289,9 @@ class ReplayBuffer:
             return snapshot(self._memory, self._sampler)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` gave, in place of what is there; the storage is as large as that one was.
+        """Put back what `state_dict` gave, in place of what is there; the storage is at least as large as that one was.
 
+        In a larger one the oldest row is row 0, and what is written comes after the newest.
         A state that is damaged, or of another kind of buffer, is an error and changes nothing.
         """
         with self._sampling:
@@ -302,6 +321,11 @@ class ReplayBuffer:
     def may_write(self) -> bool:
         """Whether a collector in the background is to go on; False while the limiter has it rest."""
         return self.limiter is None or self.limiter.may_write(self._memory.ring)
+
+    @property
+    def owed(self) -> bool:
+        """Whether more rows must be sampled for those that are written, if the limiter's ratio is to be met."""
+        return self.limiter is not None and self.limiter.behind(self._memory.ring) > 0
 
     @property
     def storage(self) -> Storage:

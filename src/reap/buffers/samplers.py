@@ -60,6 +60,10 @@ class Sampler:
     def check_state(self, state: Mapping[str, Any], head: int) -> None:
         """Raise `CorruptState` if `load_state_dict` could not go on from there. `head`: all positions are below it."""
 
+    def grown(self, state: Mapping[str, Any], old: int, new: int, first: int) -> Mapping[str, Any]:
+        """Its state in a buffer of `old` rows, for one of `new` rows in which position `first` is row 0."""
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         """Go on from there, with positions that have moved on by `shift`."""
 
@@ -263,6 +267,18 @@ class PrioritizedSampler(Sampler):
         rows = self._tree[np.arange(self.max_size)]
         state = {"tree": torch.from_numpy(rows), "low": self._low, "high": self._high}
         return {**state, "largest": self._largest, "known": self._known}
+
+    def grown(self, state: Mapping[str, Any], old: int, new: int, first: int) -> Mapping[str, Any]:
+        tree, low, high = (state.get(name) for name in ("tree", "low", "high"))
+        if not isinstance(tree, torch.Tensor) or tree.shape != (old,):
+            raise _corrupt("tree", tree)
+        if type(low) is not int or type(high) is not int or not 0 <= high - low <= old:
+            raise _corrupt("low", low)
+        low = min(max(low, first), high)
+        moved = torch.zeros(new, dtype=tree.dtype)
+        positions = torch.arange(low, high)
+        moved[(positions - first) % new] = tree[positions % old]
+        return {**state, "tree": moved, "low": low}
 
     def check_state(self, state: Mapping[str, Any], head: int) -> None:
         tree, low, high = state["tree"], state["low"], state["high"]

@@ -68,10 +68,12 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
     with ring.alone():  # what is being written would be written over what is put back
         if lacking := sampler.state_dict().keys() - state["sampler"].keys():
             raise UsageError(f"this state is of another sampler: it has no {', '.join(sorted(lacking))}")
+        same = state["capacity"] == ring.capacity
+        state, grown = (state, 0) if same else _from_row_0(state, sampler, ring.capacity)
         sampler.check_state(state["sampler"], state["words"]["head"])
         columns, marks = state["rows"], as_array(state["marks"])
         shapes = {k: (tuple(v.shape[1:]), v.dtype) for k, v in columns.items()}
-        shift = ring.next_lap()  # positions only grow: the old ones come back some laps later
+        shift = ring.next_lap() - grown  # positions only grow: the old ones come back some laps later
         before = sampler.state_dict()
         try:  # first what can fail: a user's sampler, columns that are others
             sampler.load_state_dict(state["sampler"], shift)
@@ -93,6 +95,17 @@ def restore(memory: BufferFiles, sampler: Sampler, state: Mapping[str, Any]) -> 
         ring.words[FRONTIER] = head  # last: now they may be read
 
 
+def _from_row_0(state: Mapping[str, Any], sampler: Sampler, capacity: int) -> tuple[dict[str, Any], int]:
+    """The state of a smaller buffer, for one that holds so many rows: its oldest row is row 0 there.
+
+    Returns it, and the position of that row.
+    """
+    words = state["words"]
+    first = words["head"] - len(state["marks"])
+    told = sampler.grown(state["sampler"], state["capacity"], capacity, first)
+    return {**state, "sampler": told, "words": {**words, "base": first}}, first
+
+
 def _check(state: Any, capacity: int) -> None:
     """Raise if this is no state of a buffer of that size, as far as that can be known without the buffer."""
     if not isinstance(state, Mapping):
@@ -110,11 +123,11 @@ def _check(state: Any, capacity: int) -> None:
     ]:
         if type(number) is not int or not 0 <= number < 2**62:
             raise CorruptState(f"{name!r} is no position or count: {number!r:.80}; nothing was loaded")
-    if state["capacity"] != capacity:
+    if state["capacity"] > capacity:
         raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {capacity}")
     if not isinstance(marks, Tensor) or marks.dtype is not torch.uint8 or marks.ndim != 1 or bool((marks > HOLE).any()):
         raise CorruptState(f"'marks' are no marks of rows but {_told(marks)}; nothing was loaded")
-    if not len(marks) <= min(capacity, words["head"] - words["base"]) or (len(marks) and not columns):
+    if not len(marks) <= min(state["capacity"], words["head"] - words["base"]) or (len(marks) and not columns):
         raise CorruptState(f"'marks' and 'words' are of different states: {len(marks)} rows; nothing was loaded")
     for key, value in columns.items():
         if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):

@@ -5,7 +5,7 @@ from typing import Any
 
 from reap.collectors.base import BaseCollector
 from reap.collectors.batched import AsyncBatchedCollector
-from reap.collectors.evaluator import Evaluator
+from reap.collectors.evaluator import Evaluator, record_video
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.parts.profiling import ProfileConfig
 from reap.collectors.parts.updaters import (
@@ -16,6 +16,7 @@ from reap.collectors.parts.updaters import (
 )
 from reap.collectors.single import Collector
 from reap.core.policy import RandomPolicy
+from reap.failures import WorkerFailure
 
 __all__ = [
     "AsyncBatchedCollector",
@@ -32,6 +33,8 @@ __all__ = [
     "RandomPolicy",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
+    "WorkerFailure",
+    "record_video",
 ]
 
 _LEGACY = {

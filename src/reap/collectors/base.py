@@ -40,6 +40,7 @@ from reap.core.attribute_path import get_attribute
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.progress import progress
 
 _SHOWN = (
     "compact_obs",
@@ -82,6 +83,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.feed.attach(self)
             self.replay_buffer.watch(options.timeout)
+        self._listeners = self._pipeline.listeners
         self._runner: Runner | None = None  # who collects in the background
         self._profiler = Profiler()
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
@@ -151,6 +153,22 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
+
+    def progress(
+        self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+    ) -> Iterator[TensorDictBase | None]:
+        """Iterate over batches and show how far it is: frames, frames per second, return, lag.
+
+        >>> for batch in collector.progress(100_000):
+        ...     train(batch)
+
+        Args:
+            total: stop after so many frames; None: `total_frames`.
+            display: "tqdm", "rich", "plain" (a line every ten seconds) or "none"; None: what suits this terminal.
+            logger: one of `reap.loggers`, which is told the same numbers after each batch.
+            file: where it is shown; None: stderr.
+        """
+        return progress(self, total, display=display, logger=logger, file=file)
 
     def rollout(self) -> TensorDictBase:
         """One rollout as it comes: not counted, split, post-processed or written.
@@ -258,11 +276,15 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         return self._ask(work)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: policy, env, counters."""
-        pipeline = self._pipeline
+        """What is needed to go on: policy, env, counters.
+
+        A collector that has failed, or whose worker has, gives what is known here: all but the open episodes.
+        """
+        pipeline, life = self._pipeline, self._life
 
         def work() -> dict[str, Any]:
-            state = {**self._backend.state_dict(), "frames": pipeline.frames, "iter": pipeline.batches - 1}
+            state = self._backend.last_state(str(life.why_closed)) if life.failed else self._backend.state_dict()
+            state |= {"frames": pipeline.frames, "iter": pipeline.batches - 1}
             if pipeline.whole is not None:
                 why = "whole episodes are delivered; frames of open ones that are held back are not kept"
                 state = without_episodes(state, why)
@@ -270,7 +292,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 state["policy_state_dict"] = self.policy.state_dict()
             return state
 
-        return self._ask(work)
+        self._raise_background_error()  # what went wrong in the background is told first
+        return work() if life.failed else self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
@@ -522,11 +545,15 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def bringing(self) -> bool:
         """Whether rows are still to come into the buffer; asked by the buffer when it has too few."""
         self._raise_background_error(again=True)
-        return self.is_running()
+        return not self.over() and self._runner is not None
 
     def over(self) -> bool:
         """Whether no more rows will ever come into the buffer: all frames are made, or it is closed."""
         return self.closed or not (self._pipeline.more() if self._runner is None else self._runner.running)
+
+    def paused_without(self, thread: int) -> bool:
+        """Whether rows will come when another thread than this one ends a pause; asked by the buffer, as above."""
+        return self._runner is not None and self._runner.paused_without(thread)
 
     def _raise_background_error(self, *, again: bool = False) -> None:
         """What went wrong in the background is raised here: once, or `again` whenever asked."""
@@ -608,7 +635,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 if close_env:
                     self._backend.close(failed=failed)
 
-        self._life.close(why, end)
+        self._life.close(why, end, failed=failed)
 
     def _wait_for_env(self, timeout: float) -> None:
         """Wait until an env of this process is closed, if another thread was in it."""

@@ -31,6 +31,7 @@ from reap.envs.accept import as_env, is_env
 from reap.errors import UsageError
 from reap.spec import Key, as_key, own_entry
 from reap.trajectories import WholeTrajectories, ended
+from reap.video import films_of
 from reap.weights.local import load
 
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
@@ -141,10 +142,21 @@ class EpisodePlayer:
 
     def dump_videos(self, step: Any) -> None:
         """Let the video recorders of a TorchRL env write what they have recorded, where they are."""
+        self._at_home(functools.partial(_dump_videos, step=step))
+
+    def film(self, episodes: int) -> None:
+        """Let the envs that film themselves do so, for the next so many episodes."""
+        self._at_home(functools.partial(_film, episodes=episodes))
+
+    def write_film(self, path: Any) -> None:
+        """Write what was filmed, where it was."""
+        self._at_home(functools.partial(_write_film, path=path))
+
+    def _at_home(self, function: Callable[[Any], Any]) -> None:
         if isinstance(self.collector, MultiSyncCollector):
-            self._there(functools.partial(_dump_videos, step=step))
+            self._there(function)
         else:
-            _dump_videos(self.collector, step)
+            function(self.collector)
 
     def _there(self, function: Callable[[Any], Any]) -> None:
         self.collector.map_fn("apply", [(function,)])
@@ -178,6 +190,16 @@ def _dump_videos(root: Any, step: Any) -> None:
     for part in modules_of(root.env):
         if type(part).__name__ == "VideoRecorder":
             part.dump(step=step)  # type: ignore[operator]
+
+
+def _film(root: Any, episodes: int) -> None:
+    for film in films_of(root.env):
+        film.begin(episodes)
+
+
+def _write_film(root: Any, path: Any) -> None:
+    for film in films_of(root.env):
+        film.dump(path)
 
 
 def made(env: Any) -> Any:

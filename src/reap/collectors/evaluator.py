@@ -16,12 +16,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import InteractionType
+from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
 from torch import nn
 from typing_extensions import Self
 
@@ -32,10 +33,12 @@ from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.collectors.parts.background import ended_by
+from reap.core.policy import RandomPolicy
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import AnyKey, Key, as_key, own_entry
+from reap.video import filmed
 from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
@@ -68,6 +71,8 @@ class Evaluator:
         metrics_fn: takes the episodes that were played, `[num_trajectories, longest]` with `("collector", "mask")`, or
             `[steps]` with `traj_format="cat"`; returns further metrics by name.
         dump_video: write what the video recorders of a TorchRL env have recorded.
+        video_dir: film each evaluation's first episode of a Gymnasium env: `<video_dir>/<log_prefix>_<step>.mp4`.
+        logger: one of `reap.loggers`, which is told the metrics of each evaluation, and shown its video.
         on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. What it
             raises is logged, and ends nothing.
         busy_policy: what `trigger_eval` does while one is going on: "skip" it, raise an "error", or "queue".
@@ -92,6 +97,8 @@ class Evaluator:
         exploration_type: InteractionType | str = InteractionType.DETERMINISTIC,
         metrics_fn: Callable[[TensorDictBase], Mapping[str, float]] | None = None,
         dump_video: bool = True,
+        video_dir: Any = None,
+        logger: Any = None,
         on_result: Callable[[TensorDictBase], Any] | None = None,
         busy_policy: str = "skip",
         backend: str = "thread",
@@ -119,7 +126,10 @@ class Evaluator:
         if not isinstance(reward_keys, (str, tuple, list)) or not all(isinstance(one, str) for one in reward_keys):
             raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
         self._reward, self._metrics = as_key(reward_keys), metrics_fn
-        self._dump, self._on_result = dump_video, on_result
+        self._dump, self._on_result, self._logger = dump_video, on_result, logger
+        self._videos = None if video_dir is None else Path(video_dir)
+        if self._videos is not None:
+            env = functools.partial(filmed, env)
         self._source = policy
         options: dict[str, Any] = {
             "frames_per_batch": frames_per_batch or min(max_steps or _FRAMES, _FRAMES),
@@ -281,12 +291,35 @@ class Evaluator:
                 self._news.notify_all()
 
     def _tell(self, found: Mapping[str, Any]) -> None:
-        if self._on_result is None:
-            return
+        step = found[f"{self._prefix}/step"]
+        videos = {name: value for name, value in found.items() if name == f"{self._prefix}/video"}
+        numbers = {name: value for name, value in found.items() if name not in videos}
         try:
-            self._on_result(TensorDict({name: _tensor(value) for name, value in found.items()}))
+            if self._logger is not None:
+                self._logger.log(step, {k: v for k, v in numbers.items() if not k.endswith("/step")}, videos)
+            if self._on_result is not None:
+                self._on_result(TensorDict({name: _tensor(value) for name, value in numbers.items()}))
         except Exception:
-            _log.exception("Evaluator: on_result raised; the evaluation counts all the same")
+            _log.exception("Evaluator: on_result or logger raised; the evaluation counts all the same")
+
+    def explain(self) -> str:
+        """How the policy is asked for its actions: what `exploration_type` comes to, and how env and policy are run.
+
+        >>> print(evaluator.explain())
+        exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
+        """
+        self._open()
+        kind = self._player.collector.exploration_type
+        name = "None" if kind is None else kind.name
+        parts = self._policy.modules() if isinstance(self._policy, nn.Module) else ()
+        if any(isinstance(part, ProbabilisticTensorDictModule) for part in parts):
+            meaning = "the policy's distributions give the action that each has for that"
+        else:
+            meaning = (
+                "the policy has no distribution that reap sees: it is called as it is, in evaluation mode, and may ask "
+                "tensordict.nn.probabilistic.interaction_type() what is wanted"
+            )
+        return f"exploration_type {name}: {meaning}\n{self._player.collector.explain()}"
 
     def _numbered(self, step: Any) -> Any:
         if step is None:
@@ -314,6 +347,8 @@ class Evaluator:
         for path, one in weights.items():
             self._player.load(path, one)
         keys = [self._reward, _SUMMED]
+        if self._videos is not None:
+            self._player.film(1)
         began = time.perf_counter()
         with _at_rest(self._policy):
             episodes, frames = self._player.play(None if self._metrics or self._postproc else keys)
@@ -332,6 +367,9 @@ class Evaluator:
         found.update(self._metrics(episodes) if self._metrics is not None else {})
         if self._dump:
             self._player.dump_videos(step)
+        if self._videos is not None:
+            found["video"] = str(self._videos / f"{self._prefix.replace('/', '_')}_{step}.mp4")
+            self._player.write_film(found["video"])
         return {f"{self._prefix}/{name}": value for name, value in found.items()}
 
     @staticmethod
@@ -433,3 +471,50 @@ def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[fl
 def _tensor(value: Any) -> torch.Tensor:
     found = torch.as_tensor(value)
     return found.float() if found.dtype is torch.float64 else found
+
+
+def record_video(
+    env: Any,
+    policy: Any,
+    path: Any,
+    *,
+    episodes: int = 1,
+    max_steps: int | None = None,
+    deterministic: bool = True,
+    seed: int | None = None,
+    fps: float | None = None,
+) -> dict[str, Any]:
+    """Film a policy playing whole episodes; returns their mean return and length, by name, and where the video is.
+
+    >>> record_video("CartPole-v1", policy, "play.mp4")["reward"]
+
+    Args:
+        env: a Gymnasium id, an env made with `render_mode="rgb_array"`, or a factory of one.
+        policy: as for `Collector`; None plays random actions. It is asked for its deterministic action, in evaluation
+            mode; a policy that samples all the same is told of in a warning.
+        path: the mp4 file.
+        episodes: how many, one after another in one video.
+        max_steps: cut episodes after so many steps.
+        deterministic: False: as it acts in training.
+        seed: of the env and of the policy's noise.
+        fps: frames per second; None: as the env says.
+    """
+    kind = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
+    player = filmed(env)
+    playing = Evaluator(
+        player,
+        RandomPolicy() if policy is None else policy,
+        num_trajectories=episodes,
+        max_steps=max_steps,
+        exploration_type=kind,
+        log_prefix="video",
+    )
+    with playing:
+        if seed is not None:
+            playing._player.collector.set_seed(seed)
+        player.begin(episodes)
+        found = playing.evaluate()
+        place = player.dump(path, fps)
+    return {name.removeprefix("video/"): value for name, value in found.items() if name != "video/step"} | {
+        "video": str(place)
+    }

@@ -177,6 +177,7 @@ class MultiCollector(BaseCollector):
             "source": self._source,
             "scheme": settings.transport,
             "timeout": settings.timeout,
+            "on_failure": settings.failures,
             "strategy": self._strategy,
             "threads": settings.num_sub_threads,
             "init": settings.init_fn,
@@ -452,6 +453,7 @@ class MultiCollector(BaseCollector):
         remotes = self._backend.known_workers
         alive = sum(not remote.child.gone() for remote in self._backend.workers)
         found: dict[str, Any] = {"workers": len(remotes), "workers_alive": alive}
+        found["restarts"] = self._backend.supervisor.restarts
         if workers != "per_worker":
             found |= {
                 "frames": self._pipeline.frames,

@@ -16,6 +16,7 @@ from reap.arguments import MOST, flag, function, mapping, one_of, seconds, whole
 from reap.core.device.devices import named_device
 from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
+from reap.failures import FailurePolicy, failure_policy
 from reap.weight_update import WeightSyncScheme, WeightTransport, as_scheme
 from reap.weights.strategy import own_strategy
 
@@ -42,6 +43,10 @@ WORKERS_ONLY = frozenset(
         "hooks_in_workers",
         "timeout",
         "start_method",
+        "on_failure",
+        "max_restarts",
+        "restart_window",
+        "on_restart",
     }
 )
 _FLAGS = (
@@ -56,6 +61,7 @@ _FLAGS = (
     "set_truncated",
     "trust_policy",
     "update_at_each_batch",
+    "hooks_in_workers",
 )
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
@@ -115,6 +121,12 @@ class Options:
         timeout: seconds without a word from a worker that has work before it is reported as stuck; None: for ever, but
             after a minute the log says where it is.
         start_method: how workers start, "forkserver" or "spawn".
+        on_failure: what is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes
+            everything and raises its error; "restart" puts another in its place; "drop" goes on without it. See
+            docs/failures.md.
+        max_restarts: with "restart": how many workers may be started again within `restart_window`; None: any number.
+        restart_window: seconds over which restarts are counted.
+        on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped.
         pre_collect_hook: called before each batch is collected.
         post_collect_hook: called with each batch before it is delivered.
         hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
@@ -163,6 +175,10 @@ class Options:
     weight_updater: Any = None
     timeout: float | None = None
     start_method: Literal["forkserver", "spawn"] = "forkserver"
+    on_failure: Literal["raise", "restart", "drop"] = "raise"
+    max_restarts: int | None = 10
+    restart_window: float = 600.0
+    on_restart: Callable[[Any], Any] | None = None
     pre_collect_hook: Callable[[], Any] | None = None
     post_collect_hook: Callable[[Any], Any] | None = None
     hooks_in_workers: bool = False
@@ -260,6 +276,11 @@ class Options:
                     )
         seconds("timeout", self.timeout)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
+        self._check_failures()
+
+    def _check_failures(self) -> None:
+        if self.failures.action == "drop" and self.compact_obs:
+            raise UsageError("on_failure='drop' masks the lanes of a worker that is gone; compact_obs needs whole rows")
 
     def _whole(self, name: str, *, least: int | None = None, most: int | None = MOST, none: bool = False) -> None:
         object.__setattr__(self, name, whole(name, getattr(self, name), least=least, most=most, none=none))
@@ -313,6 +334,11 @@ class Options:
         """The weights a scheme was given for the policy before the collector was made; for all, or a dict by worker."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         return None if scheme is None else scheme.first
+
+    @property
+    def failures(self) -> FailurePolicy:
+        """What is done about workers that fail."""
+        return failure_policy(self.on_failure, self.max_restarts, self.restart_window, self.on_restart)
 
     @property
     def random_frames(self) -> int:

@@ -85,6 +85,8 @@ def plan_for(
         reset_at_each_iter=options.reset_at_each_iter,
         track_traj_ids=options.track_traj_ids,
         track_policy_version=bool(options.track_policy_version),
+        tell_cuts=options.on_failure == "restart",
+        masked=options.on_failure == "drop",
         compact=options.compact_obs,
         contiguous=options.contiguous_batches,
         storing_device=options.devices[1],

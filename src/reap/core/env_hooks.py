@@ -26,6 +26,7 @@ class EnvHooks:
     writes_after = False  # whether `after_step` writes all of `row.after`: the loop then copies no successors there
     draws = False  # whether random actions come from `draw`, step by step
     elsewhere = False  # whether lanes live in other processes or threads, and are closed there, whoever waits for them
+    tells_cuts = False  # whether lanes may begin anew because what stepped them failed: `step` returns them, not done
     captures = True  # whether it may record what it asks of torch, and replay that
 
     @property

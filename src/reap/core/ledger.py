@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
-from reap.core.slot import FLAGS, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 # Columns that are the same in every row, or written after gaps are closed.
 _FLAGS = [("next", flag) for flag in FLAGS]
-_NOT_MOVED = {MASK, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
+_NOT_MOVED = {MASK, CUT, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
 
 
 class TrajectoryIds:
@@ -53,12 +53,31 @@ class Ledger:
         self._resets, self._rows = reset_when_done, spec.rows
         self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
+        self._cut: Sequence[int] = ()  # lanes whose trajectories a failure has ended since the last rollout
 
     def reset(self, lanes: Sequence[int], *, fresh_ids: bool = True) -> None:
         """These lanes began anew, at the border between two rollouts."""
         if fresh_ids:
             self.ids[lanes] = self.counter.take(len(lanes))
         self.stats.forget(lanes)
+
+    def mark_cut(self, lanes: Sequence[int]) -> None:
+        """A failure has ended the trajectories of these lanes, and they have begun anew: their next rows say so."""
+        self._cut = lanes
+
+    def write_cuts(self, column: Array, lanes: Array | None = None) -> None:
+        """Mark the first row of each lane after a failure; `lanes`: whose each row is, where lanes are mixed."""
+        column[...] = False
+        if not len(self._cut):
+            return
+        if lanes is None:
+            column[0, self._cut] = True
+        else:
+            whose, first = np.unique(lanes, return_index=True)
+            column[first[np.isin(whose, self._cut)]] = True
+            self._cut = [lane for lane in self._cut if lane not in whose]
+            return
+        self._cut = ()
 
     def close(
         self, slot: Slot, steps: int, when: Array, where: Array, *, due: Sequence[int], version: int | None
@@ -71,9 +90,14 @@ class Ledger:
         frames = steps * slot.layout.lanes
         mask = arrays.get(MASK)
         made = None  # frames of each lane, where they are its first rows
+        over = arrays[("next", "done")][when, where, 0] if CUT in arrays and mask is not None else None
         if mask is not None:
             when, made = self._settle(mask, slot, steps, when, where, version is None)
             frames = int(np.count_nonzero(mask))
+        counted, began = None, None
+        if over is not None and not over.all():
+            when, where, counted = self._cut_short(when, where, over)
+            began = when[~counted] + 1, where[~counted]
         reward = arrays[self.reward][:steps]
         number = (
             reward[..., 0]
@@ -82,7 +106,11 @@ class Ledger:
         )
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
-        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made)
+        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made, counted=counted)
+        if CUT in arrays:
+            self.write_cuts(arrays[CUT])
+            if began is not None and mask is not None:
+                self._mark_inside(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
             if blank is not None:
@@ -94,6 +122,25 @@ class Ledger:
                 arrays[key][...] = version
                 if blank is not None:
                     np.putmask(arrays[key], blank, 0)
+
+    def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
+        """Where trajectories ended, those among them that a failure has cut: at the frame before the one that is lost.
+
+        Returns steps, lanes, and which of them are ends of episodes.
+        """
+        when = np.where(over, when, when - 1)
+        first = when < 0  # cut before the first frame of this rollout
+        lanes = where[first].tolist()
+        self.reset(lanes)
+        self._cut = sorted({*self._cut, *lanes})
+        return when[~first], where[~first], over[~first]
+
+    def _mark_inside(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
+        """Mark rows that follow a cut; those that are not made yet, in the next rollout."""
+        there = first < len(column)
+        there[there] = mask[first[there], lanes[there]]
+        column[first[there], lanes[there]] = True
+        self._cut = sorted({*self._cut, *lanes[~there].tolist()})
 
     def _write_ids(self, column: Array, when: Array, where: Array, steps: int, due: Sequence[int]) -> None:
         """Ids only grow along a lane, so marking the starts and taking a running maximum writes them all."""

@@ -62,6 +62,12 @@ def without_episodes(state: Any, why: str, which: Callable[[Any], bool] = lambda
     return found if any(found[name] is not part for name, part in state.items()) else state
 
 
+def anew(lanes: int, why: str, *, next_id: int, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a worker that nobody can ask any more: its episodes begin anew, with ids from `next_id` on."""
+    state = {"format": FORMAT, "lanes": lanes, "why": why, "env": None, "current": [], "policy": [], "random": None}
+    return {**state, "next_id": next_id, "statistics": statistics}
+
+
 def _has_pickles(part: Any) -> bool:
     if isinstance(part, Mapping):
         return _PICKLE in part or any(map(_has_pickles, part.values()))

@@ -22,7 +22,7 @@ from reap.core.env import Env
 from reap.core.ledger import Ledger
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, Row, RowKeys, Slot
+from reap.core.slot import CUT, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, Row, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
@@ -219,7 +219,7 @@ def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
 
 
 def columns_of(
-    spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False
+    spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False, cut: bool = False
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side."""
     check_names(spec, {READY} if spec.ready_of is None else ())
@@ -244,6 +244,8 @@ def columns_of(
         columns[TRAJ_IDS] = whole
     if mask or spec.rows != "whole":
         columns[MASK] = Leaf((), torch.bool)
+    if cut:
+        columns[CUT] = Leaf((), torch.bool)
     if version:
         columns[VERSION] = columns[("next", *VERSION)] = whole
     return columns

@@ -38,6 +38,7 @@ _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data t
 FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
+CUT: Key = ("collector", "cut")  # the first row of a lane after a failure: the trajectory before it was cut
 VERSION: Key = ("policy_version",)
 FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/columns/assemble_frames.py)
 
@@ -82,6 +83,15 @@ class Layout:
                 f"frames_per_batch: {self.steps:,} steps of {self.lanes:,} lanes take {self.nbytes / 2**30:,.1f} GiB, "
                 f"and there is no room for that ({cause})"
             ) from cause
+
+    def same_as(self, other: Layout) -> bool:
+        """Whether rollouts of both can lie in one another's place."""
+        return (self.columns, self.steps, self.lanes, self.batched) == (
+            other.columns,
+            other.steps,
+            other.lanes,
+            other.batched,
+        )
 
     @property
     def batch_size(self) -> tuple[int, ...]:

@@ -118,10 +118,12 @@ class Stats:
         frames: int,
         mask: Any = None,
         made: Any = None,
+        counted: Any = None,
     ) -> None:
         """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time.
 
-        `mask` says what is a frame; or `made`, how many each lane made, where they are its first ones.
+        `mask` says what is a frame; or `made`, how many each lane made, where they are its first ones. `counted`: which
+        of the ends are ends of episodes; the others were cut.
         """
         self.rollouts += 1
         self.frames += frames
@@ -135,7 +137,7 @@ class Stats:
         count = np.broadcast_to(count, total.shape)
         in_all = count[-1] if made is None else made
         if len(when):
-            order = np.argsort(where * len(total) + when)  # by lane, then by time
+            order = np.argsort(where * len(total) + when, kind="stable")  # by lane, then by time
             t, lane = when[order], where[order]
             first = np.r_[True, lane[1:] != lane[:-1]]
             before = np.where(first, -self.open_return[lane], np.r_[0.0, total[t, lane][:-1]])
@@ -143,12 +145,12 @@ class Stats:
             returns, lengths = total[t, lane] - before, count[t, lane] - began
             back = np.empty_like(order)
             back[order] = np.arange(len(order))
-            recent = back[-RECENT:]  # in time, not by lane
+            recent = (back if counted is None else back[counted])[-RECENT:]  # in time, not by lane
             self.returns.extend(returns[recent].tolist())
             self.lengths.extend(lengths[recent].tolist())
             at = (t[recent] + 1) / len(total)
             self._fresh = np.stack([at, returns[recent], lengths[recent].astype(np.float64)], 1)
-            self.episodes += len(when)
+            self.episodes += len(when) if counted is None else int(np.count_nonzero(counted))
             last = np.r_[lane[1:] != lane[:-1], True]
             open_return, open_length = total[-1] + self.open_return, self.open_length + in_all
             open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
@@ -188,6 +190,14 @@ class Stats:
         if opened:
             self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
 
+    @classmethod
+    def counted(cls, lanes: int, summary: Mapping[str, Any], *, frames: int, rollouts: int) -> Stats:
+        """Those of a worker of which no more is known than its `summary` and what it has made."""
+        stats = cls(lanes)
+        stats.frames, stats.rollouts, stats.seconds = frames, rollouts, float(summary["collect_seconds"])
+        stats.episodes, stats.nan_rewards = int(summary["episodes"]), int(summary["nan_rewards"])
+        return stats
+
     def summary(self) -> dict[str, Any]:
         """The counts, and means over the last hundred episodes (None before the first one ends)."""
         return {
@@ -209,6 +219,15 @@ def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
     """The statistics encoded by `numbers_of`."""
     told = {name: None if np.isnan(value) else value for name, value in zip(TOLD, numbers.tolist())}
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
+
+
+def counted_on(before: Mapping[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of a worker that has taken the place of another, which had counted so much."""
+    if not before["episodes"] and not before["collect_seconds"]:
+        return stats
+    sums = {name: before[name] + stats[name] for name in ("episodes", "nan_rewards", "collect_seconds")}
+    latest = stats if stats["episodes"] else before
+    return {**stats, **sums, **{name: latest[name] for name in ("mean_return", "mean_length")}}
 
 
 def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class Plan:
     reset_at_each_iter: bool = False
     track_traj_ids: bool = True
     track_policy_version: bool = False
+    tell_cuts: bool = False  # a column says where failures ended trajectories
+    masked: bool = False  # a column says what is a frame, also where everything is
     stop: Callable[[], bool] | None = None
     episodes: int | None = None  # a rollout ends when all lanes together have played so many since the last reset
     compact: bool = False
@@ -127,9 +129,10 @@ class Worker(AnyWorker):
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=not plan.reset_when_done or self.halting is not None,
+            mask=plan.masked or not plan.reset_when_done or self.halting is not None,
             version=plan.track_policy_version,
             compact=plan.compact,
+            cut=plan.tell_cuts or self.env.tells_cuts,
         )
         if plan.compact:
             self._check_compact(columns)

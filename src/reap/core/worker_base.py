@@ -91,9 +91,12 @@ class AnyWorker:
         self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
         return following
 
-    def open_state(self) -> dict[str, Any]:
-        """What it is in the middle of, for another worker to go on from (see core/resume.py)."""
-        why, env, current, policy = self._cannot_resume(), None, [], []
+    def open_state(self, why: str | None = None) -> dict[str, Any]:
+        """What it is in the middle of, for another worker to go on from (see core/resume.py).
+
+        `why`: a reason, if there is one, for which its open episodes are over.
+        """
+        why, env, current, policy = why or self._cannot_resume(), None, [], []
         try:
             if why is None:
                 env, policy = self.env.open_state(), self.policy.open_state()
@@ -122,7 +125,8 @@ class AnyWorker:
             self._reset(range(self.lanes))
         self.stats.load(state["statistics"], opened=goes_on)
         self.env.driver = self.loop.me
-        set_generators(state["random"])  # last: nothing is drawn any more before the next step
+        if state["random"] is not None:
+            set_generators(state["random"])  # last: nothing is drawn any more before the next step
 
     def _cannot_resume(self) -> str | None:
         """Why this worker's episodes cannot go on elsewhere, whatever its env says."""

@@ -49,6 +49,10 @@ class Wrapped(Env):
         self._env.driver = who
 
     @property
+    def tells_cuts(self) -> bool:  # type: ignore[override]
+        return self._env.tells_cuts
+
+    @property
     def captures(self) -> bool:
         return self._env.captures
 

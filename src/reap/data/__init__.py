@@ -1,9 +1,10 @@
-"""Replay buffers, by the names users know.
+"""Replay buffers and datasets, by the names users know.
 
 >>> from reap.data import LazyTensorStorage, ReplayBuffer
 >>> buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=256)
 >>> buffer.extend(batch)
 >>> buffer.sample()
+>>> record(collector, "runs/cartpole", format="minari")        # episodes on disk; see docs/datasets.md
 """
 
 from reap.buffers.limiter import SamplesPerInsert
@@ -22,9 +23,11 @@ from reap.buffers.tensordict_replay import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from reap.data.datasets import Dataset, export, load, record
 from reap.data.ray import RayReplayBuffer
 
 __all__ = [
+    "Dataset",
     "LazyMemmapStorage",
     "LazyTensorStorage",
     "MultiStep",
@@ -40,4 +43,7 @@ __all__ = [
     "Storage",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
+    "export",
+    "load",
+    "record",
 ]

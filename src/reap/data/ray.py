@@ -25,7 +25,7 @@ from reap._system.forks import guard, refuse_all
 from reap._system.pickling import dumps
 from reap.backends.remote.ray import CLUSTER, engine
 from reap.buffers.replay import ReplayBuffer
-from reap.buffers.row_source import Feed
+from reap.buffers.row_source import Feed, sample_while
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
 
 _THREADS = 4  # of the actor: who samples does not wait for who writes
@@ -211,6 +211,12 @@ class RayReplayBuffer(_Client):
                 if released:
                     raise
                 released = self.feed.wait(why, began, patience)
+
+    def sample_while(self, collector: Any, batch_size: int | None = None, return_info: bool = False) -> Iterator[Any]:
+        """Samples for as long as a collector fills this buffer in the background. See `ReplayBuffer.sample_while`."""
+        self.feed.check(collector)
+        sample = functools.partial(self.sample, batch_size, return_info)
+        return sample_while(collector, sample, lambda: bool(self._ask(self._actor.show, "owed")))
 
     def empty(self) -> None:
         """Forget all rows."""

@@ -10,6 +10,7 @@ while the `Paused` that stands for it exists. Who rests looks now and then wheth
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ class _Pause:
 
     def __init__(self, paused: weakref.ref[Paused]) -> None:
         self._paused = paused
+        self.thread = threading.get_ident()  # which asked for it
         self.given = False  # whether who asked for it has got it
         self.no_block = [True]  # empty once its block has begun
 
@@ -72,3 +74,7 @@ class Pauses:
             if not one.holds and one in self._all:
                 self._all.remove(one)
         return bool(self._all)
+
+    def hold_without(self, thread: int) -> bool:
+        """Whether there is one, and none that this thread has asked for and would have to end."""
+        return self.hold and all(one.thread != thread for one in tuple(self._all))

@@ -60,6 +60,7 @@ class WorkerMemory:
     first: int
     common: bool
     packing: Packing | None
+    begins: bool  # whether the weights all workers begin with are its own
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -213,7 +214,7 @@ class _ProcessWorkerServer(WorkerServer):
         self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-            if self._job.index == 0:
+            if memory.begins:
                 self._shared.begin_with(self.tensors)
         settle()
 

@@ -33,12 +33,14 @@ from reap.core.slot import Layout, Slot
 from reap.weight_update import WeightTransport
 from reap.weights.shared import Packing, SharedWeights
 
+_LAST_WORDS = 0.2  # seconds a worker that has raised something has to close its env
+
 
 class SharedMemoryTransport(Transport):
     """Reaches workers that are children of this process. `buffer`: descriptors their writers need."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "per_worker", "none")
-    replaceable: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     def __init__(self, *, start_method: StartMethod = "forkserver", buffer: Sequence[int] = ()) -> None:
         self._start_method, self._buffer = start_method, tuple(buffer)
@@ -77,6 +79,15 @@ class SharedMemoryTransport(Transport):
                 os.close(theirs)
             assert self._selector is not None
             worker.connection = ProcessConnection(worker.index, child, ours, self._selector)
+
+    def retire(self, worker: WorkerHandle) -> None:
+        connection = worker.connection
+        if isinstance(connection, ProcessConnection):
+            connection.retire()
+        self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
+
+    def cannot_restart(self) -> str | None:
+        return None
 
     def wait(self, seconds: float | None) -> list[int]:
         assert self._selector is not None
@@ -117,7 +128,8 @@ class SharedMemoryTransport(Transport):
 
     def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         layout, count, first, common = self._memory[worker.index]
-        return (WorkerMemory(layout, count, first, common=common, packing=packing),)
+        begins = worker.index == 0 and not worker.begun  # later ones find the latest weights there
+        return (WorkerMemory(layout, count, first, common=common, packing=packing, begins=begins),)
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> SharedWeights:
         return SharedWeights(self._files[0].weights, packing)
@@ -135,7 +147,8 @@ class SharedMemoryTransport(Transport):
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         if hasattr(self, "counters"):
             self.counters.leave = True  # before the signal, which then waits for the end of a step
-        connections = [worker.connection for worker in workers if isinstance(worker.connection, ProcessConnection)]
+        living = [worker for worker in workers if not worker.dropped]
+        connections = [worker.connection for worker in living if isinstance(worker.connection, ProcessConnection)]
         for connection in connections:
             connection.hang_up()
             connection.child.signal(signal.SIGTERM)  # it may be in the middle of a rollout nobody wants any more
@@ -179,6 +192,16 @@ class ProcessConnection(WorkerConnection):
         said = list(self._talk.inbox)
         self._talk.inbox.clear()
         return said, gone
+
+    def retire(self) -> None:
+        """End its process at once: it has failed, whatever it may still be doing."""
+        for part in (self.child.sentinel, self.child.line):
+            with contextlib.suppress(KeyError, ValueError):  # it was retired before
+                self._selector.unregister(part)
+        self.hang_up()
+        if not self.child.gone(_LAST_WORDS):  # one that raised closes its env now
+            self.child.signal(signal.SIGKILL)
+        end([self.child], patience=0.0, deadline=DEADLINE)
 
     def hang_up(self) -> None:
         """Give no more slots, and say no more."""

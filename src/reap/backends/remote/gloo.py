@@ -32,7 +32,17 @@ from reap.backends.network.launchers import NodePool, Nodes
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import MessageSigner
-from reap.backends.remote.gloo_worker import EVER, HERE, Address, abandon, join_broadcast, receive, run_gloo, wait
+from reap.backends.remote.gloo_worker import (
+    EVER,
+    HERE,
+    Address,
+    abandon,
+    join_broadcast,
+    name_of,
+    receive,
+    run_gloo,
+    wait,
+)
 from reap.backends.remote.message_transport import (
     MessageConnection,
     MessageTransport,
@@ -61,10 +71,10 @@ class _OrderStore:
         """For the worker that waits for this key."""
         self._store.set(key, value)
 
-    def give_up(self, index: int) -> None:
+    def give_up(self, name: str) -> None:
         """A worker has ended: whoever waits for its first sign need not any more."""
         if (store := self._store) is not None:
-            store.compare_set(f"here/{index}", "", "never")
+            store.compare_set(f"here/{name}", "", "never")
 
     def close(self) -> None:
         """Nobody is reached any more."""
@@ -84,7 +94,8 @@ class GlooConnection(MessageConnection):
         wakeup: Wakeup,
     ) -> None:
         super().__init__(worker, sent)
-        self.child = NetworkChild(child, self, functools.partial(orders.give_up, worker.index))
+        self._name = name_of(worker.index, 0 if worker.job is None else worker.job.life)
+        self.child = NetworkChild(child, self, functools.partial(orders.give_up, self._name))
         self._address, self._put, self._wakeup = address, orders.put, wakeup
         self._seal = MessageSigner(address.secret)
         self._group: Any = None
@@ -94,14 +105,14 @@ class GlooConnection(MessageConnection):
         self.thread.start()
 
     def send(self, order: Order | None) -> None:
-        key = f"to/{self.index}/{self.orders}"
+        key = f"to/{self._name}/{self.orders}"
         self.orders += 1
         self._put(key, self._seal.close(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
             if self._comes():
-                self._group = group = self._address.group(f"data/{self.index}", 0, 2)
+                self._group = group = self._address.group(f"data/{self._name}", 0, 2)
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
@@ -115,6 +126,10 @@ class GlooConnection(MessageConnection):
             self._wakeup.ring()
             self.child.end_with_connection()
 
+    def let_end(self) -> None:
+        self.child.gone()  # whoever waits for its first sign need not
+        self.thread.join(DEADLINE)
+
     def abandon(self) -> None:
         """Its machine is lost: its connection would stay open for ever."""
         if (group := self._group) is not None:
@@ -122,12 +137,12 @@ class GlooConnection(MessageConnection):
 
     def _comes(self) -> bool:
         """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
-        return bytes(self._address.store().get(f"here/{self.index}")) == HERE
+        return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
     def _receive(self, group: Any, head: Header) -> Any:
         if head.rollout:
             self._receive_rollout(group, self.slots[head.slot])
-        place = f"from/{self.index}/{self._heard}"
+        place = f"from/{self._name}/{self._heard}"
         more = self._seal.open(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
         return head.full(more) if head.rollout else pickle.loads(more)
@@ -159,21 +174,40 @@ class GlooTransport(MessageTransport):
         self._orders: _OrderStore | None = None
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        local = self._nodes.launcher == "mp"
-        store = loopback_store(self._nodes.port if local else 0, EVER)
-        self._orders = _OrderStore(store)  # first: it is closed with us
-        packed = [dumps(worker.job, f"what worker {worker.index} needs") for worker in workers]
-        if local:
-            self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
+        packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
+        if self._orders is None:
+            self._meet_at(loopback_store(self._nodes.port if self._local else 0, EVER), len(workers))
+        assert self._orders is not None
+        if self._company is None:
+            lives = {worker.index: 0 if worker.job is None else worker.job.life for worker in workers}
             run = functools.partial(run_gloo, address=self._address)
-            self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
+            self.start_children(
+                {i: functools.partial(run, job=job, index=i, life=lives[i]) for i, job in packed.items()}
+            )
         else:
-            self._company = self._nodes.open(len(workers), store.port, self.wakeup.ring)
-            self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
-            self._children = self._company.gather(packed, "gloo", None, self._lost, self.linger)
-        for worker, child in zip(workers, self._children):
+            gathered = self._company.gather(list(packed.values()), "gloo", None, self._lost, self.linger)
+            self._children = dict(zip(packed, gathered))
+        for worker in workers:
+            child = self._children[worker.index]
             connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
             self.connect(worker, connection, child.sentinel)
+
+    @property
+    def _local(self) -> bool:
+        return self._nodes.launcher == "mp"
+
+    def _meet_at(self, store: Any, count: int) -> None:
+        self._orders = _OrderStore(store)  # first: it is closed with us
+        if self._local:
+            self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
+        else:
+            self._company = self._nodes.open(count, store.port, self.wakeup.ring)
+            self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
+
+    def cannot_restart(self) -> str | None:
+        if self._local:
+            return None
+        return "weights are broadcast to the workers of nodes, and gloo lets nobody join a broadcast later; use 'drop'"
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
@@ -232,10 +266,11 @@ class GlooTransport(MessageTransport):
         return min(quiet, key=lambda one: one.busy_since)
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        connections = [one for worker in workers if isinstance(one := worker.connection, GlooConnection)]
+        living = [worker for worker in workers if not worker.dropped]
+        connections = [one for worker in living if isinstance(one := worker.connection, GlooConnection)]
         for connection in connections:
             connection.send(None)
-        end_children(self._children, patience=GOODBYE, deadline=DEADLINE)
+        end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         for connection in connections:
             connection.thread.join(DEADLINE)
         if self._company is not None:

@@ -92,18 +92,18 @@ def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
 class _GlooConnection(ParentConnection):
     """Orders are keys of the store, one after the other. A thread sends, in order."""
 
-    def __init__(self, index: int, address: Address) -> None:
-        self._index, self._seal = index, MessageSigner(address.secret)
+    def __init__(self, name: str, address: Address) -> None:
+        self._name, self._seal = name, MessageSigner(address.secret)
         self._store = address.store()
-        self._store.set(f"here/{index}", HERE.decode())
-        self._group = address.group(f"data/{index}", 1, 2)
+        self._store.set(f"here/{name}", HERE.decode())
+        self._group = address.group(f"data/{name}", 1, 2)
         self._heard = self._said = 0
         self._outbox: queue.SimpleQueue[tuple[Message, Callable[[], None]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="reap-sender", daemon=True)
         self._sender.start()
 
     def next_order(self) -> Order | None:
-        key = f"to/{self._index}/{self._heard}"
+        key = f"to/{self._name}/{self._heard}"
         try:
             self._store.wait([key], EVER)
             sealed = self._store.get(key)
@@ -125,7 +125,7 @@ class _GlooConnection(ParentConnection):
         try:
             while (item := self._outbox.get()) is not None:
                 message, done = item
-                place = f"from/{self._index}/{self._said}"
+                place = f"from/{self._name}/{self._said}"
                 more = self._seal.close(message.more, place) if message.more else b""
                 message.header[1] = len(more)
                 self._send(message.header)
@@ -165,16 +165,22 @@ class _Broadcasts(WeightInbox):
             self.close()
 
 
-def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address) -> None:
+def name_of(index: int, life: int) -> str:
+    """By which a worker is known in the store: another in its place has another."""
+    return f"{index}.{life}"
+
+
+def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address, life: int = 0) -> None:
     """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them."""
-    parent = _GlooConnection(index, address)
+    parent = _GlooConnection(name_of(index, life), address)
     try:
         opened: Job = cloudpickle.loads(job)
     except Exception as error:  # of a kind that this machine cannot import
         parent.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
         parent.finish()
         return
-    weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=index == 0) if fds else _Broadcasts(opened, address)
+    first = index == 0 and life == 0  # it begins with its own weights, and so do all
+    weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=first) if fds else _Broadcasts(opened, address)
     run_remote_worker(opened, parent, weights)
 
 

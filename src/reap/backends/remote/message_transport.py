@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import pack_bytes
-from reap._system.processes import LEAVE, Child, StartMethod
+from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
 from reap._system.silence import Silence
 from reap._system.threads import wait_for_ends
 from reap.backends.base import Transport, WeightChannel, WorkerConnection
@@ -106,6 +106,9 @@ class MessageConnection(WorkerConnection):
         while self.inbox:
             found.append(self.inbox.popleft())
         return found, gone
+
+    def let_end(self) -> None:
+        """Its process was ended: returns when nobody here waits for it any more."""
 
     def received(self, message: Message) -> Any:
         """What a message says; a rollout's bytes are in its slot then."""
@@ -197,14 +200,15 @@ class MessageTransport(Transport):
     """A transport that launches workers somewhere, sends them orders and weights, and ends them."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]
-    replaceable: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     def __init__(self, *, start_method: StartMethod = "forkserver") -> None:
         self._start_method = start_method
         self.sent = SentWeights()
         self._selector: selectors.BaseSelector | None = None
         self._shared: SharedFile | None = None  # for weights, where all workers are on this machine and have it too
-        self._children: list[Any] = []  # the processes of workers, here or on nodes
+        self._children: dict[int, Any] = {}  # the processes of workers, here or on nodes, by worker
+        self._sentinels: dict[int, Any] = {}
 
     # ---- what each of them does ------------------------------------------------------------------------------------
 
@@ -237,20 +241,30 @@ class MessageTransport(Transport):
         self.wakeup = Wakeup()
         self._selector.register(self.wakeup, selectors.EVENT_READ)
 
-    def start_children(self, targets: Sequence[Callable[..., None]]) -> None:
+    def start_children(self, targets: Mapping[int, Callable[..., None]]) -> None:
         """A process of this machine for each, with memory for weights; known, and so ended, from its first moment."""
-        self._shared = SharedFile("reap-weights")
-        for index, target in enumerate(targets):
+        self._shared = self._shared or SharedFile("reap-weights")
+        for index, target in targets.items():
             packed, name = pack_bytes(target, "a worker"), f"reap-worker-{index}"
-            self._children.append(Child(packed, fds=[self._shared.fd], start=self._start_method, name=name))
-        for child in self._children:
-            child.line.finish()
+            self._children[index] = Child(packed, fds=[self._shared.fd], start=self._start_method, name=name)
+        for index in targets:
+            self._children[index].line.finish()
 
     def connect(self, worker: WorkerHandle, connection: MessageConnection, sentinel: Any = None) -> None:
         """From now on a worker is reached by this; `sentinel`: readable when its process is gone."""
         worker.connection = connection
         if sentinel is not None and self._selector is not None:
             self._selector.register(sentinel, selectors.EVENT_READ)
+            self._sentinels[worker.index] = sentinel
+
+    def retire(self, worker: WorkerHandle) -> None:
+        """End its process, if that is on this machine; what is received from it ends with it."""
+        if (sentinel := self._sentinels.pop(worker.index, None)) is not None and self._selector is not None:
+            self._selector.unregister(sentinel)
+        if (child := self._children.pop(worker.index, None)) is not None:
+            child.signal(signal.SIGKILL)
+            connection_of(worker).let_end()
+            end([child], patience=0.0, deadline=DEADLINE)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         selector, self._selector = self._selector, None
@@ -266,7 +280,8 @@ class MessageTransport(Transport):
 
     def wait(self, seconds: float | None) -> list[int]:
         self._sleep(seconds)
-        return [w.index for w in self._workers if connection_of(w).speaks or w.child.gone()]
+        living = [worker for worker in self._workers if not worker.dropped]
+        return [w.index for w in living if connection_of(w).speaks or w.child.gone()]
 
     def linger(self, seconds: float) -> None:
         """Wait until somebody rings, or so long. Ctrl-C is let in."""

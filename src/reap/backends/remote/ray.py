@@ -254,7 +254,7 @@ class RayActorTransport(MessageTransport):
     """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
     weight_schemes = ("ray", "per_worker", "none")
-    replaceable = True
+    grows = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
         engine()  # is it there?
@@ -327,6 +327,16 @@ class RayActorTransport(MessageTransport):
             raise WorkerDied(_short(error)).at(worker=f"{job.index} (not started yet)") from None
         return where
 
+    def retire(self, worker: WorkerHandle) -> None:
+        connection = ray_connection(worker)
+        process = self._process_of(connection.child, kill=True)
+        self._ray.kill(connection.actor)  # it may have raised something, and live on
+        if process is not None:
+            _wait_for_ends([process], 0.3 * DEADLINE)
+
+    def cannot_restart(self) -> str | None:
+        return None
+
     def broadcast(self, packed: Tensor) -> None:
         self._latest = self._ray.put(packed.numpy())
         for worker in self._workers:
@@ -340,7 +350,7 @@ class RayActorTransport(MessageTransport):
         if self._ray is None:
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
-            all_of_them = [ray_connection(worker) for worker in workers]
+            all_of_them = [ray_connection(worker) for worker in workers if not worker.dropped]
             here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
             living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
             left = [one.actor.leave.remote(one.orders, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
@@ -351,10 +361,11 @@ class RayActorTransport(MessageTransport):
             _wait_for_ends(here, 0.3 * DEADLINE)
         CLUSTER.leave(end=self.end_cluster)
 
-    def _process_of(self, actor: _Actor) -> int | None:
+    def _process_of(self, actor: _Actor, *, kill: bool = False) -> int | None:
         """A descriptor of its process, if that is on this node and lives.
 
-        One that was silent is killed here; one that is stopped is woken, to hear that it is to leave.
+        One that was silent is killed here, or where that is asked for; one that is stopped is woken, to hear that it is
+        to leave.
         """
         if actor.node != self._ray.get_runtime_context().get_node_id() or not hasattr(os, "pidfd_open"):
             return None
@@ -363,7 +374,7 @@ class RayActorTransport(MessageTransport):
         except OSError:
             return None
         with contextlib.suppress(OSError):  # one that is frozen would not do it for Ray
-            signal.pidfd_send_signal(process, signal.SIGKILL if actor.silent else signal.SIGCONT)
+            signal.pidfd_send_signal(process, signal.SIGKILL if actor.silent or kill else signal.SIGCONT)
         return process
 
     def _cluster_answers(self) -> bool:

@@ -105,6 +105,10 @@ class RPCConnection(MessageConnection):
         self._wakeup.ring()
         self.after.start()
 
+    def let_end(self) -> None:
+        if self.after.ident is not None:
+            self.after.join(DEADLINE)
+
     def hear(self) -> tuple[list[Any], bool]:
         messages, gone = super().hear()
         return [self.received(said) for said in messages], gone
@@ -130,9 +134,10 @@ class TensorPipeTransport(MessageTransport):
         if self._nodes.launcher == "mp":
             self._meet_here(packed)
         else:
-            self._children = self._invite(packed)
-        connections = [RPCConnection(worker, self.sent, c, self.wakeup) for worker, c in zip(workers, self._children)]
-        for worker, connection, child in zip(workers, connections, self._children):
+            self._children = dict(enumerate(self._invite(packed)))
+        children = list(self._children.values())
+        connections = [RPCConnection(worker, self.sent, c, self.wakeup) for worker, c in zip(workers, children)]
+        for worker, connection, child in zip(workers, connections, children):
             self.connect(worker, connection, child.sentinel)
         self._see_all(workers)
         join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
@@ -148,7 +153,7 @@ class TensorPipeTransport(MessageTransport):
         if all(os.path.exists(path) for path in _SHM_NEEDS):
             self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
         run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
-        self.start_children([functools.partial(run, job=job, index=i) for i, job in enumerate(packed)])
+        self.start_children({i: functools.partial(run, job=job, index=i) for i, job in enumerate(packed)})
 
     def _invite(self, packed: Sequence[bytes]) -> list[Any]:
         self._store = loopback_store(0, JOIN)
@@ -169,20 +174,24 @@ class TensorPipeTransport(MessageTransport):
         keys = [f"here/{worker.index}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
             self.linger(_LOOK)
-            for worker, child in zip(workers, self._children):
+            for worker, child in zip(workers, self._children.values()):
                 if child.gone():
                     raise WorkerDied(str(child.death())).at(worker=worker.name)
+
+    def cannot_restart(self) -> str | None:
+        return "torch's RPC lets no agent join in the place of one that died; use 'drop', or DistributedCollector"
 
     def broadcast(self, packed: Tensor) -> None:
         for index in below(-1, len(self._workers)):
             send(name(index), take_weights, packed)
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
-        connections = [one for worker in workers if isinstance(one := worker.connection, RPCConnection)]
+        living = [worker for worker in workers if not worker.dropped]
+        connections = [one for worker in living if isinstance(one := worker.connection, RPCConnection)]
         for connection in connections:
             if self._joined and not connection.child.gone():
                 connection.send(None)
-        end_children(self._children, patience=GOODBYE, deadline=DEADLINE)
+        end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         if self._joined:
             rpc.shutdown(graceful=False)
         for connection in connections:

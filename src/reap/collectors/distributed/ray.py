@@ -16,6 +16,7 @@ from reap.collectors.distributed.remote import FarCollector, RemotePlacement
 from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, listed
 from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.failures import FailurePolicy
 
 _GPU_SHARE = 0.2  # of an actor whose policy is on one
 _ELSEWHERE = {
@@ -101,7 +102,12 @@ class RayCollector(MultiCollector):
         super().__init__(create_env_fn, policy, **self._placement.options_left)
 
     def _running(self, settings: Options) -> dict[str, Any]:
-        return {**super()._running(settings), "restart": self._placement.given["restart"]}
+        running = super()._running(settings)
+        if not self._placement.given["restart"]:
+            return running
+        if settings.on_failure != "raise":
+            raise UsageError("restart=True and on_failure both say what is done about actors that die; give one")
+        return {**running, "on_failure": FailurePolicy("restart", None, deaths_only=True)}
 
     @property
     def _ray(self) -> RayActorTransport:
@@ -191,7 +197,7 @@ class RayCollector(MultiCollector):
 
         Asks nobody, so there is no `timeout` to wait for.
         """
-        found = {**super().stats(workers), "restarts": self._backend.supervisor.restarts}
+        found = super().stats(workers)
         if workers != "per_worker":
             found["worker_frames"] = sum(worker.frames for worker in self._backend.known_workers)
         return found

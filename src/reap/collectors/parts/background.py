@@ -53,6 +53,9 @@ class Runner(Protocol):
     def running(self) -> bool:
         """Whether rows are still to come."""
 
+    def paused_without(self, thread: int) -> bool:
+        """Whether it rests until another thread than this one ends its pause."""
+
     def failure(self) -> Exception | None:
         """Return what went wrong in the background; None if nothing has."""
 
@@ -178,6 +181,9 @@ class ThreadRunner:
     @property
     def running(self) -> bool:
         return not self._over
+
+    def paused_without(self, thread: int) -> bool:
+        return self._pauses.hold_without(thread)
 
     def failure(self) -> Exception | None:
         return self._failure

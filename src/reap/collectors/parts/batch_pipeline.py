@@ -18,6 +18,7 @@ from reap.backends.base import Backend, Rollout
 from reap.collectors.buffer_writers import Sink, mark_truncated, processed
 from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
+from reap.collectors.parts.listeners import Listeners
 from reap.core.columns.assemble_ragged import assembler
 from reap.errors import UsageError
 from reap.trajectories import FINAL, WholeTrajectories
@@ -30,7 +31,7 @@ class BatchPipeline:
     """The batches of one collector. `sink`: where they go, if not to the consumer."""
 
     def __init__(self, options: Options, sink: Sink | None) -> None:
-        self.arrangement = Arrangement()
+        self.arrangement, self.listeners = Arrangement(), Listeners()
         self.frames = self.batches = 0  # collected, and delivered
         self.taken: list[Part] = []  # what is to be split, post-processed, shown to the hook
         self.ready: TensorDictBase | None = None  # one that is to be delivered
@@ -148,12 +149,14 @@ class BatchPipeline:
         split = self.arrangement.split if self._options.split_trajs else None
         if self.sink is None:
             out = processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
+            self.listeners.show(out, (self.batches, 1))
             self.batches += 1
             self.taken = []  # last: between here and `ready` there is no loop or call in which Ctrl-C could come
             return out
         while self.taken:
             part = self.taken[0]
             done = processed(part.batch, split=split, postproc=postproc, hook=hook)
+            self.listeners.show(done, (self.batches, len(self.taken)))
             self.sink.take(done, part.worker)
             self.taken = self.taken[1:]
         self.batches += 1

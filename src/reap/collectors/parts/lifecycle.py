@@ -23,6 +23,7 @@ class Lifecycle:
         self.why_closed = why_closed  # None while it is open
         self.elsewhere: str | None = None  # why it is not this process's own
         self.ended = self._closing = False  # whether all is closed, and whether somebody is at it
+        self.failed = False  # whether it was closed because something went wrong
         self.busy: int | None = None  # the thread that collects
         self.collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
 
@@ -52,13 +53,13 @@ class Lifecycle:
             if away and self.collecting.acquire(timeout=LEAVE):
                 self.collecting.release()
 
-    def close(self, why: str, end: Callable[[bool], Any]) -> None:
+    def close(self, why: str, end: Callable[[bool], Any], *, failed: bool) -> None:
         """Call `end`, once; it is told whether anybody began to close before."""
         if self.ended or self._closing:
             return
         first = self.why_closed is None
         try:
-            self._closing, self.why_closed = True, self.why_closed or why
+            self._closing, self.why_closed, self.failed = True, self.why_closed or why, failed
             end(first)
             self.ended = True
         except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more

@@ -12,7 +12,7 @@ import numpy as np
 
 from reap.core.lanes.ready import Sorter
 from reap.core.ledger import Ledger
-from reap.core.slot import MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import Key
 
 ENV_INDEX: Key = ("env_index",)
@@ -48,6 +48,8 @@ class Stream(Sorter):
         ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
+        if CUT in arrays:
+            ledger.write_cuts(arrays[CUT], lanes)
         if MASK in arrays:
             arrays[MASK][...] = True
             for key, array in slot.arrays.items():

@@ -19,7 +19,8 @@ def untouched(policy: Any) -> Iterator[None]:
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
     attributes = [(m, type(m), dict(vars(m))) for m in objects]
-    buffers = [(b, b.clone()) for b in policy.buffers()] if isinstance(policy, nn.Module) else []
+    parts = [m for m in modules if isinstance(m, nn.Module)]
+    buffers = [(m, name, b, b.clone()) for m in parts for name, b in m.named_buffers(recurse=False)]
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     held = [value for _, _, before in attributes for value in before.values()]
     own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
@@ -38,8 +39,10 @@ def untouched(policy: Any) -> Iterator[None]:
                 del now[name]
             now.update(before)
         with torch.no_grad():
-            for buffer, value in buffers:
+            for owner, name, buffer, value in buffers:
                 buffer.copy_(value)
+                if getattr(owner, name, None) is not buffer:  # another was put in its place
+                    setattr(owner, name, buffer)
         for generator, state in own:
             generator.set_state(state)
         for bits, there in drawn:

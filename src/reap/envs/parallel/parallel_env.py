@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from reap.envs.parallel.process_lanes import ProcessLanes
 from reap.envs.parallel.process_workers import ProcessWorkers
 from reap.envs.serial import one_each
 from reap.errors import UsageError, WrongArgument
+from reap.failures import FailureAction, WorkerFailure, failure_policy
 
 
 class ParallelEnv(EnvBase):
@@ -36,6 +37,12 @@ class ParallelEnv(EnvBase):
         timeout: seconds a process may take for one step before it is reported as stuck; None: for ever.
         start_method: "forkserver" or "spawn".
         num_sub_threads: torch threads of each process.
+        on_failure: what is done, under a collector, about a process that dies, raises or takes longer than `timeout`:
+            "raise" its error; "restart" it, its lanes begin anew; "drop" it, its lanes are masked out. See
+            docs/failures.md.
+        max_restarts: how many may be started again within `restart_window` seconds; None: any number.
+        restart_window: see there.
+        on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when a process is dropped.
     """
 
     def __init__(
@@ -49,6 +56,10 @@ class ParallelEnv(EnvBase):
         timeout: float | None = None,
         start_method: StartMethod = "forkserver",
         num_sub_threads: int = 1,
+        on_failure: FailureAction = "raise",
+        max_restarts: int | None = 10,
+        restart_window: float = 600.0,
+        on_restart: Callable[[WorkerFailure], Any] | None = None,
         device: Any = None,
     ) -> None:
         lanes = num_workers if num_envs is None else num_envs  # as keywords, TorchRL calls the lanes workers
@@ -67,8 +78,11 @@ class ParallelEnv(EnvBase):
         options: dict[str, Any] = {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
         if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
             raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
+        failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
+        if ready is not None and failures.action != "raise":
+            raise UsageError("on_failure goes with lanes in step; with ready= a process that fails is raised")
         if ready is None:
-            super().__init__(ProcessLanes(shares, **options), device=place)
+            super().__init__(ProcessLanes(shares, on_failure=failures, **options), device=place)
         else:
             super().__init__(ReadyLanes(ProcessWorkers(shares, **options), ready, ready), device=place)
         guard(self)

@@ -12,9 +12,11 @@ row that is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +58,9 @@ from reap.envs.parallel.env_child import (
     serve,
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import ReapError, UsageError, WorkerSilent
+from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
+from reap.seeding import seed_of_life
 from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
@@ -67,17 +71,30 @@ def _alone(things: Sequence[Any]) -> Any:
     return things[0] if all(one is things[0] for one in things) else things
 
 
+def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
+    """How actions look, without what they may be."""
+    return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
+
+
 class EnvProcess:
     """A child process and its lanes, `[first, last)` of all."""
 
-    def __init__(self, child: Child, order_fd: int, reply: int) -> None:
-        self.child, self.order_fd, self.reply = child, order_fd, reply
+    def __init__(self, number: int, child: Child, order_fd: int, reply: int) -> None:
+        self.number, self.child, self.order_fd, self.reply = number, child, order_fd, reply
         self.talk = Conversation(child)
         self.spec: EnvSpec
         self.traits: Traits
         self.first = self.last = 0
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
+
+    def end(self) -> None:
+        """End it at once: it has failed, whatever it may still be doing."""
+        self.child.signal(signal.SIGKILL)
+        self.child.line.close()
+        for fd in (self.order_fd, self.reply):
+            os.close(fd)
+        end([self.child], patience=0.0, deadline=DEADLINE)
 
 
 class ProcessLanes(Env):
@@ -97,11 +114,20 @@ class ProcessLanes(Env):
         wires: Callable[[int, int], Sequence[int]] | None = None,
         cores: Sequence[Cores] | None = None,
         cells: bool = False,
+        on_failure: FailurePolicy | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
         self._cores = cores  # where each child runs; None: anywhere
+        self._on_failure = on_failure or FailurePolicy()
+        self._budget = RestartBudget(self._on_failure)
+        self.tells_cuts = self._on_failure.action != "raise"
+        self._lost: dict[EnvProcess, WorkerError] = {}  # processes that failed in this step, and why
+        self._dropped: list[int] = []  # lanes that are stepped no more
+        self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
+        self._makers, self._start_method, self._threads = makers, start_method, threads
+        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
         self._files: list[SharedFile] = []
         self.remotes: list[EnvProcess] = []
         self._owner, self._failed = os.getpid(), False
@@ -112,7 +138,7 @@ class ProcessLanes(Env):
         guard(self)
         try:
             with enough_room("processes for the lanes"):
-                self._begin(makers, start_method, threads)
+                self._begin()
         except BaseException:
             self.close()
             raise
@@ -121,19 +147,20 @@ class ProcessLanes(Env):
         """Called in a fork: the processes, and what they answer, are its owner's."""
         refuse_all(self, why)
 
-    def _begin(self, makers: Sequence[Any], start: StartMethod, threads: int) -> None:
+    def _begin(self) -> None:
         for name in ("reap-rows", "reap-first", "reap-some"):
             self._files.append(SharedFile(name))
         self._slots, self._firsts, self._control = self._files
-        for n, own in enumerate(makers):
-            self.remotes.append(self._start(n, own, start, threads))
+        for n in range(len(self._makers)):
+            self.remotes.append(self._start(n))
         for remote in self.remotes:
             remote.spec, remote.traits = self._answer(remote, grace=BOOT)
         self._join()
         for remote in self.remotes:
             self._call(remote, "begin", remote.first, self.spec.lanes)
 
-    def _start(self, n: int, makers: Any, start: StartMethod, threads: int) -> EnvProcess:
+    def _start(self, n: int) -> EnvProcess:
+        makers, start, threads = self._makers[n], self._start_method, self._threads
         make = functools.partial(self._host, makers=makers, limit=self._limit)
         cores = None if self._cores is None else self._cores[n]
         target = pack(
@@ -155,7 +182,7 @@ class ProcessLanes(Env):
             fds += self._wires(n, len(makers)) if self._wires is not None else ()
             child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
             ours.pop_all()
-        return EnvProcess(child, order_fd, reply)
+        return EnvProcess(n, child, order_fd, reply)
 
     def _join(self) -> None:
         self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
@@ -169,6 +196,8 @@ class ProcessLanes(Env):
                 f"it cannot lie in memory that processes share step by step; take SerialEnv, or a collector with "
                 f"workers (MultiSyncCollector)"
             )
+        if self.tells_cuts:  # a step in which a process fails is no frame of its lanes
+            self.spec = dataclasses.replace(self.spec, rows="skipping")
         for remote, (first, last) in zip(self.remotes, bounds):
             remote.first, remote.last = first, last
         lanes = self.spec.lanes
@@ -334,8 +363,10 @@ class ProcessLanes(Env):
         bare = Layout(
             {k: Leaf(v.shape, v.dtype) for k, v in layout.columns.items()}, layout.steps, layout.lanes, batched=True
         )
+        known = slot.place, bare, start, self._end
+        self._announced.append(known)
         for remote in self.remotes:
-            self._call(remote, "slot", slot.place, bare, start, self._end)
+            self._call(remote, "slot", *known)
         return slot
 
     def _exchange(self) -> Slot:
@@ -357,10 +388,9 @@ class ProcessLanes(Env):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
-        bare = {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
         self._action = None  # until everybody has understood
         for remote in self.remotes:
-            self._call(remote, "expect", bare)
+            self._call(remote, "expect", _bare(action))
         self._action, self._by_hand = dict(action), None
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -368,6 +398,7 @@ class ProcessLanes(Env):
         wanted = [lane for lane in chosen if seeds is not None or not self._fresh[lane]]
         if wanted:
             given = dict(zip(chosen, seeds)) if seeds is not None else None
+            self._last_seeds.update(given or {})
             self.begin(wanted, given)
         self._fresh[chosen] = False
         for array, first in zip(into, self.first):
@@ -421,26 +452,35 @@ class ProcessLanes(Env):
             self._some[:] = False
             self._some[list(lanes)] = True
         for remote in self.remotes:
-            if remote.owes:
-                self._settle(remote)
-            if all_of_them or self._some[remote.first : remote.last].any():
-                remote.owes = True
-                self._ring(remote, STEP if all_of_them else SOME, place, step)
+            try:
+                if remote.owes:
+                    self._settle(remote)
+                if all_of_them or self._some[remote.first : remote.last].any():
+                    remote.owes = True
+                    self._ring(remote, STEP if all_of_them else SOME, place, step)
+            except WorkerError as error:
+                self._lose(remote, error)
 
     def recv(self) -> list[int]:
         for remote in self.remotes:
             if remote.owes:
-                self.finish(remote)
+                try:
+                    self.finish(remote)
+                except WorkerError as error:
+                    self._lose(remote, error)
         _, row = self._sent
         shared = self._shared
         if shared is not row:
             self._copy(shared, row)
+        cut = self._replace_lost() if self._lost else []
+        if cut or self._dropped:
+            self._skip(row, [*cut, *self._dropped])
         done = row.done
-        if not done.any():
+        if not done.any() and not cut:
             return []
         self._fresh |= done
         ended: list[int] = np.flatnonzero(done).tolist()
-        return ended
+        return sorted({*ended, *cut}) if cut else ended
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         self.send(lanes, row)
@@ -457,6 +497,86 @@ class ProcessLanes(Env):
             (row.truncated, shared.truncated),
         ):
             mine[at] = theirs[at]
+
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    def _lose(self, remote: EnvProcess, error: WorkerError) -> None:
+        """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
+        if not self.tells_cuts or self.driver is None:
+            raise error
+        remote.owes = False
+        self._lost[remote] = error
+
+    def _replace_lost(self) -> list[int]:
+        """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""
+        lost, self._lost = self._lost, {}
+        cut: list[int] = []
+        for remote, error in lost.items():
+            lanes, at = range(remote.first, remote.last), self.remotes.index(remote)
+            self.remotes.remove(remote)
+            remote.end()
+            if self._on_failure.action == "drop":
+                self._dropped += lanes
+                self._tell(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
+            else:
+                self.remotes.insert(at, self._replacement(remote, error))
+                self._fresh[list(lanes)] = True
+                cut += lanes
+        if not self.remotes:
+            raise error
+        self._failed = False
+        return sorted(cut)
+
+    def _replacement(self, remote: EnvProcess, error: WorkerError) -> EnvProcess:
+        """Start another process for these lanes."""
+        began, tries = time.monotonic(), 0
+        while self._budget.spend(tries):
+            try:
+                new = self._start_again(remote)
+            except WorkerError as again:
+                error, tries = again, tries + 1
+                continue
+            seconds = time.monotonic() - began
+            self._tell(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
+            return new
+        raise self._budget.spent(error)
+
+    def _tell(self, failure: WorkerFailure) -> None:
+        log_failure(failure)
+        if self._on_failure.tell is not None:
+            self._on_failure.tell(failure)
+
+    def _start_again(self, before: EnvProcess) -> EnvProcess:
+        """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
+        new = self._start(before.number)
+        new.first, new.last = before.first, before.last
+        try:
+            new.spec, new.traits = self._answer(new, grace=BOOT)
+            joint_spec([before.spec, new.spec])
+            self._call(new, "begin", new.first, self.spec.lanes)
+            if self._action is not None:
+                self._call(new, "expect", _bare(self._action))
+            for slot in self._announced:
+                self._call(new, "slot", *slot)
+            own = range(new.first, new.last)
+            known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
+            seeds = [seed_of_life(seed, self._budget.count) for seed in known]
+            self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
+        except BaseException:
+            new.end()
+            raise
+        return new
+
+    def _skip(self, row: Row, lanes: list[int]) -> None:
+        """This step is no frame of these lanes."""
+        if row.mask is not None:
+            row.mask[lanes] = False
+        for array in (*row.next, *row.rewards):
+            array[lanes] = 0
+        for flag in (row.done, row.terminated, row.truncated):
+            flag[lanes] = False
+
+    # ---- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         if self._owner != os.getpid():

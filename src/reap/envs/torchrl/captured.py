@@ -131,7 +131,9 @@ class Base:
         result: TensorDictBase = type(self.env)._reset(self.env, td, **kwargs)
         self._flags = [(key, result.get(key).clone()) for key in FLAGS if key in result.keys()]  # noqa: SIM118
         self.reset_keys = sorted((k for k in result.keys(True, True) if k not in FLAGS), key=str)
-        self.first = [result.get(key).clone(memory_format=torch.contiguous_format) for key in self.reset_keys]
+        self.first = torchrl_internals.first_values(self.env, self.reset_keys) or [
+            result.get(key).clone(memory_format=torch.contiguous_format) for key in self.reset_keys
+        ]
         self._begun = [value.numpy() for value in self.first]
         by_key = dict(zip(map(as_key, self.reset_keys), self._begun))
         spec = self.lanes.spec
@@ -286,7 +288,8 @@ class CapturedRows(TorchRLRows):
         self.root = root
         for base, (lanes, first) in zip(self._bases, state["bases"]):
             base.lanes.load_open_state(lanes)
-            base.first = [value.clone() for value in first]
+            for mine, value in zip(base.first, first):
+                mine.copy_(value)  # lanes write into this memory
         self._unused, self._began, self._ended = False, False, list(state["ended"])
 
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
@@ -483,7 +486,7 @@ class CapturedRows(TorchRLRows):
 
     def _first_of(self, before: Sequence[Tensor]) -> list[Tensor]:
         """What a reset is recorded with: the root, and what each base would begin with."""
-        return [*before, *(value for base in self._bases for value in base.first)]
+        return [*before, *(value.clone() for base in self._bases for value in base.first)]
 
     def _reset_of(self, over: Tensor) -> Callable[..., list[Tensor]]:
         """TorchRL's `maybe_reset` of the lanes that are `over`."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -29,7 +30,7 @@ from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watch
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec
 from reap.errors import UsageError, WrongState
-from reap.spec import Key, as_key, show_keys
+from reap.spec import Key, Leaf, as_key, show_keys
 
 
 def is_torchrl(source: Any) -> bool:
@@ -161,7 +162,7 @@ def _parallel_inside(env: Any, bases: list[Base], transformed: Sequence[Any]) ->
     if carried & written:
         return f"a transform around ParallelEnv writes {show_keys(sorted(carried & written))}, which its workers carry"
     try:
-        lanes = parallel_lanes(env)
+        lanes = parallel_lanes(env, below=True)
     except NotTakenOver as reason:
         return str(reason)
     bases.append(ParallelBase(env, lanes))
@@ -209,6 +210,15 @@ class WrappedGym(GymLanes):
         lanes = super().joined(others)
         lanes.spec = replace(lanes.spec, look=replace(lanes.spec.look, contiguous=True))
         return lanes
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        super().expect(action)
+        decode = self._decode
+        dtypes = [(leaf.one_hot, action[key].dtype) for key, leaf in self.spec.action.items()]
+        floats = [one_hot and dtype is not None and dtype.is_floating_point for one_hot, dtype in dtypes]
+        if any(floats):
+            # Probabilities in place of a choice: TorchRL cuts them to whole numbers before it looks for the largest.
+            self._decode = lambda *arrays: decode(*(a.astype(np.int64) if f else a for a, f in zip(arrays, floats)))
 
     def bind_policy(self, model: Any) -> None:
         give_spec(model, self.outer)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,17 +54,21 @@ class Recipe(NamedTuple):
     seed: int | None  # it is seeded with this, as TorchRL's worker was
     running: bool  # TorchRL's worker was there already
     shared: bool  # it shares its process with others
+    below: bool  # there are transforms around TorchRL's ParallelEnv
 
 
-def parallel_lanes(env: Any) -> ParallelLanes:
-    """A TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` where that would not be the same."""
+def parallel_lanes(env: Any, *, below: bool = False) -> ParallelLanes:
+    """A TorchRL ParallelEnv as lanes in reap's processes; `NotTakenOver` where that would not be the same.
+
+    `below`: there are transforms around it.
+    """
     running = _refused(env)
     seeds = torchrl_internals.seeds_of(env) if running else [None] * env.num_workers
     most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        lanes = _started(env, min(env.num_workers, most), seeds, running)
+        lanes = _started(env, min(env.num_workers, most), seeds, running, below)
     except NeedsOwnProcess:
-        lanes = _started(env, env.num_workers, seeds, running)
+        lanes = _started(env, env.num_workers, seeds, running, below)
     if running:
         env.close()
     lanes.take_over()
@@ -94,12 +98,12 @@ def _refused(env: Any) -> bool:
     return True
 
 
-def _started(env: Any, processes: int, seeds: Sequence[int | None], running: bool) -> ParallelLanes:
+def _started(env: Any, processes: int, seeds: Sequence[int | None], running: bool, below: bool) -> ParallelLanes:
     from reap.envs.torchrl.parallel_child import TorchRLChild  # which asks for lanes again, in the process
 
     shared = processes < env.num_workers
     recipes = [
-        Recipe(make, dict(keywords), seed, running, shared)
+        Recipe(make, dict(keywords), seed, running, shared, below)
         for make, keywords, seed in zip(env.create_env_fn, env.create_env_kwargs, seeds)
     ]
     bounds = np.linspace(0, len(recipes), processes + 1).astype(int)
@@ -133,6 +137,8 @@ class ParallelLanes(ProcessLanes):
         self.stepped_by: str | None = None  # how the last step was made: in a "row", or by TorchRL's "command"
         self._captures = True
         self._carried = frozenset(map(as_key, outer.full_state_spec.keys(True, True)))
+        self._passed: list[Key] = []  # of what the policy writes, next values of what the workers carry
+        self._passed_at: list[tuple[int, int]] = []  # where each is among its outputs, and among the observations
 
     def take_over(self) -> None:
         """From now on TorchRL's object sees our processes as its workers."""
@@ -226,6 +232,20 @@ class ParallelLanes(ProcessLanes):
                 f"the policy writes {show_keys(told)}, which TorchRL's ParallelEnv would hand to its workers as their "
                 f"own; write it under another name, or take SerialEnv"
             )
+        passed = self._next_values(outputs)
+        observed = list(self.spec.observation)
+        self._passed_at = [(list(outputs).index(key), observed.index(key[1:])) for key in passed]
+        if passed != self._passed:
+            for remote in self.remotes:
+                self._call(remote, "policy_keys", passed)
+            self._passed = passed
+
+    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
+        return [*self.spec.action, *self._next_values(outputs)]
+
+    def _next_values(self, outputs: Collection[Key]) -> list[Key]:
+        """Of what a policy writes, next values of what the workers carry from step to step: recurrent states."""
+        return [key for key in outputs if key[0] == "next" and key[1:] in self._carried]
 
     def explain(self) -> str:
         inside = self._call(self.remotes[0], "explain")
@@ -233,6 +253,10 @@ class ParallelLanes(ProcessLanes):
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self.stepped_by = "row"
+        if row.place is None and self._passed:
+            shared = self.shared_row()
+            for output, observed in self._passed_at:
+                shared.next[observed][...] = row.outputs[output].reshape(shared.next[observed].shape)
         super().send(lanes, row)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from reap._foreign import torchrl_internals
 from reap._system.remote_errors import Raised
 from reap.core.env import Env
-from reap.core.slot import Layout, Row
+from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.adapters.gymnasium import GymLanes
 from reap.envs.parallel.env_child import BEGIN, DRAW, STEP, EnvChild, Traits, advance, begin_some
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
@@ -58,7 +58,9 @@ class TorchRLChild(EnvChild):
         self._parts = parts
         spec, self._bounds = joint_spec([part.spec for part in parts])
         traits = joint_traits([Traits(part.has_after_step, part.draws) for part in parts])
+        self._slots: dict[int, tuple[Layout, int, int]] = {}  # by place: its columns, and where it begins and ends
         self._rows_by_part: dict[int, list[list[Row]]] = {}
+        self._outputs = list(parts[0].spec.action)  # what the envs read of all that a policy writes
         super().__init__(spec if len(parts) > 1 else parts[0].spec, traits, connection, fds)
 
     def _obey(self, what: int, place: int, step: int) -> None:
@@ -78,10 +80,23 @@ class TorchRLChild(EnvChild):
         self._done()
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
+        self._slots[place] = layout, start, end
+        self._cut(place)
+
+    def _cut(self, place: int) -> None:
         self._rows_by_part[place] = [
-            self._rows_of(layout, start, end, first, last, part.spec)
+            self._rows_of(*self._slots[place], first, last, part.spec)
             for part, (first, last) in zip(self._parts, self._bounds)
         ]
+
+    def do_policy_keys(self, carried: Sequence[Key]) -> None:
+        """Learn for which of the values that an env carries from step to step the policy writes the next one."""
+        self._outputs = [*self.spec.action, *carried]
+        self._keys = RowKeys(self.spec, outputs=self._outputs)
+        for place in self._slots:
+            self._cut(place)
+        for part in self._parts:
+            part.set_policy_keys(self._outputs)
 
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
         for part in self._parts:
@@ -112,7 +127,7 @@ class TorchRLChild(EnvChild):
         except Exception as error:
             return Raised.of(error, f"env.{command}")
         if isinstance(lanes, CapturedRows):
-            lanes.set_policy_keys(list(lanes.spec.action))  # somebody may have changed a transform
+            lanes.set_policy_keys(self._outputs)  # somebody may have changed a transform
         return (found,)
 
     def close(self) -> None:
@@ -138,8 +153,14 @@ def _stepped_by_us(env: Any, recipe: Recipe) -> Env:
                 raise NotTakenOver("its workers were running already, with envs that may have been changed there")
             if recipe.shared:
                 raise NeedsOwnProcess("its envs may share what they keep with others in their process")
-        if any(type(part).__name__ == "TensorDictPrimer" for part in _transforms(env)):
-            raise NotTakenOver("its workers hold a TensorDictPrimer, for what a policy carries")
+        primers = [part for part in _transforms(env) if type(part).__name__ == "TensorDictPrimer"]
+        if primers and recipe.below:
+            raise NotTakenOver(
+                "its workers hold a TensorDictPrimer, and transforms around it are told nothing of what a policy "
+                "carries; put the primer around it, or all transforms inside"
+            )
+        if any(primer.random for primer in primers):
+            raise NotTakenOver("a TensorDictPrimer in its workers draws first values there")
         lanes = torchrl_lanes(env)
         if not isinstance(lanes, (WrappedGym, CapturedRows)):
             raise NotTakenOver(f"in its workers {lanes.explain()}")

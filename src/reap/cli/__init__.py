@@ -1,0 +1,5 @@
+"""The command line: `reap collect`, `bench`, `check`, `doctor`, `show` and `join`; also `python -m reap`."""
+
+from reap.cli.main import main
+
+__all__ = ["main"]

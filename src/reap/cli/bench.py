@@ -1,0 +1,110 @@
+"""reap bench: how fast an env and a policy are, and which way to collect suits them.
+
+    reap bench CartPole-v1
+    reap bench my_env.py:make --policy my_policy.py:make --seconds 5
+
+Prints frames per second of the env alone and of each way, and the best of them as a line of code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from reap.cli.named import add_policy_arguments, env_factory, in_lanes, policy_of
+from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
+
+_STEPS = 64  # of each lane in a batch
+_WIDTH = 40
+
+
+class Setting(NamedTuple):
+    """One way to collect: its name, what makes it, and how it is written."""
+
+    name: str
+    make: Callable[[], Any]
+    code: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be said about it."""
+    parser.add_argument("env", metavar="ENV", help="a Gymnasium id, or FILE.py:MAKE")
+    add_policy_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each way (default: %(default)s)")
+    parser.add_argument("--workers", type=int, help="processes to try (default: as many as there are cores)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try each way for a while, and print what was found."""
+    make, policy = env_factory(args.env), policy_of(args)
+    workers = args.workers or len(os.sched_getaffinity(0))
+    written = f'"{args.env}"' if ":" not in args.env else args.env.rpartition(":")[2]
+    found: dict[Setting, float] = {}
+    alone = _rate(lambda: Collector(make, None, frames_per_batch=10 * _STEPS), args.seconds)
+    print(f"  {'env with random actions':28} {alone:12,.0f} frames/s")
+    if policy is not None:
+        both = _rate(lambda: Collector(make, policy, frames_per_batch=10 * _STEPS), args.seconds)
+        share = max(0.0, 1 - both / alone)
+        print(f"  {'env and policy':28} {both:12,.0f} frames/s: the policy takes {share:.0%} of the time with one lane")
+    print()
+    for way in _ways(make, policy, workers, written):
+        found[way] = _rate(way.make, args.seconds)
+    best = max(found, key=lambda way: found[way])
+    for way, rate in found.items():
+        bar = "█" * max(1, round(_WIDTH * rate / found[best]))
+        print(f"  {way.name:28} {rate:12,.0f} frames/s  {bar}{' ◄ best' if way is best else ''}")
+    print(f"\n{best.code}")
+    return 0
+
+
+def _rate(make: Callable[[], Any], seconds: float) -> float:
+    """Frames per second, after the first batch."""
+    with make() as collector:
+        collector.next()
+        before, began = collector.stats()["frames"], time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            collector.next()
+        return float(collector.stats()["frames"] - before) / (time.perf_counter() - began)
+
+
+def _ways(make: Callable[[], Any], policy: Any, workers: int, env: str) -> list[Setting]:
+    """What is tried. `env` is how it is written."""
+    act = "None" if policy is None else "policy"
+    factory = f"lambda: GymEnv({env})" if env.startswith('"') else env
+    ways = []
+    for lanes in (1, 8, 32):
+        source = in_lanes(lanes, make)
+        text = factory if lanes == 1 else f"SerialEnv({lanes}, {factory})"
+        frames = lanes * _STEPS
+        ways.append(
+            Setting(
+                f"this process, {lanes} lane{'s' * (lanes > 1)}",
+                lambda source=source, frames=frames: Collector(source, policy, frames_per_batch=frames),  # type: ignore[misc]
+                f"Collector({text}, {act}, frames_per_batch={frames})",
+            )
+        )
+    for lanes in (1, 8):
+        source, frames = in_lanes(lanes, make), workers * lanes * _STEPS
+        text = factory if lanes == 1 else f"lambda: SerialEnv({lanes}, {factory})"
+        ways.append(
+            Setting(
+                f"{workers} processes, {lanes} lane{'s' * (lanes > 1)} each",
+                lambda source=source, frames=frames: MultiSyncCollector(  # type: ignore[misc]
+                    [source] * workers, policy, frames_per_batch=frames
+                ),
+                f"MultiSyncCollector([{text}] * {workers}, {act}, frames_per_batch={frames})",
+            )
+        )
+    if policy is not None:
+        count, frames = 4 * workers, 4 * workers * _STEPS
+        ways.append(
+            Setting(
+                f"{count} envs, one batched policy",
+                lambda: AsyncBatchedCollector([make] * count, policy, frames_per_batch=frames),
+                f"AsyncBatchedCollector([{factory}] * {count}, {act}, frames_per_batch={frames})",
+            )
+        )
+    return ways

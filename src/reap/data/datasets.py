@@ -1,0 +1,357 @@
+"""Datasets: whole episodes on disk, in the formats of the field.
+
+    record(collector, path, format=…) ──► episodes are written as they end ──► load(path) ──► episodes, or all frames
+    export(batches, path, format=…)   ──►                                                 ──► buffer.extend(….frames)
+
+Every column of a batch is stored and comes back bit for bit, with what is known of the env, its seed and the versions
+of the libraries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import tensordict
+import torch
+from tensordict import TensorDict, TensorDictBase
+from typing_extensions import Self
+
+import reap
+from reap.data.columns import Arrays, Column, EpisodeSplitter, as_tensordict, columns_of
+from reap.data.formats.base import DatasetWriter, columns_in, lengths_of
+from reap.errors import CorruptState, UsageError, WrongArgument, WrongState, nearest
+from reap.spec import AnyKey, EnvSpec, as_key
+from reap.trajectories import FINAL, with_next
+
+# By name: the module, its writer and its reader, and how a path of it looks.
+_FORMATS = {
+    "minari": ("minari", "MinariWriter", "MinariReader", "data/metadata.json"),
+    "parquet": ("parquet", "ParquetWriter", "ParquetReader", "data/train-00000-of-00001.parquet"),
+    "lerobot": ("lerobot", "LeRobotWriter", "LeRobotReader", "meta/info.json"),
+    "hdf5": ("hdf5", "D4RLWriter", "D4RLReader", ".hdf5"),
+    "npz": ("npz", "NpzWriter", "NpzReader", ".npz"),
+    "memmap": ("memmap", "MemmapWriter", "MemmapReader", "reap.json"),
+}
+_VERSION = 1
+
+
+class Dataset(Sequence[TensorDict]):
+    """Episodes that were recorded. `dataset[3]` is one of them, a TensorDict `[steps]`; `frames` are all of them.
+
+    >>> dataset = load("runs/cartpole")
+    >>> buffer.extend(dataset.frames)
+    """
+
+    def __init__(self, path: Path, format: str) -> None:
+        self.path, self.format = path, format
+        try:
+            self._reader = _part(format, 2)(path)
+            self.metadata: dict[str, Any] = self._reader.metadata
+        except (KeyError, FileNotFoundError, json.JSONDecodeError) as cause:
+            raise CorruptState(
+                f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
+                f"recording is closed"
+            ) from cause
+        self.columns: list[Column] = columns_in(self.metadata)
+        self.lengths = lengths_of(self.metadata)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self._read(range(len(self))[index]))
+        return next(self._read([range(len(self))[index]]))
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return self._read(range(len(self)))
+
+    def _read(self, which: Iterable[int]) -> Iterator[TensorDict]:
+        for arrays in self._reader.episodes(which):
+            yield as_tensordict(self.columns, arrays)
+
+    @property
+    def frames(self) -> TensorDictBase:
+        """All frames `[steps]`, one episode behind another; of a memmap dataset they stay on disk until looked at."""
+        if not len(self):
+            empty = {one.name: np.zeros((0, *one.shape), one.numpy) for one in self.columns}
+            return as_tensordict(self.columns, empty)
+        if self.format == "memmap":
+            found: TensorDictBase = self._reader.frames
+            return found
+        return torch.cat(list(self))
+
+    def __repr__(self) -> str:
+        env = self.metadata.get("env") or "an unnamed env"
+        return (
+            f"Dataset({str(self.path)!r}, {self.format}: {len(self)} episodes, {sum(self.lengths):,} frames of {env})"
+        )
+
+
+class Recording:
+    """Writes the episodes of batches it is given, as they end. See `record`."""
+
+    def __init__(
+        self,
+        path: Any,
+        format: str | None,
+        *,
+        keys: Sequence[AnyKey] | None = None,
+        unfinished: bool = False,
+        spec: EnvSpec | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self.format = _place(path), _format_of(_place(path), format)
+        if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
+            raise UsageError(f"path={str(self.path)!r} exists already; a dataset is written to a new place")
+        _part(self.format, 1)
+        self._metadata: dict[str, Any] = dict(metadata or {})
+        json.dumps(self._metadata)  # what JSON cannot hold is told now, not when all is recorded
+        self._keys = None if keys is None else [as_key(key) for key in keys]
+        self._unfinished, self._spec = unfinished, spec
+        self._splitter: EpisodeSplitter | None = None
+        self._writer: DatasetWriter | None = None
+        self._columns: list[Column] = []
+        self._lengths: list[int] = []
+        self.closed = False
+
+    @property
+    def episodes(self) -> int:
+        """How many have been written."""
+        return len(self._lengths)
+
+    @property
+    def frames(self) -> int:
+        """How many have been written."""
+        return sum(self._lengths)
+
+    def add(self, batch: TensorDictBase) -> None:
+        """Write the episodes that end in this batch; hold back those that do not."""
+        if self.closed:
+            raise WrongState(f"the recording at {self.path} is closed")
+        if batch.get(FINAL, None) is not None:
+            batch = with_next(batch)
+        if self._splitter is None:
+            self._begin(columns_of(batch, self._keys, self._spec))
+        assert self._splitter is not None
+        for episode in self._splitter.feed(batch):
+            self._write(episode)
+
+    def _begin(self, columns: Sequence[Column]) -> None:
+        self._columns, self._splitter = list(columns), EpisodeSplitter(columns)
+        spec = self._spec
+        leaves = {} if spec is None else {**spec.observation, **spec.action}
+        spaces = {key: leaf.space for key, leaf in leaves.items() if isinstance(leaf.space, gym.Space)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            self.path.rmdir()  # empty, and formats make what they need
+        self._writer = _part(self.format, 1)(self.path, columns, spaces)
+
+    def _write(self, episode: Arrays) -> None:
+        assert self._writer is not None
+        self._writer.add(episode)
+        self._lengths.append(len(next(iter(episode.values()))))
+
+    def drop_unfinished(self) -> None:
+        """Forget the episodes that have not ended: they were broken off."""
+        if self._splitter is not None:
+            self._splitter.unfinished()
+
+    def close(self) -> None:
+        """Write what is left, and the metadata. May be called twice."""
+        if self.closed:
+            return
+        self.closed = True
+        if self._writer is None or self._splitter is None:
+            return  # nothing came: nothing is there
+        for episode in self._splitter.unfinished() if self._unfinished else ():
+            self._write(episode)
+        self._writer.close(
+            {
+                "reap_dataset": _VERSION,
+                "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                "versions": _versions(),
+                **self._metadata,
+                "columns": [column.state() for column in self._columns],
+                "lengths": self._lengths,
+            }
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class CollectorRecording(Recording):
+    """Writes what a collector delivers, from when it is made until it is closed."""
+
+    def __init__(self, collector: Any, path: Any, format: str | None, **options: Any) -> None:
+        super().__init__(path, format, **options)
+        self._collector = collector
+        collector._listeners.add(self._hear)
+
+    def _hear(self, batch: TensorDictBase) -> None:
+        self.add(batch)
+        if self._collector.options.reset_at_each_iter:
+            self.drop_unfinished()
+
+    def __iter__(self) -> Iterator[TensorDictBase | None]:
+        """The collector's batches; the recording is closed with the last of them."""
+        with self:
+            yield from self._collector
+
+    def close(self) -> None:
+        self._collector._listeners.remove(self._hear)
+        super().close()
+
+
+def record(
+    collector: Any,
+    path: Any,
+    format: str | None = None,
+    *,
+    keys: Sequence[AnyKey] | None = None,
+    unfinished: bool = False,
+    env: str | None = None,
+    seed: int | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> CollectorRecording:
+    """Write the episodes that a collector plays to disk, as they end.
+
+    >>> for batch in record(collector, "runs/cartpole", format="minari"):
+    ...     train(batch)                     # as ever
+
+    Or, beside a loop of your own: `with record(collector, path): …`.
+
+    Args:
+        collector: any collector whose batches, or rollouts on the way to a buffer, are delivered in this process.
+        path: a new directory; for "hdf5" and "npz" a new file.
+        format: "minari", "parquet", "lerobot", "hdf5" (D4RL), "npz" or "memmap"; None: as the path ends, else "memmap".
+        keys: the entries of a batch to store; None: all.
+        unfinished: True: also write episodes that have not ended when the recording is closed.
+        env: the env's name, for the metadata; None: as Gymnasium knows it.
+        seed: what you gave to `set_seed`, for the metadata.
+        metadata: whatever else is to be kept with the dataset, as JSON has it.
+    """
+    if not hasattr(collector, "_listeners"):
+        raise WrongArgument(f"record() takes a collector, got {type(collector).__name__}; export() takes batches")
+    if getattr(collector, "_direct", False):
+        raise UsageError(
+            f"record() writes what is delivered here, and the workers of this {type(collector).__name__} write to its "
+            f"replay buffer themselves; export() what is in the buffer"
+        )
+    spec, registered = _about_env(collector)
+    policy = getattr(collector, "policy", None)
+    about = {
+        "env": env or (registered.id if registered is not None else None),
+        "env_spec": _as_json(registered),
+        "seed": seed,
+        "policy": None if policy is None else type(policy).__name__,
+        "collector": type(collector).__name__,
+        **(metadata or {}),
+    }
+    return CollectorRecording(collector, path, format, keys=keys, unfinished=unfinished, spec=spec, metadata=about)
+
+
+def export(
+    data: Any,
+    path: Any,
+    format: str | None = None,
+    *,
+    keys: Sequence[AnyKey] | None = None,
+    unfinished: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Dataset:
+    """Write a dataset in another format, or batches that you have: one, or several of one collector in their order.
+
+    >>> export(load("runs/cartpole"), "runs/cartpole.hdf5")
+    """
+    if isinstance(data, Dataset):
+        about = {key: value for key, value in data.metadata.items() if key not in ("row_groups", "actions")}
+        recording = Recording(path, format, metadata={**about, **(metadata or {})})
+        if keys is not None:
+            raise UsageError("a dataset is exported whole; keys are for batches")
+        with recording:
+            recording._begin(data.columns)
+            for arrays in data._reader.episodes(range(len(data))):
+                recording._write(arrays)
+    else:
+        batches = [data] if isinstance(data, TensorDictBase) else data
+        with Recording(path, format, keys=keys, unfinished=unfinished, metadata=metadata) as recording:
+            for batch in batches:
+                recording.add(batch)
+    if not recording.episodes:
+        raise UsageError("no episode ends in these batches; unfinished=True exports those that do not")
+    return load(recording.path, recording.format)
+
+
+def load(path: Any, format: str | None = None) -> Dataset:
+    """A dataset that was recorded or exported; its format is seen from its files."""
+    place = _place(path)
+    if not place.exists():
+        raise UsageError(f"path={str(place)!r}: there is nothing")
+    return Dataset(place, _format_of(place, format))
+
+
+def _place(path: Any) -> Path:
+    if isinstance(path, Path) or (isinstance(path, str) and path):
+        return Path(path)
+    raise WrongArgument(f"path must be a directory or a file, got {path!r}")
+
+
+def _format_of(path: Path, given: str | None) -> str:
+    if given is not None:
+        if given not in _FORMATS:
+            raise UsageError(
+                f"format must be one of {', '.join(map(repr, _FORMATS))}, got {given!r}{nearest(str(given), _FORMATS)}"
+            )
+        return given
+    for name, (*_, sign) in _FORMATS.items():
+        if path.suffix == sign or (path.is_dir() and (path / sign).exists()):
+            return name
+    return "hdf5" if path.suffix == ".h5" else "memmap"
+
+
+def _part(format: str, which: int) -> Any:
+    """The writer (1) or the reader (2) of a format."""
+    names = _FORMATS[format]
+    return getattr(importlib.import_module(f"reap.data.formats.{names[0]}"), names[which])
+
+
+def _about_env(collector: Any) -> tuple[EnvSpec | None, Any]:
+    """The env's spec, and the one it is registered by in Gymnasium; None where they cannot be asked for."""
+    found: list[Any] = []
+    for path, kind in (("spec", EnvSpec), ("envs[0].spec", gym.envs.registration.EnvSpec)):
+        value = None
+        with contextlib.suppress(Exception):  # envs of many kinds, in processes and elsewhere: it is only metadata
+            value = collector.getattr_env(path)
+        found.append(value if isinstance(value, kind) else None)
+    return found[0], found[1]
+
+
+def _as_json(spec: Any) -> str | None:
+    with contextlib.suppress(Exception):  # of envs that are made by functions
+        return None if spec is None else str(spec.to_json())
+    return None
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "reap": reap.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "tensordict": str(tensordict.__version__),
+        "gymnasium": gym.__version__,
+        "numpy": np.__version__,
+    }

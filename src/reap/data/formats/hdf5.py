@@ -1,0 +1,104 @@
+"""HDF5 in the layout of D4RL: `observations`, `actions`, `rewards`, `terminals`, `timeouts`, all episodes in one array.
+
+What D4RL has no name for is under `infos/`, by its own name, so that a dataset is read back as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reap.data.columns import Arrays, Column, observation_columns
+from reap.data.formats.base import KEY, Spaces, bounds, columns_in, lengths_of
+from reap.errors import missing
+
+_NAMES = {
+    ("action",): "actions",
+    ("next", "reward"): "rewards",
+    ("next", "terminated"): "terminals",
+    ("next", "truncated"): "timeouts",
+}
+_CHUNK = 1 << 18  # bytes that are read and written together
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise missing("h5py", "hdf5") from None
+    return h5py
+
+
+class D4RLWriter:
+    """Adds rows to growing arrays of one HDF5 file."""
+
+    def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
+        self._file = _h5py().File(path, "x")
+        self._columns, self._places = columns, places(columns)
+        for column in columns:
+            shape = _stored_shape(column)
+            dtype = np.dtype(np.int64) if column.one_hot else column.numpy
+            rows = max(1, _CHUNK // max(dtype.itemsize * int(np.prod(shape)), 1))
+            self._file.create_dataset(
+                self._places[column.name], (0, *shape), dtype, maxshape=(None, *shape), chunks=(rows, *shape)
+            )
+
+    def add(self, episode: Arrays) -> None:
+        for column in self._columns:
+            kept = self._file[self._places[column.name]]
+            values = column.as_index(episode[column.name])
+            kept.resize(len(kept) + len(values), 0)
+            kept[-len(values) :] = values.reshape(len(values), *_stored_shape(column))
+
+    def close(self, metadata: Mapping[str, Any]) -> None:
+        # An attribute holds 64 kB at most, a dataset any length.
+        self._file.create_dataset(f"metadata/{KEY}", data=json.dumps(metadata))
+        self._file.close()
+
+
+class D4RLReader:
+    """Reads what `D4RLWriter` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _h5py().File(path, "r") as file:
+            self.metadata: dict[str, Any] = json.loads(file[f"metadata/{KEY}"][()])
+
+    def episodes(self, which: Iterable[int]) -> Iterator[Arrays]:
+        columns = columns_in(self.metadata)
+        found, where = places(columns), bounds(lengths_of(self.metadata))
+        with _h5py().File(self._path, "r") as file:
+            for number in which:
+                begin, end = where[number]
+                yield {one.name: one.from_index(file[found[one.name]][begin:end]) for one in columns}
+
+
+def places(columns: Sequence[Column]) -> dict[str, str]:
+    """Where each column is in the file."""
+    seen = [column.key for column in observation_columns(columns)]
+    found = {}
+    for column in columns:
+        key = column.key
+        if key in seen:
+            found[column.name] = _under("observations", key, seen)
+        elif key[0] == "next" and key[1:] in seen:
+            found[column.name] = _under("next_observations", key[1:], seen)
+        else:
+            found[column.name] = _NAMES.get(key, f"infos/{column.name}")
+    return found
+
+
+def _under(group: str, key: tuple[str, ...], all_keys: Sequence[tuple[str, ...]]) -> str:
+    """The only observation is the group itself; of several each has its name in it."""
+    return group if len(all_keys) == 1 else f"{group}/{'.'.join(key)}"
+
+
+def _stored_shape(column: Column) -> tuple[int, ...]:
+    """D4RL's rewards and flags are `[steps]`, ours `[steps, 1]`."""
+    if column.one_hot:
+        return ()
+    return () if column.key in _NAMES and column.key[0] == "next" and column.shape == (1,) else column.shape

@@ -1,0 +1,178 @@
+"""Minari: the directory that `minari.load_dataset` and `MinariDataset` read, an HDF5 group per episode.
+
+Observations are stored once: those of all steps and the last one. What Minari has no name for is under `infos`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from reap.data.columns import Array, Arrays, Column, copied, observation_columns
+from reap.data.formats.base import KEY, Spaces, columns_in
+from reap.errors import UsageError, missing
+from reap.spec import show
+
+_FLAGS = {("next", "terminated"): "terminations", ("next", "truncated"): "truncations"}
+_TOGETHER = 1 << 24  # bytes of episodes that are written at a time: the file is opened anew for each
+
+
+def _minari() -> Any:
+    try:
+        import h5py  # noqa: F401  # Minari's storage asks for it
+        import minari
+    except ImportError:
+        raise missing("minari", "minari") from None
+    return minari
+
+
+class MinariWriter:
+    """Hands whole episodes to Minari's own storage; images are kept as they are, not as JPEG."""
+
+    def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
+        self._minari = _minari()
+        from minari.dataset.minari_storage import MinariStorage
+
+        self._columns, self._observations = columns, observation_columns(columns)
+        self._actions = [one for one in columns if one.key in spaces] or [
+            one for one in columns if one.name == "action"
+        ]
+        self._actions = [one for one in self._actions if one not in self._observations]
+        self._reward = next((one for one in columns if one.key == ("next", "reward")), None)
+        if not self._observations or not self._actions or self._reward is None:
+            raise UsageError("a Minari dataset needs an observation and its next value, 'action', ('next', 'reward')")
+        (path / "data").mkdir(parents=True)
+        self._name = path.name
+        self._storage = MinariStorage.new(
+            path / "data", _space(self._observations, spaces), _space(self._actions, spaces), jpeg_encoding=False
+        )
+        self._waiting: list[Any] = []
+        self._bytes = 0
+
+    def add(self, episode: Arrays) -> None:
+        from minari.data_collector import EpisodeBuffer
+
+        seen = {one.name: _all_observations(one, episode) for one in self._observations}
+        stored = {one.name for one in self._observations}
+        episode = copied({name: values for name, values in episode.items() if name.removeprefix("next.") not in stored})
+        acted = {one.name: one.as_index(episode[one.name]) for one in self._actions}
+        assert self._reward is not None
+        rewards = episode[self._reward.name]
+        names = {".".join(key): name for key, name in _FLAGS.items()}
+        flags = {names[name]: values.reshape(len(values)) for name, values in episode.items() if name in names}
+        quiet = np.zeros(len(rewards), bool)
+        others = {name: episode[name] for name in _in_infos(self._columns, self._actions)}
+        self._waiting.append(
+            EpisodeBuffer(
+                observations=_plain(seen),
+                actions=_plain(acted),
+                rewards=rewards.reshape(len(rewards), -1)[:, 0] if rewards[0].size == 1 else rewards,
+                terminations=flags.get("terminations", quiet),
+                truncations=flags.get("truncations", quiet),
+                infos=others or None,
+            )
+        )
+        self._bytes += sum(values.nbytes for values in (*seen.values(), *episode.values()))
+        if self._bytes > _TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            self._storage.update_episodes(self._waiting)
+        self._waiting, self._bytes = [], 0
+
+    def close(self, metadata: Mapping[str, Any]) -> None:
+        self._flush()
+        about: dict[str, Any] = {"dataset_id": self._name, "minari_version": self._minari.__version__}
+        if metadata.get("env_spec"):
+            about["env_spec"] = metadata["env_spec"]
+        if metadata.get("policy"):
+            about["algorithm_name"] = str(metadata["policy"])
+        actions = [list(one.key) for one in self._actions]
+        self._storage.update_metadata({**about, KEY: json.dumps({**metadata, "actions": actions})})
+
+
+class MinariReader:
+    """Reads what `MinariWriter` wrote."""
+
+    def __init__(self, path: Path) -> None:
+        _minari()
+        from minari.dataset.minari_storage import MinariStorage
+
+        self._storage = MinariStorage.read(path / "data")
+        self.metadata: dict[str, Any] = json.loads(self._storage.metadata[KEY])
+
+    def episodes(self, which: Iterable[int]) -> Iterator[Arrays]:
+        columns = columns_in(self.metadata)
+        seen = observation_columns(columns)
+        actions = [one for one in columns if list(one.key) in self.metadata["actions"]]
+        others = _in_infos(columns, actions)
+        by_key = {column.key: column for column in columns}
+        for found in self._storage.get_episodes(which):
+            arrays: Arrays = {name: found["infos"][name] for name in others}
+            for one in seen:
+                values = _member(found["observations"], one, seen)
+                arrays[one.name] = values[:-1]
+                arrays[f"next.{one.name}"] = values[1:]
+            for one in actions:
+                arrays[one.name] = one.from_index(_member(found["actions"], one, actions))
+            for key, name in ((("next", "reward"), "rewards"), *_FLAGS.items()):
+                if key in by_key:
+                    arrays[by_key[key].name] = by_key[key].from_index(found[name])
+            yield arrays
+
+
+def _all_observations(column: Column, episode: Arrays) -> Array:
+    """Those of all steps, and the last one."""
+    now, following = episode[column.name], episode[f"next.{column.name}"]
+    if not _same_bits(now[1:], following[:-1]):
+        raise UsageError(
+            f"what a step leads to is not {show(column.key)} of the step after it, and Minari stores only one of "
+            f"them; record in another format, or leave it out by keys="
+        )
+    return np.concatenate([now, following[-1:]])
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    words = f"V{one.itemsize}" if one.itemsize not in (1, 2, 4, 8) else f"u{one.itemsize}"
+    return np.array_equal(one.view(words), other.view(words))  # NaN is itself here, and -0.0 is not 0.0
+
+
+def _in_infos(columns: Sequence[Column], actions: Sequence[Column]) -> list[str]:
+    """The names of what is neither observation nor action, reward or end."""
+    seen = {one.key for one in observation_columns(columns)}
+    known = {*seen, *(("next", *key) for key in seen), *(one.key for one in actions), ("next", "reward"), *_FLAGS}
+    return [one.name for one in columns if one.key not in known]
+
+
+def _plain(values: dict[str, Array]) -> Any:
+    """The only one by itself, several as a dictionary."""
+    return next(iter(values.values())) if len(values) == 1 else values
+
+
+def _member(values: Any, column: Column, beside: Sequence[Column]) -> Array:
+    return np.asarray(values if len(beside) == 1 else values[column.name])
+
+
+def _space(columns: Sequence[Column], spaces: Spaces) -> gym.Space[Any]:
+    found = {one.name: _space_of(one, spaces.get(one.key)) for one in columns}
+    return next(iter(found.values())) if len(found) == 1 else gym.spaces.Dict(found)
+
+
+def _space_of(column: Column, known: gym.Space[Any] | None) -> gym.Space[Any]:
+    if column.one_hot and known is not None:
+        return known
+    fits = isinstance(known, gym.spaces.Box) and known.dtype == column.numpy and known.shape == column.shape
+    if known is not None and (fits or (isinstance(known, gym.spaces.Discrete) and column.shape == ())):
+        return known
+    kind = column.numpy
+    if kind == np.bool_:
+        return gym.spaces.MultiBinary(column.shape or 1)
+    if np.issubdtype(kind, np.integer):
+        return gym.spaces.Box(np.iinfo(kind).min, np.iinfo(kind).max, column.shape, kind.type)
+    return gym.spaces.Box(-np.inf, np.inf, column.shape, kind.type)

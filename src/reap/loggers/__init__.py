@@ -1,0 +1,23 @@
+"""Loggers: numbers, videos and distributions of a run, in the tools people look at them with.
+
+>>> from reap.loggers import TensorBoardLogger
+>>> logger = TensorBoardLogger("runs/first")
+>>> for batch in collector.progress(100_000, logger=logger):
+...     logger.log(collector.stats()["frames"], {"loss": loss})
+"""
+
+from reap.loggers.base import Logger
+from reap.loggers.files import CSVLogger, JSONLLogger, SeveralLoggers
+from reap.loggers.mlflow import MLflowLogger
+from reap.loggers.tensorboard import TensorBoardLogger
+from reap.loggers.wandb import WandbLogger
+
+__all__ = [
+    "CSVLogger",
+    "JSONLLogger",
+    "Logger",
+    "MLflowLogger",
+    "SeveralLoggers",
+    "TensorBoardLogger",
+    "WandbLogger",
+]

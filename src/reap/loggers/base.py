@@ -1,0 +1,83 @@
+"""What a logger is: `log(step, scalars, videos, histograms)`, and `close`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import Self
+
+from reap.errors import WrongArgument
+
+QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
+
+
+class Logger(ABC):
+    """Where numbers, videos and distributions of a run go.
+
+    >>> with CSVLogger("runs/first") as logger:
+    ...     logger.log(step, {"return": 12.0}, histograms={"action": batch["action"]})
+    """
+
+    fps = 30.0  # of videos
+
+    def log(
+        self,
+        step: int,
+        scalars: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
+        histograms: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Log what was found at this step.
+
+        Args:
+            step: most often the number of frames so far.
+            scalars: numbers, or tensors of one value, by name; None is left out.
+            videos: `[time, height, width, channels]` bytes, or floats between 0 and 1, by name.
+            histograms: arrays or tensors of any shape, by name; their distribution is logged.
+        """
+        numbers = {name: as_number(name, value) for name, value in (scalars or {}).items() if value is not None}
+        arrays = {name: as_values(value) for name, value in (histograms or {}).items()}
+        self._log(int(step), numbers, dict(videos or {}), {name: one for name, one in arrays.items() if one.size})
+
+    @abstractmethod
+    def _log(
+        self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: dict[str, np.ndarray[Any, Any]]
+    ) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def as_number(name: str, value: Any) -> float:
+    """A scalar of any kind as a float."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise WrongArgument(f"scalars holds {name!r}, which is no number: {value!r:.80}") from cause
+
+
+def as_values(value: Any) -> np.ndarray[Any, Any]:
+    """Whatever holds numbers as a flat array of the finite ones."""
+    array = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float64)
+    flat = array.reshape(-1)
+    finite: np.ndarray[Any, Any] = flat[np.isfinite(flat)]
+    return finite
+
+
+def summary_of(name: str, values: np.ndarray[Any, Any]) -> dict[str, float]:
+    """A distribution as numbers, for those who have nothing but numbers: mean and quantiles."""
+    found = np.quantile(values, QUANTILES)
+    labels = [f"{name}/p{math.floor(100 * q):02}" for q in QUANTILES]
+    return {f"{name}/mean": float(values.mean()), **dict(zip(labels, found.tolist()))}

@@ -1,0 +1,118 @@
+"""Loggers that need no library: CSV and JSON lines. Videos are mp4 files beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reap.loggers.base import Logger, summary_of
+from reap.video import write_video
+
+Histograms = dict[str, np.ndarray[Any, Any]]
+
+
+class JSONLLogger(Logger):
+    """A line of JSON for each call: step, seconds since the start, scalars, histograms, where videos are.
+
+    >>> logger = JSONLLogger("runs/first")           # runs/first/log.jsonl
+
+    A run that goes on in the same directory is appended to it.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._file = (self.directory / "log.jsonl").open("a", encoding="utf-8")
+        self._began = time.monotonic()
+
+    def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
+        row: dict[str, Any] = {"step": step, "seconds": round(time.monotonic() - self._began, 3)}
+        # JSON has no NaN: readers stumble over one.
+        row |= {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
+        for name, values in histograms.items():
+            counts, edges = np.histogram(values, bins=30)
+            row[name] = {"counts": counts.tolist(), "edges": edges.tolist()}
+        row |= {name: str(_video(self.directory, name, step, video, self.fps)) for name, video in videos.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()  # a run that is killed has told what it knew
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CSVLogger(Logger):
+    """A row for each call, a column for each name; histograms as their mean and quantiles.
+
+    >>> logger = CSVLogger("runs/first")             # runs/first/log.csv
+
+    A name that comes later adds a column: the file is written anew, whole, and replaced.
+    """
+
+    def __init__(self, directory: Any) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._path = self.directory / "log.csv"
+        self._names: list[str] = []
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                self._names = next(csv.reader(file), [])
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+        self._began = time.monotonic()
+
+    def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
+        row: dict[str, Any] = {"step": step, "seconds": round(time.monotonic() - self._began, 3), **scalars}
+        for name, values in histograms.items():
+            row |= summary_of(name, values)
+        row |= {name: _video(self.directory, name, step, video, self.fps) for name, video in videos.items()}
+        new = [name for name in row if name not in self._names]
+        if new:
+            self._add_columns(new)
+        csv.writer(self._file).writerow([row.get(name, "") for name in self._names])
+        self._file.flush()
+
+    def _add_columns(self, new: list[str]) -> None:
+        self._file.close()
+        with self._path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.reader(file))[1:]
+        self._names += new
+        fresh = self._path.with_suffix(".csv.new")
+        with fresh.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([self._names, *([*row, *[""] * (len(self._names) - len(row))] for row in rows)])
+        os.replace(fresh, self._path)
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SeveralLoggers(Logger):
+    """Logs to all of these.
+
+    >>> logger = SeveralLoggers(CSVLogger("runs/first"), TensorBoardLogger("runs/first"))
+    """
+
+    def __init__(self, *loggers: Logger) -> None:
+        self._loggers = loggers
+
+    def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
+        for logger in self._loggers:
+            logger.log(step, scalars, videos, histograms)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:  # all of them, also where one cannot be closed
+            for logger in self._loggers:
+                stack.callback(logger.close)
+
+
+def _video(directory: Path, name: str, step: int, video: Any, fps: float) -> Path:
+    place = Path("videos") / f"{name.replace('/', '_')}_{step}.mp4"
+    write_video(directory / place, video, fps)
+    return place

@@ -1,0 +1,393 @@
+"""A run goes on when workers fail: `on_failure="restart"` and "drop", on the predictable world."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed import DistributedCollector, RPCCollector
+from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.envs import ParallelEnv
+from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.failures import FailurePolicy, RestartBudget
+from reap.testing import CountingEnv, EchoPolicy
+from reap.testing.faults import inject
+from tests.faults.worlds import KINDS, collect, healthy, pids
+
+LENGTHS = (3, 1, 5)
+FAULTS = ["kill", "raise", "segfault", "exit", "hang", "stop", "oom"]
+
+
+class Once(CountingEnv):
+    """Fails in its `at`-th step, if there is a file that says so; takes the file away."""
+
+    def __init__(self, note, fault, *, at=20, lane=1):
+        super().__init__(LENGTHS, lane)
+        self.note, self.fault, self.left = note, fault, at
+
+    def step(self, action):
+        self.left -= 1
+        if self.left == 0 and self.note.exists():
+            self.note.unlink()
+            inject(self.fault)
+        return super().step(action)
+
+
+class BuildsOnlyWithout(CountingEnv):
+    """Cannot be built as often as there are files; takes one away each time."""
+
+    def __init__(self, folder, fault):
+        notes = sorted(folder.iterdir())
+        if notes:
+            notes[0].unlink()
+            inject(fault)
+        super().__init__(LENGTHS, 1)
+
+
+def failing(note, fault, **more):
+    note.touch()
+    return lambda: Once(note, fault, **more)
+
+
+def check_lane(rows, lane, limit=None):
+    """Rows of one lane in the order in which they were made: trajectories are true, ids are never given twice.
+
+    Returns how many trajectories were cut.
+    """
+    seen, cuts = set(), 0
+    ids = rows["collector", "traj_ids"]
+    starts = [0, *((ids[1:] != ids[:-1]).nonzero().squeeze(-1) + 1).tolist()]
+    for first, end in zip(starts, [*starts[1:], len(ids)]):
+        one = rows[first:end]
+        own = int(ids[first])
+        assert own not in seen, "an id was given twice"
+        seen.add(own)
+        steps = torch.arange(len(one), dtype=torch.float32)
+        episode = float(one["observation"][0, 1])
+        assert (one["observation"][:, 0] == lane).all()
+        assert (one["observation"][:, 1] == episode).all()
+        assert torch.equal(one["observation"][:, 2], steps)
+        assert torch.equal(one["next", "observation"][:, 2], steps + 1)
+        assert torch.equal(one["action"][:, 0], 3 * lane + 5 * episode + 7 * steps)
+        assert torch.equal(one["next", "reward"][:, 0], steps + 1 + one["action"][:, 0] / 8)
+        whole = len(one) == min(LENGTHS[int(episode) % len(LENGTHS)], limit or 99)
+        assert bool(one["next", "done"][-1]) == whole
+        assert not one["next", "done"][:-1].any()
+        cut_before = bool(one["collector", "cut"][0]) if "cut" in one["collector"].keys() else False
+        if first:
+            ended = bool(rows["next", "done"][first - 1])
+            assert cut_before or ended, "a trajectory that did not end is marked by the row after it"
+        cuts += cut_before
+    return cuts
+
+
+def by_lane(batches, kind):
+    """All rows of each of two workers of one lane, in the order in which they came."""
+    lanes = {0: [], 1: []}
+    for batch in batches:
+        for lane in (0, 1) if kind is not MultiAsyncCollector else (batch.origin.worker,):
+            rows = batch if kind is MultiAsyncCollector else batch[lane]
+            if "mask" in rows["collector"].keys():
+                rows = rows[rows["collector", "mask"]]
+            if len(rows):
+                lanes[lane].append(rows.clone())
+    return {lane: torch.cat(rows) for lane, rows in lanes.items() if rows}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
+    told, batches = [], []
+    options = {"on_failure": "restart", "on_restart": told.append, "timeout": 2.0}
+    with collect(kind, [healthy(), failing(tmp_path / "note", fault)], **options) as c:
+        while not told or len(batches) < 12:
+            batches.append(c.next())
+        batches += [c.next() for _ in range(12)]
+        stats = c.stats()
+        assert (stats["restarts"], stats["workers_alive"]) == (1, 2)
+        assert stats["frames"] == sum(batch.numel() for batch in batches)
+    (failure,) = told
+    assert (failure.worker, failure.action, failure.restarts) == (1, "restart", 1)
+    assert "worker 1" in str(failure.cause)
+    assert failure.seconds < 5.0
+    lanes = by_lane(batches, kind)
+    assert check_lane(lanes[0], 0) == 0
+    assert check_lane(lanes[1], 1) <= 1  # of the asynchronous one's last rollouts some may have been on their way
+    if kind is MultiSyncCollector:
+        assert check_lane(lanes[1], 1) == 1
+        assert len(lanes[0]) == len(lanes[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):
+    told, batches = [], []
+    options = {"on_failure": "drop", "on_restart": told.append, "timeout": 1.0}
+    with collect(kind, [healthy(), failing(tmp_path / "note", fault)], **options) as c:
+        while not told or len(batches) < 12:
+            batches.append(c.next())
+        for _ in range(6):
+            batches.append(c.next())
+            if kind is MultiSyncCollector:
+                assert batches[-1].batch_size == torch.Size([2, 4])
+                assert not batches[-1]["collector", "mask"][1].any()
+                assert (batches[-1]["collector", "traj_ids"][1] == -1).all()
+                assert not batches[-1]["observation"][1].any()
+        assert (c.stats()["restarts"], c.stats()["workers_alive"]) == (0, 1)
+        assert c.stats()["frames"] == sum(int(batch["collector", "mask"].sum()) for batch in batches)
+        assert c.get_distant_attr("env.spec.lanes") == [1]
+        c.update_policy_weights_()
+        state = c.state_dict()
+        assert "worker1" not in state
+        os.kill(pids(c)[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="worker 0"):
+            for _ in range(20):
+                c.next()
+    assert [failure.action for failure in told] == ["drop", "drop"]
+    lanes = by_lane(batches, kind)
+    for lane in lanes:
+        check_lane(lanes[lane], lane)
+
+
+def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):
+    """Also those that were given to it alone; and a seeded run is the same when it is repeated, failures included."""
+    policy, found = EchoPolicy(), []
+    for _ in range(2):
+        with collect(
+            MultiSyncCollector, [healthy(), failing(tmp_path / "note", "kill")], policy, on_failure="restart"
+        ) as c:
+            c.set_seed(5)
+            c.update_policy_weights_({1: {"weight": torch.tensor(2.0)}})
+            batches = [c.next().clone() for _ in range(8)]
+            assert c.stats()["restarts"] == 1
+            mix = torch.tensor([3.0, 5.0, 7.0])
+            for batch in batches:
+                echo = (batch["observation"] * mix).sum(-1, keepdim=True)
+                assert torch.equal(batch["action"][0], echo[0])
+                assert torch.equal(batch["action"][1], 2 * echo[1])
+            c.update_policy_weights_({"weight": torch.tensor(3.0), "mix": mix})
+            batch = c.next()
+            assert torch.equal(batch["action"], 3 * (batch["observation"] * mix).sum(-1, keepdim=True))
+            found.append(torch.stack(batches))
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+def test_a_worker_that_dies_while_it_is_built_counts(fault, tmp_path):
+    (tmp_path / "a").touch()
+    (tmp_path / "b").touch()
+    makers = [healthy(), lambda: BuildsOnlyWithout(tmp_path, fault)]
+    with collect(MultiSyncCollector, makers, on_failure="restart") as c:
+        assert c.stats()["restarts"] == 2
+        check_lane(c.next()[1], 1)
+    for n in range(4):
+        (tmp_path / str(n)).touch()
+    with pytest.raises((WorkerDied, WorkerRaised), match=r"worker 1.*max_restarts=2, restart_window=600"):
+        collect(MultiSyncCollector, makers, on_failure="restart", max_restarts=2)
+
+
+def test_too_many_restarts_are_told_with_the_cause():
+    class Always(CountingEnv):
+        def step(self, action):
+            raise RuntimeError("broken for good")
+
+    c = collect(MultiSyncCollector, [healthy(), Always], on_failure="restart", max_restarts=3)
+    with pytest.raises(WorkerRaised, match=r"worker 1.*broken for good.*3 workers were started again") as caught:
+        c.next()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert c.closed
+
+
+def test_a_budget_is_for_a_window():
+    budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
+    assert [budget.spend(0) for _ in range(3)] == [True, True, False]
+    time.sleep(0.06)
+    assert budget.spend(0)
+    assert budget.count == 3
+    assert not budget.spend(10), "one that is never there is not tried for ever"
+
+
+@pytest.mark.parametrize("call", ["state_dict", "set_seed", "reset", "update"])
+def test_a_call_that_meets_a_death_is_answered_by_the_newcomer(call):
+    with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
+        c.next()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        if call == "state_dict":
+            assert set(c.state_dict()) >= {"worker0", "worker1"}
+        elif call == "set_seed":
+            c.set_seed(3)
+        elif call == "reset":
+            c.reset()
+        else:
+            c.update_policy_weights_({1: {"weight": torch.tensor(2.0)}})
+        c.next()
+        assert c.stats()["restarts"] == 1
+
+
+def test_ids_stay_new_after_a_load():
+    """A state that was saved after a restart, then another restart: no id is given a second time."""
+    lanes = {0: [], 1: []}
+    state = None
+    for _ in range(2):
+        with collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart") as c:
+            if state is not None:
+                c.load_state_dict(state)
+            for _ in range(2):
+                os.kill(pids(c)[1], signal.SIGKILL)
+                for _ in range(3):
+                    batch = c.next()
+                    for lane in (0, 1):
+                        lanes[lane] += batch["collector", "traj_ids"][lane].tolist()
+            state = c.state_dict()
+    for ids in lanes.values():
+        runs = [one for n, one in enumerate(ids) if n == 0 or ids[n - 1] != one]
+        assert len(runs) == len(set(runs)), "an id was given twice"
+
+
+def test_into_a_buffer(tmp_path):
+    """Workers that write rows themselves: what was written stays, and only that."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4096), batch_size=8)
+    options = {"replay_buffer": buffer, "on_failure": "restart"}
+    with collect(MultiSyncCollector, [healthy(), failing(tmp_path / "note", "kill")], **options) as c:
+        for _ in range(12):
+            c.next()
+        assert c.stats()["restarts"] == 1
+        rows = buffer[:]
+        assert len(rows) == c.stats()["frames"] == 96
+    for lane in (0, 1):
+        check_lane(rows[rows["observation"][:, 0] == lane], lane)
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+def test_in_the_background(fault, tmp_path):
+    """Nobody looks: it is replaced all the same, and goes on."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8)
+    told = []
+    options = {"replay_buffer": buffer, "on_failure": "restart", "on_restart": told.append, "timeout": 1.0}
+    with collect(MultiAsyncCollector, [healthy(), failing(tmp_path / "note", fault)], **options) as c:
+        c.start()
+        until = time.monotonic() + 20
+        while not told and time.monotonic() < until:
+            time.sleep(0.02)
+        assert told, "it was not replaced"
+        with c.pause():
+            before = len(buffer)
+        while len(buffer) < before + 400:
+            time.sleep(0.01)
+        with c.pause():
+            rows = buffer[:]
+            assert len(rows) == c.stats()["frames"]
+        assert c.stats()["workers_alive"] == 2
+    for lane in (0, 1):
+        check_lane(rows[rows["observation"][:, 0] == lane], lane)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_gloo(sync, on_failure, tmp_path):
+    told, batches = [], []
+    makers = [healthy(), failing(tmp_path / "note", "kill")]
+    options = {"on_failure": on_failure, "on_restart": told.append, "sync": sync}
+    with collect(DistributedCollector, makers, **options) as c:
+        while not told or len(batches) < 12:
+            batches.append(c.next())
+        for _ in range(8):
+            c.update_policy_weights_()
+            batches.append(c.next())
+        assert c.stats()["workers_alive"] == (2 if on_failure == "restart" else 1)
+    for lane, rows in by_lane(batches, MultiSyncCollector if sync else MultiAsyncCollector).items():
+        check_lane(rows, lane)
+
+
+def test_rpc_goes_on_without_it_and_says_why_it_cannot_replace_it(tmp_path):
+    with pytest.raises(UsageError, match="on_failure='restart'.*RPC lets no agent join"):
+        collect(RPCCollector, [healthy()], on_failure="restart")
+    told = []
+    makers = [healthy(), failing(tmp_path / "note", "kill")]
+    with collect(RPCCollector, makers, on_failure="drop", on_restart=told.append, sync=True) as c:
+        while not told:
+            c.next()
+        for _ in range(4):
+            c.update_policy_weights_()
+            assert not c.next()["collector", "mask"][1].any()
+
+
+def test_wrong_settings():
+    for wrong, words in (
+        ({"on_failure": "retry"}, "on_failure must be .*got 'retry'"),
+        ({"on_failure": "restart", "max_restarts": -1}, "max_restarts"),
+        ({"on_failure": "restart", "restart_window": 0}, "restart_window"),
+        ({"on_failure": "restart", "on_restart": 3}, "on_restart"),
+        ({"on_restart": print}, "on_restart is never called"),
+        ({"on_failure": "drop", "compact_obs": True}, "compact_obs needs whole rows"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            collect(AsyncCollector, [healthy()], **wrong)
+
+
+def test_episodes_are_counted_over_all_lives(tmp_path):
+    with collect(MultiSyncCollector, [healthy(), failing(tmp_path / "note", "kill")], on_failure="restart") as c:
+        ends = 0
+        for _ in range(12):
+            ends += int(c.next()["next", "done"].sum())
+        assert c.stats()["episodes"] == ends
+        assert np.isfinite(c.stats()["mean_return"])
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+@pytest.mark.parametrize("limit", [None, 4])
+def test_processes_of_a_parallel_env(fault, on_failure, limit, tmp_path):
+    """In the middle of a rollout and at its end: the step is lost to the lanes of that process, and to no other."""
+    told = []
+    late = failing(tmp_path / "b", fault, at=32, lane=3)
+    makers = [healthy(), failing(tmp_path / "a", fault, at=18), healthy(2), late]
+    env = ParallelEnv(4, makers, on_failure=on_failure, on_restart=told.append, timeout=1.0)
+    with Collector(env, EchoPolicy(), frames_per_batch=64, total_frames=384, max_frames_per_traj=limit) as c:
+        rows = torch.cat([batch.clone() for batch in c], 1)
+        assert c.stats()["episodes"] == int(rows["next", "done"].sum())
+        assert c.stats()["frames"] == int(rows["collector", "mask"].sum())
+    assert [failure.worker for failure in told] == [1, 3]
+    for lane in range(4):
+        mask = rows["collector", "mask"][lane]
+        assert not rows["observation"][lane][~mask].any()
+        cuts = check_lane(rows[lane][mask], lane, limit)
+        assert cuts == (1 if lane in (1, 3) and on_failure == "restart" else 0)
+        if limit is not None:
+            count = rows["step_count"][lane][mask][:, 0]
+            assert torch.equal(count.float(), rows["observation"][lane][mask][:, 2])
+
+
+def test_a_parallel_env_by_hand_is_refused():
+    """Nobody would be told that a lane was cut."""
+    env = ParallelEnv(2, healthy(), on_failure="restart")
+    td = env.reset()
+    with pytest.raises(UsageError, match="only a collector"):
+        env.step(env.rand_action(td))
+    env.close()
+
+
+def test_a_recurrent_policy_forgets_lanes_that_were_cut(tmp_path):
+    class Sums(torch.nn.Module):
+        """Its carry is the sum of the steps it saw in this episode."""
+
+        def __init__(self):
+            super().__init__()
+            self.carry = {"seen": torch.zeros(1)}
+
+        def forward(self, observation, seen):
+            seen = seen + observation[..., 2:3]
+            return seen, seen
+
+    env = ParallelEnv(2, [healthy(), failing(tmp_path / "a", "kill", at=18)], on_failure="restart")
+    with Collector(env, Sums(), frames_per_batch=32, total_frames=128) as c:
+        rows = torch.cat([batch.clone() for batch in c], 1)
+    step = rows["observation"][..., 2]
+    assert rows["collector", "cut"].sum() == 1
+    assert torch.equal(rows["action"][..., 0], step * (step + 1) / 2)
