@@ -167,6 +167,11 @@ class BackgroundRunner:
             self.failure()  # whoever has failed is replaced or dropped, whether anybody asks or not
         return self._failure is None
 
+    @property
+    def awaits_newcomer(self) -> bool:
+        """Whether a worker that was started again is on its way: there is something to say to it soon."""
+        return any(worker.joining is not None for worker in self._backend.workers)
+
     def _let_run(self, worker: WorkerHandle) -> None:
         """A worker was started again, and waits to be told that it needs no slots."""
         if not self._over and self._watch.ident:
@@ -183,9 +188,11 @@ class BackgroundRunner:
 
 def _watch(watched: weakref.ref[BackgroundRunner], ended: threading.Event, period: float) -> None:
     """The life of the thread that watches. It does not keep alive what it watches."""
-    while not ended.wait(period):
+    wait = period
+    while not ended.wait(wait):
         runner = watched()
         if runner is None or not runner.look_for_silence():
             return
         runner.obey_pauses()
+        wait = _LEAST if runner.awaits_newcomer else period
         del runner
