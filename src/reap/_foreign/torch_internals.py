@@ -53,6 +53,10 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
 
 
+# Whether this thread has gradients. One of C is called or it is not; in the public one, which is Python, Ctrl-C
+# can come before it did anything.
+set_grad_enabled: Callable[[bool], Any] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+
 # How often a tensor was changed in place. Without it nothing can be recorded: what a call changed would not be known.
 KNOWS_CHANGES = hasattr(Tensor, "_version")
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")

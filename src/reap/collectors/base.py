@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
 
+from reap._foreign.torch_internals import set_grad_enabled
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
 from reap._system.threads import wait_for_ends
@@ -227,8 +229,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _collect(self) -> TensorDictBase | None:
         life, pipeline = self._life, self._pipeline
-        life.check_idle()
-        began = time.perf_counter()
+        if life.busy is not None:
+            raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
+        began, graded = time.perf_counter(), torch.is_grad_enabled()
         with life.collecting:
             try:
                 life.busy = threading.get_ident()
@@ -241,6 +244,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                     self._close(f"it failed: {error!r}", failed=True)
                 raise
             finally:
+                set_grad_enabled(graded)  # Ctrl-C in the middle of entering `torch.no_grad()` would leave them off
                 life.busy = None
         if self._profiler.timeline is not None:
             self._profiler.timeline.waiting(began, time.perf_counter())

@@ -37,11 +37,6 @@ class Lifecycle:
         if self.why_closed is not None:
             raise WrongState(f"this {self._owner} is closed: {self.why_closed}; make a new one")
 
-    def check_idle(self) -> None:
-        """Refuse to collect twice at a time."""
-        if self.busy is not None:
-            raise WrongState(f"this {self._owner} is collecting already, in another thread or a hook")
-
     def closed_meanwhile(self) -> WrongState:
         """The error for whoever waited while it was closed."""
         why = self.why_closed or "it was broken off"
