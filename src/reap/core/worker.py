@@ -23,7 +23,7 @@ from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
 from reap.core.policies.per_lane_policy import PerLanePolicy
 from reap.core.policies.recurrent_state import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, action_masks, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
@@ -44,6 +44,7 @@ class Plan:
     policy_device: torch.device | None = None  # where inputs must be brought
     shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
     trust_policy: bool = False
+    out_keys: Sequence[Key] | None = None  # names of a tuple's parts
     capture: bool = True  # replay what policy and env ask of torch, where that is the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
@@ -100,7 +101,7 @@ class Worker(AnyWorker):
         self.policy = self._policy(current)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         draw = self.env.draw if self.env.draws else None
-        self.random = RandomActions(spec.action, self.policy.outputs, self.memory, draw)
+        self.random = RandomActions(spec.action, self.policy.outputs, self.memory, draw, action_masks(spec))
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
@@ -191,9 +192,12 @@ class Worker(AnyWorker):
             device=plan.policy_device,
             shown=plan.shown_device,
             trust=plan.trust_policy,
+            out_keys=plan.out_keys,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
+        if own is not None and plan.out_keys is not None:
+            raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)
