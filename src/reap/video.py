@@ -76,11 +76,11 @@ def write_video(path: Any, video: Any, fps: float = _FPS) -> Path:
 class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
     """A Gymnasium env that keeps what it looks like, episode by episode."""
 
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
+    def __init__(self, env: gym.Env[Any, Any], wanted_by: str = "record_video") -> None:
         super().__init__(env)
         if env.render_mode != "rgb_array":
             raise UsageError(
-                f"a video needs an env that draws itself: make it with render_mode='rgb_array' (it has "
+                f"{wanted_by}: a video needs an env that draws itself: make it with render_mode='rgb_array' (it has "
                 f"{env.render_mode!r}), or give the id and leave that to reap"
             )
         self.fps = float(env.metadata.get("render_fps") or _FPS)
@@ -114,16 +114,18 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         return write_video(path, frames, fps or self.fps)
 
 
-def filmed(env: Any) -> FilmedEnv:
-    """A Gymnasium env, an id or a factory of one, as an env that films itself."""
+def filmed(env: Any, wanted_by: str = "record_video") -> FilmedEnv:
+    """A Gymnasium env, an id or a factory of one, as an env that films itself; errors say who wanted it."""
     made = env() if callable(env) and not isinstance(env, gym.Env) else env
     if isinstance(made, str):
         made = gym.make(made, render_mode="rgb_array")
     if isinstance(made, FilmedEnv):
         return made
     if not isinstance(made, gym.Env):
-        raise UsageError(f"videos are made of Gymnasium envs; this is {type(made).__name__}, which reap cannot draw")
-    return FilmedEnv(made)
+        raise UsageError(
+            f"{wanted_by}: videos are made of Gymnasium envs; this is {type(made).__name__}, which reap cannot draw"
+        )
+    return FilmedEnv(made, wanted_by)
 
 
 def films_of(lanes: Any) -> Sequence[FilmedEnv]:

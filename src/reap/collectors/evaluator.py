@@ -117,7 +117,7 @@ class Evaluator:
             raise WrongArgument("Evaluator needs policy or policy_factory, and not both")
         if isinstance(num_trajectories, bool) or not isinstance(num_trajectories, int) or num_trajectories < 1:
             raise UsageError(f"num_trajectories must be a whole number ≥ 1, got {num_trajectories!r}")
-        whole("max_steps", max_steps, least=None, none=True)
+        whole("max_steps", max_steps, least=0 if frames_per_batch is None else None, none=True)
         whole("frames_per_batch", frames_per_batch, none=True)
         mapping("collector_kwargs", collector_kwargs)
         for name, value in (("policy_factory", policy_factory), ("metrics_fn", metrics_fn), ("on_result", on_result)):
@@ -127,9 +127,13 @@ class Evaluator:
             raise WrongArgument(f"reward_keys must be a key, a string or a tuple of strings, got {reward_keys!r}")
         self._reward, self._metrics = as_key(reward_keys), metrics_fn
         self._dump, self._on_result, self._logger = dump_video, on_result, logger
+        if logger is not None and not callable(getattr(logger, "log", None)):
+            raise WrongArgument(f"logger needs a method log(step, scalars, videos), got {type(logger).__name__}")
+        if video_dir is not None and not isinstance(video_dir, (str, Path)):
+            raise WrongArgument(f"video_dir must be a directory, got {video_dir!r}")
         self._videos = None if video_dir is None else Path(video_dir)
         if self._videos is not None:
-            env = functools.partial(filmed, env)
+            env = functools.partial(filmed, env, "video_dir")
         self._source = policy
         options: dict[str, Any] = {
             "frames_per_batch": frames_per_batch or min(max_steps or _FRAMES, _FRAMES),

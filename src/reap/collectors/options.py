@@ -17,6 +17,7 @@ from reap.core.device.devices import named_device
 from reap.core.policies.exploration import exploration_type
 from reap.errors import UsageError, WrongArgument, nearest
 from reap.failures import FailurePolicy, failure_policy
+from reap.spec import AnyKey, Key, as_key
 from reap.weight_update import WeightSyncScheme, WeightTransport, as_scheme
 from reap.weights.strategy import own_strategy
 
@@ -76,6 +77,7 @@ class Options:
         frames_per_batch: frames in a batch, over all lanes; rounded up to a whole number of steps.
         total_frames: stop after this many (the last batch is whole); -1 or None: never.
         policy_factory: makes the policy, in place of `policy`.
+        out_keys: what the parts of a tuple that a function of tensors returns are called, the action among them.
         create_env_kwargs: keywords for the env's factory.
         device: fills `policy_device`, `env_device` and `storing_device` where they are not given.
         policy_device: where the policy runs; it is copied there only if it lives elsewhere.
@@ -139,6 +141,7 @@ class Options:
     frames_per_batch: int
     total_frames: int | None = -1
     policy_factory: Callable[[], Any] | None = None
+    out_keys: Sequence[AnyKey] | None = None
     create_env_kwargs: Mapping[str, Any] | None = None
     device: torch.device | str | int | None = None
     policy_device: torch.device | str | int | None = None
@@ -196,6 +199,7 @@ class Options:
             function(name, getattr(self, name))
         for name in _FLAGS:
             flag(name, getattr(self, name), none=True)
+        self.names  # noqa: B018  # what is wrong with it is told here
         mapping("create_env_kwargs", self.create_env_kwargs)
         for name in ("compile_policy", "cudagraph_policy"):
             value = getattr(self, name)
@@ -348,6 +352,17 @@ class Options:
     def random_frames(self) -> int:
         """Frames to collect with random actions."""
         return max(self.init_random_frames or 0, 0)
+
+    @property
+    def names(self) -> list[Key] | None:
+        """`out_keys`, each as a tuple."""
+        given = self.out_keys
+        if given is None:
+            return None
+        keys = [as_key(key) for key in given if key and isinstance(key, (str, tuple))] if listed(given) else []
+        if not keys or len(keys) != len(given) or len({*keys}) != len(keys):
+            raise WrongArgument(f"out_keys must be a list of different keys, as ['action', 'value'], got {given!r}")
+        return keys
 
     @property
     def compiling(self) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -97,7 +98,8 @@ class Policy:
 class RandomActions(Policy):
     """Draws the actions of a whole rollout at once, when it begins; every other column it owns is zero.
 
-    `draw` is for envs whose actions cannot be drawn ahead: it writes those of one step.
+    `draw` is for envs whose actions cannot be drawn ahead: it writes those of one step. An action with a mask, as
+    `masks` has it by key, is drawn step by step among those that are legal then.
     """
 
     def __init__(
@@ -106,12 +108,18 @@ class RandomActions(Policy):
         outputs: Mapping[Key, Leaf] | None = None,
         carry: Mapping[Key, Tensor] | None = None,
         draw: Callable[[Row], None] | None = None,
+        masks: Mapping[Key, Key] | None = None,
     ) -> None:
         self._action, self._draw = action, draw
+        self._masks = {} if masks is None or draw is not None else masks
+        self._slot: Slot | None = None  # in which masked actions are drawn, and at which step
+        self._step = 0
         self.outputs = dict(action if outputs is None else outputs)
         self._first = {("next", *key): first for key, first in (carry or {}).items()}
 
     def explain(self) -> str:
+        if self._masks:
+            return "random actions, drawn at each step among those that action_mask allows"
         return f"random actions, drawn {'for a whole rollout' if self._draw is None else 'by the env'}"
 
     def begin(self, slot: Slot) -> None:
@@ -119,12 +127,44 @@ class RandomActions(Policy):
         for key, leaf in self.outputs.items():
             if key not in self._action:
                 slot.arrays[key][...] = self._first.get(key, 0)  # nobody acts, so a memory stays as it began
-            elif self._draw is None:
+            elif self._draw is None and key not in self._masks:
                 slot.put(key, _as_written(self._action[key], leaf).rand(size))
+        self._slot, self._step = (slot if self._masks else None), 0
 
     def act(self, row: Row) -> None:
         if self._draw is not None:
             self._draw(row)
+        elif self._slot is not None:
+            arrays = self._slot.arrays
+            for key, mask in self._masks.items():
+                index = _legal(torch.as_tensor(arrays[mask][self._step]))
+                leaf = _as_written(self._action[key], self.outputs[key])
+                chosen = torch.nn.functional.one_hot(index, self._action[key].n) if leaf.one_hot else index
+                column = arrays[key][self._step]
+                chosen = chosen.reshape(column.shape)
+                column[...] = chosen if isinstance(column, Tensor) else chosen.numpy()
+            self._step += 1
+
+
+def _legal(mask: Tensor) -> Tensor:
+    """One of the choices that each mask `[…, n]` allows, all of them equally likely; where it allows none, of all."""
+    allowed = mask.bool()
+    allowed = allowed | ~allowed.any(-1, keepdim=True)
+    return torch.rand(allowed.shape, device=mask.device).masked_fill(~allowed, -1).argmax(-1)
+
+
+def action_masks(spec: EnvSpec) -> dict[Key, Key]:
+    """The masks an env shows of its discrete actions: an observation "action_mask" beside one, a flag per choice."""
+    found = {}
+    for key, leaf in spec.action.items():
+        mask = spec.observation.get((*key[:-1], "action_mask"))
+        if mask is None or not isinstance(leaf.space, gym.spaces.Discrete) or mask.dtype is None:
+            continue
+        kind = not (mask.dtype.is_floating_point or mask.dtype.is_complex)
+        lanes = leaf.shape[:-1] if leaf.one_hot else leaf.shape  # of several agents
+        if kind and mask.shape == (*lanes, leaf.n):
+            found[key] = (*key[:-1], "action_mask")
+    return found
 
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:

@@ -24,7 +24,7 @@ from reap.core.policies.captured_policy import captured
 from reap.core.policies.lane_by_lane import LaneByLane, LaneNoise, spec_of_one
 from reap.core.policies.per_lane_policy import PerLanePolicy
 from reap.core.policies.recurrent_state import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, action_masks, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
@@ -46,6 +46,7 @@ class Plan:
     policy_device: torch.device | None = None  # where inputs must be brought
     shown_device: torch.device | None = None  # what policies of TensorDicts see as their device
     trust_policy: bool = False
+    out_keys: Sequence[Key] | None = None  # names of a tuple's parts
     capture: bool = True  # replay what policy and env ask of torch, where that is the same
     compile_policy: dict[str, Any] | None = None
     reset_when_done: bool = True
@@ -106,9 +107,12 @@ class Worker(AnyWorker):
         self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         draw = self.env.draw if self.env.draws else None
-        self.random: Policy = RandomActions(spec.action, self.policy.outputs, self.memory, draw)
+        legal = action_masks(spec)
+        self.random: Policy = RandomActions(spec.action, self.policy.outputs, self.memory, draw, legal)
         if self._noise is not None and draw is None:
-            each = [RandomActions(spec.action, self.policy.outputs, self.memory) for _ in range(spec.lanes)]
+            each = [
+                RandomActions(spec.action, self.policy.outputs, self.memory, None, legal) for _ in range(spec.lanes)
+            ]
             self.random = LaneByLane(each, self._noise, spec)
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
@@ -212,9 +216,12 @@ class Worker(AnyWorker):
             device=plan.policy_device,
             shown=plan.shown_device,
             trust=plan.trust_policy,
+            out_keys=plan.out_keys,
             compile=plan.compile_policy,
             draw=self.env.draw if self.env.draws else None,
         )
+        if own is not None and plan.out_keys is not None:
+            raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
         if plan.record:
             policy = recorded(policy, self.model, plan.policy_device)

@@ -22,7 +22,7 @@ from reap.core.policies.captured_policy import leaves_inputs_alone
 from reap.core.policies.exploration import exploring
 from reap.core.policies.recurrent_state import carry_of, needs_room
 from reap.core.policies.untouched import untouched
-from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, action_masks
 from reap.core.rollout import RolloutLoop, columns_of
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.worker import Plan
@@ -72,7 +72,7 @@ class DeviceWorker(AnyWorker):
         self.policy = self._policy(current)
         env.expect({key: self.policy.outputs[key] for key in spec.action})
         first = {key: value.to(self.device) for key, value in carry.items()}
-        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first))
+        self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
         self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
         columns = columns_of(spec, self.policy, ids=plan.track_traj_ids, mask=False, version=plan.track_policy_version)
         look = BatchShape(contiguous=bool(plan.contiguous))
@@ -94,6 +94,7 @@ class DeviceWorker(AnyWorker):
             plan.exploration,
             carry=list(self._carry),
             trust=plan.trust_policy,
+            out_keys=plan.out_keys,
             compile=plan.compile_policy,
         )
         policy = as_policy(self.model, context)

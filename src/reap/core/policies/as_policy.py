@@ -27,7 +27,7 @@ from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
 from reap.core.policies.signature import match, takes_tensordict
 from reap.core.policies.untouched import untouched
-from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
+from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy, action_masks
 from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show, show_keys
@@ -52,6 +52,7 @@ class PolicyContext:
     carry: Sequence[Key] = ()  # recurrent state the policy begins itself; `spec.primed` leaves are begun by the env
     device: torch.device | None = None  # where it computes, if not where its rows are
     shown: torch.device | None = None  # the device that TensorDicts made for it name
+    out_keys: Sequence[Key] | None = None  # what the parts of a tuple that it returns are called
     trust: bool = False  # it takes a TensorDict, whatever its signature says
     compile: Mapping[str, Any] | None = None  # options of torch.compile; None: it is not compiled
     draw: Callable[[Row], None] | None = None  # random actions of one step, for envs in which only the env can draw
@@ -71,7 +72,11 @@ def as_policy(policy: Any, context: PolicyContext) -> Policy:
     """`policy` as a Policy, of the first kind that fits it."""
     if not callable(policy) and not _acts_at_random(policy):
         raise WrongArgument(f"policy must be a module, a callable or None, got {type(policy).__name__}")
-    return next(made for kind in KINDS if (made := kind(policy, context)) is not None)
+    found = next(made for kind in KINDS if (made := kind(policy, context)) is not None)
+    if context.out_keys is not None and not isinstance(found, CallPolicy):
+        who = "random actions have" if isinstance(found, RandomActions) else f"{type(policy).__name__} has"
+        raise UsageError(f"out_keys names what a function of tensors returns; {who} names already: leave it out")
+    return found
 
 
 # ---- the kinds ------------------------------------------------------------------------------------------------------
@@ -85,9 +90,10 @@ def _random_actions(policy: Any, context: PolicyContext) -> Policy | None:
     if isinstance(policy, RandomPolicy) and len(action) == 1:
         ((key, own),) = action.items()
         if isinstance(policy.action_spec, Leaf) and context.draw is None:
-            return RandomActions({key: policy.action_spec})
+            masks = action_masks(context.spec) if policy.action_spec.space == own.space else {}
+            return RandomActions({key: policy.action_spec}, masks=masks)
         policy.action_spec = policy.action_spec or own
-    return RandomActions(action, draw=context.draw)
+    return RandomActions(action, draw=context.draw, masks=action_masks(context.spec))
 
 
 def _flat_program(policy: Any, context: PolicyContext) -> Policy | None:
@@ -134,7 +140,8 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
-    return _probed(CallPolicy(call, taken, list(context.spec.action), context.carry, context.device), policy, context)
+    made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
+    return _probed(made, policy, context)
 
 
 KINDS: Sequence[Callable[[Any, PolicyContext], Policy | None]] = (

@@ -16,14 +16,22 @@ from reap.spec import Key, as_key, show_keys
 class CallPolicy(TensorPolicy):
     """A module or function of plain tensors.
 
-    A tuple is the action, then `output1`, `output2`, …, then the new carry; what has names is delivered under them.
+    A tuple is the action, then `output1`, `output2`, …, or what `names` says, then the new carry; what has names is
+    delivered under them.
     """
 
     def __init__(
-        self, call: Any, inputs: Sequence[Key], outputs: Sequence[Key], carry: Sequence[Key], device: Any
+        self,
+        call: Any,
+        inputs: Sequence[Key],
+        outputs: Sequence[Key],
+        carry: Sequence[Key],
+        device: Any,
+        names: Sequence[Key] | None = None,
     ) -> None:
         super().__init__(inputs, device)
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
+        self._given = None if names is None else [*names, *(key for key in self._last if key not in names)]
         self._many = False
         self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
         self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
@@ -57,6 +65,8 @@ class CallPolicy(TensorPolicy):
         if out is None:
             raise UsageError("policy returned None; the action is expected")
         if is_named(out):
+            if self._given is not None:
+                raise UsageError(f"out_keys names the parts of a tuple; the policy returned {show_keys(getters(out))}")
             found = getters(out)
             carried = {next_[1:]: next_ for next_ in self._last if next_ not in found}  # under its own name, or "next"
             keys = [carried.get(key, key) for key in found]
@@ -66,6 +76,11 @@ class CallPolicy(TensorPolicy):
             return
         self._many = isinstance(out, tuple)
         values = tuple(out) if self._many else (out,)
+        if self._given is not None:
+            if len(values) != len(self._given):
+                raise SpecMismatch(f"policy returned {len(values)} tensors; out_keys says {show_keys(self._given)}")
+            self.learn_outputs(self._given, values, size)
+            return
         extra = len(values) - len(self._first) - len(self._last)
         if extra < 0:
             wanted = show_keys([*self._first, *self._last])

@@ -52,10 +52,12 @@ class ParquetWriter:
         self._groups: list[int] = []  # how many episodes each row group holds
 
     def add(self, episode: Arrays) -> None:
-        self._waiting.append(copied(episode))
+        self._waiting.append(episode)
         self._bytes += sum(values.nbytes for values in episode.values())
         if self._bytes > _TOGETHER:
             self._flush()
+        else:
+            self._waiting[-1] = copied(episode)
 
     def _flush(self) -> None:
         if self._waiting:
