@@ -34,6 +34,7 @@ class ReapError(Exception):
     worker: str | None = None
     lane: int | None = None
     step: int | None = None
+    failure_file: str | None = None  # what `reap.testing.replay_failure` takes, where `failure_dir` is given
 
     def at(self, *, lane: int | None = None, step: int | None = None, worker: str | None = None) -> Self:
         """Remember where it happened; what is known already is kept."""
@@ -46,7 +47,8 @@ class ReapError(Exception):
         known = (("worker", self.worker), ("lane", self.lane), ("step", self.step))
         places = [f"{name} {n}" for name, n in known if n is not None]
         message = super().__str__()
-        return f"{', '.join(places)}: {message}" if places else message
+        written = "" if self.failure_file is None else f"; to see it again: replay_failure({self.failure_file!r})"
+        return f"{', '.join(places)}: {message}{written}" if places else message + written
 
 
 class UsageError(ReapError, ValueError):

@@ -245,7 +245,7 @@ class AsyncBatchedCollector(Collector):
         )
         plan = plan_for(
             settings,
-            EnvMaker(pool, None, None),
+            EnvMaker(pool, None, None, settings.failure_dir),
             PolicyMaker(policy, settings.policy_factory, device),
             lambda lanes: settings.frames_per_batch,
             device,

@@ -235,9 +235,10 @@ class MultiCollector(BaseCollector):
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
-        for options, make, size, weights in zip(workers, makers, frames, ours):
+        for w, (options, make, size, weights) in enumerate(zip(workers, makers, frames, ours)):
             device, _ = options.devices
-            env = EnvMaker(packed[id(make)], kwargs.get(id(options.create_env_kwargs)), options.max_frames_per_traj)
+            keywords = kwargs.get(id(options.create_env_kwargs))
+            env = EnvMaker(packed[id(make)], keywords, options.max_frames_per_traj, options.failure_dir, w)
             acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans

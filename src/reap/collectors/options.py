@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
@@ -136,6 +137,8 @@ class Options:
         post_collect_hook: called with each batch before it is delivered.
         hooks_in_workers: call both hooks in the workers, with what each has made, in place of here with whole batches.
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
+        failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
+            `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
     """
 
     frames_per_batch: int
@@ -190,6 +193,7 @@ class Options:
     post_collect_hook: Callable[[Any], Any] | None = None
     hooks_in_workers: bool = False
     worker_idx: int | None = None
+    failure_dir: Any = None
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
@@ -213,6 +217,10 @@ class Options:
         self._check_trajectories()
         self._check_buffer()
         self._check_workers()
+        if self.failure_dir is not None:
+            if not isinstance(self.failure_dir, (str, os.PathLike)) or not str(self.failure_dir):
+                raise WrongArgument(f"failure_dir must be a directory or None, got {self.failure_dir!r}")
+            object.__setattr__(self, "failure_dir", os.path.abspath(self.failure_dir))  # workers may be elsewhere
         if self.contiguous is not None and not isinstance(self.contiguous, bool):
             raise WrongArgument(f"contiguous must be True, False or None, got {self.contiguous!r}")
         if self.compact_obs and (self.split_trajs or self.return_same_td):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from reap._system.pickling import Packed
 from reap.collectors.options import Options
 from reap.core.env import Env
+from reap.core.failure_record import RecordsActions, as_bytes
 from reap.core.policies.exploration import exploration_type
 from reap.core.worker import Plan
 from reap.envs import as_env
@@ -24,11 +25,18 @@ class EnvMaker:
     source: Any
     kwargs: Packed | Mapping[str, Any] | None
     limit: int | None
+    failure_dir: str | None = None  # where failures are written down
+    worker: int | None = None
 
     def __call__(self) -> Env:
         """The env, with its limit."""
         source, kwargs = (one.unpack() if isinstance(one, Packed) else one for one in (self.source, self.kwargs))
-        return as_env(source, kwargs, self.limit if self.limit is not None and self.limit > 0 else None)
+        limit = self.limit if self.limit is not None and self.limit > 0 else None
+        if self.failure_dir is None:
+            return as_env(source, kwargs, limit)
+        plain = replace(self, source=source, kwargs=kwargs, failure_dir=None)
+        again = as_bytes(plain)  # first: an env that was given made is now what it was at its beginning
+        return RecordsActions(as_env(source, kwargs, limit), self.failure_dir, again, self.worker)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Collector(BaseCollector):
         plan = self._planned(
             plan_for(
                 settings,
-                EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj),
+                EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir),
                 PolicyMaker(policy, settings.policy_factory, device),
                 Steps(settings.frames_per_batch),
                 device,

@@ -80,3 +80,11 @@ class EnvHooks:
     def load_open_state(self, state: Any) -> None:
         """Go on from what `open_state` said; nothing is reset."""
         raise NotImplementedError
+
+    def lane_state(self, lane: int) -> Any:
+        """What one lane is in the middle of, where that can be said of it alone; else `CannotResume`."""
+        raise CannotResume(f"{type(self).__name__} cannot save the middle of one lane's episode")
+
+    def load_lane_state(self, lane: int, state: Any) -> None:
+        """Let one lane go on from what `lane_state` said."""
+        raise NotImplementedError

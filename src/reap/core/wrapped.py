@@ -107,6 +107,12 @@ class Wrapped(Env):
     def load_open_state(self, state: Any) -> None:
         self._env.load_open_state(state)
 
+    def lane_state(self, lane: int) -> Any:
+        return self._env.lane_state(lane)
+
+    def load_lane_state(self, lane: int, state: Any) -> None:
+        self._env.load_lane_state(lane, state)
+
     def make_slot(self, layout: Layout, index: int) -> Slot:
         return self._env.make_slot(layout, index)
 

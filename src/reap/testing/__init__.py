@@ -5,6 +5,7 @@ EchoPolicy     a policy whose action says what it saw
 CountingWorld  the batches the two must produce, computed without reap
 check_backend  one behaviour suite for every backend
 FaultyEnv      an env that raises, exits, crashes, hangs or runs out of memory at a given step; inject does so anywhere
+replay_failure lets a failure that a collector wrote down happen again
 no_leaks       fails if a thread, process, descriptor or shared-memory file stays behind
 """
 
@@ -13,6 +14,7 @@ from reap.testing.counting import CountingEnv, CountingWorld, EchoPolicy, assert
 from reap.testing.env import check_env
 from reap.testing.faults import FaultyEnv, inject
 from reap.testing.leaks import no_leaks
+from reap.testing.replay import replay_failure
 
 __all__ = [
     "CountingEnv",
@@ -25,4 +27,5 @@ __all__ = [
     "check_env",
     "inject",
     "no_leaks",
+    "replay_failure",
 ]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
+from reap.core.resume import CannotResume
 from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
@@ -60,6 +61,9 @@ class EnvPoolLanes(Env):
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         self._write(observation, info, into)
+
+    def open_state(self) -> Any:
+        raise CannotResume("EnvPool's envs are in C++ and do not say what they are in the middle of")
 
     def _seed(self, seeds: Sequence[int]) -> None:
         """A pool is seeded when it is made (its `seed` does nothing): another one like it takes its place."""

@@ -140,12 +140,19 @@ class GymLanes(Env):
         return ended
 
     def open_state(self) -> Any:
-        return [saved_env(env, lane) for lane, env in enumerate(self.envs)]
+        return [self.lane_state(lane) for lane in range(len(self.envs))]
 
     def load_open_state(self, state: Any) -> None:
-        for lane, (one, env) in enumerate(zip(state, self.envs)):
-            restore_env(one, env)
-            self._steps[lane] = noting_actions(env, unchecked_step(env) or env.step)
+        for lane, one in zip(range(len(self.envs)), state):
+            self.load_lane_state(lane, one)
+
+    def lane_state(self, lane: int) -> Any:
+        return saved_env(self.envs[lane], lane)
+
+    def load_lane_state(self, lane: int, state: Any) -> None:
+        env = self.envs[lane]
+        restore_env(state, env)
+        self._steps[lane] = noting_actions(env, unchecked_step(env) or env.step)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):

@@ -12,12 +12,13 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 import gymnasium as gym
 from gymnasium.utils import EzPickle
+from gymnasium.vector import AsyncVectorEnv, VectorEnv, VectorWrapper
 
 from reap.core.resume import CannotResume, Packed, packed, unpacked
 from reap.errors import CorruptState
@@ -67,7 +68,70 @@ def _layers(env: Any) -> Iterator[Any]:
     """An env and all that is inside it, from the outside inwards."""
     while env is not None:
         yield env
-        env = env.env if isinstance(env, gym.Wrapper) else None
+        env = env.env if isinstance(env, (gym.Wrapper, VectorWrapper)) else None
+
+
+def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+    """What `restore_vector_env` takes: each of its envs, where it has them here, and what all layers hold beside."""
+    base = env.unwrapped
+    if _has_own(env):
+        return {"own": packed(env.get_state())}  # type: ignore[attr-defined]
+    if isinstance(base, AsyncVectorEnv):
+        raise CannotResume(
+            "AsyncVectorEnv keeps its envs in processes that do not say where they are; take SyncVectorEnv, or reap's "
+            "ParallelEnv"
+        )
+    inside = [saved_env(one, lane) for lane, one in enumerate(getattr(base, "envs", ()))]
+    try:
+        held = [packed(_held(layer), _dumps) for layer in _layers(env)]
+    except Exception as cause:
+        raise CannotResume(
+            f"{type(base).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) for its "
+            f"episodes to go on"
+        ) from cause
+    return {"envs": inside, "layers": held, "kinds": [type(layer).__name__ for layer in _layers(env)]}
+
+
+def restore_vector_env(state: Mapping[str, Any], env: VectorEnv[Any, Any, Any]) -> None:
+    """Let `env`, made as the saved one was, be where that one was."""
+    if "own" in state:
+        env.set_state(unpacked(state["own"]))  # type: ignore[attr-defined]
+        return
+    layers = list(_layers(env))
+    if state["kinds"] != [type(layer).__name__ for layer in layers]:
+        raise CorruptState(f"this state is of the env {state['kinds']}, here is {env}; nothing was loaded")
+    for one, inner in zip(state["envs"], getattr(env.unwrapped, "envs", ())):
+        restore_env(one, inner)
+    for layer, held in zip(layers, state["layers"]):
+        vars(layer).update(unpacked(held))
+
+
+def _held(layer: Any) -> dict[str, Any]:
+    """What a layer of a vector env holds, without the envs inside it."""
+    return {name: value for name, value in vars(layer).items() if name not in ("env", "envs", "env_fns")}
+
+
+def saved_world(env: Any, lane: int = 0) -> tuple[str, Packed]:
+    """What `restore_world` takes, of an env of another library's (PettingZoo)."""
+    try:
+        return (_OWN, packed(env.get_state())) if _has_own(env) else (_PICKLED, packed(env, _dumps))
+    except Exception as cause:
+        raise CannotResume(
+            f"lane {lane}: {type(env).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) "
+            f"for its episodes to go on"
+        ) from cause
+
+
+def restore_world(state: tuple[str, Packed], env: Any) -> None:
+    """Let `env`, made as the saved one was, be where that one was."""
+    how, data = state
+    if how == _OWN:
+        env.set_state(unpacked(data))
+        return
+    found = unpacked(data)
+    if type(found) is not type(env):
+        raise CorruptState(f"this state is of the env {found}, here is {env}; nothing was loaded")
+    env.__dict__ = found.__dict__  # one for both: what is inside may know its env
 
 
 def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -94,7 +158,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return ("ale", thing.cloneSystemState()) if type(thing).__name__ == "ALEInterface" else None
 
     def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, EzPickle) and isinstance(thing, gym.Env):
+        if isinstance(thing, EzPickle):
             return _bare, (type(thing),), vars(thing).copy(), None, None, _hold
         return super().reducer_override(thing)
 

@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from reap.core.env import Env, Rows
+from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
+from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
 from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
@@ -193,6 +196,16 @@ class VectorLanes(Env):
                 absent = ~np.asarray(given)
                 absent[[lane for lane in range(self._count) if lane not in _lanes(at, self._count)]] = False
                 array[absent] = 0
+
+    def open_state(self) -> Any:
+        masks = [None if mask is None else torch.from_numpy(mask.copy()) for mask in (self._resetting, self._ended)]
+        return {"env": saved_vector_env(self.env), "kept": packed(self._kept), "resetting": masks[0], "ended": masks[1]}
+
+    def load_open_state(self, state: Any) -> None:
+        restore_vector_env(state["env"], self.env)
+        self._kept, self._just_ended = unpacked(state["kept"]), []
+        self._ended = state["ended"].numpy().copy()
+        self._resetting = None if state["resetting"] is None else state["resetting"].numpy().copy()
 
     def close(self) -> None:
         self.env.close()

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from reap.core.resume import CannotResume
 from reap.envs.adapters.torch_native import TorchLanes
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Observations
-from reap.errors import UsageError, WrongArgument, missing
+from reap.errors import CorruptState, UsageError, WrongArgument, missing
 from reap.seeding import chain, fresh_seed
 from reap.spec import torch_dtype
 
@@ -140,6 +141,30 @@ class JaxBatch:
         reward, terminated, truncated = map(from_dlpack, rest)
         return self._show(observation), reward, terminated, truncated
 
+    def get_state(self) -> list[tuple[str, list[int], Tensor]]:
+        """Keys, numbers of episodes and states of all lanes, array by array: dtype, shape and bytes."""
+        found = []
+        for leaf in self._jax.tree.leaves((self._keys, self._episode, self._run)):
+            if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
+                raise CannotResume("this JAX env keeps typed random keys in its state, which are no plain arrays")
+            array = np.ascontiguousarray(leaf)
+            data = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+            found.append((array.dtype.name, list(array.shape), data))
+        return found
+
+    def set_state(self, state: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Go on where `get_state` was asked."""
+        jnp, tree = self._jax.numpy, self._jax.tree
+        here, structure = tree.flatten((self._keys, self._episode, self._run))
+        looks = [(np.dtype(leaf.dtype).name, list(leaf.shape)) for leaf in here]
+        if looks != [(name, list(shape)) for name, shape, _ in state]:
+            raise CorruptState("this state is of another JAX env; nothing was loaded")
+        arrays = [
+            jnp.asarray(np.frombuffer(data.numpy().tobytes(), leaf.dtype).reshape(leaf.shape))
+            for leaf, (_, _, data) in zip(here, state)
+        ]
+        self._keys, self._episode, self._run = tree.unflatten(structure, arrays)
+
     def _show(self, observation: list[Any]) -> Any:
         shown: Any = {}
         for (path, leaf), value in zip(self._leaves, observation):
@@ -228,6 +253,12 @@ class JaxLanes(TorchLanes):
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         if seeds is not None:
             self.env.seed(lanes, seeds)
+
+    def open_state(self) -> Any:
+        return self.env.get_state()
+
+    def load_open_state(self, state: Any) -> None:
+        self.env.set_state(state)
 
 
 class JaxEnv(EnvBase):

@@ -214,6 +214,13 @@ class GroupLanes(Env):
             else:
                 write(observation, views, index[name])
 
+    def open_state(self) -> Any:
+        return [world.open_state(lane) for lane, world in enumerate(self._worlds)]
+
+    def load_open_state(self, state: Any) -> None:
+        for world, one in zip(self._worlds, state):
+            world.load_open_state(one)
+
     def close(self) -> None:
         for world in self._worlds:
             world.env.close()
@@ -288,6 +295,12 @@ class AgentLanes(Env):
                 ended.append(i)
         world.check_flags(acting.among - world.present.among, over, cut)
         return ended
+
+    def open_state(self) -> Any:
+        return self._world.open_state(0)
+
+    def load_open_state(self, state: Any) -> None:
+        self._world.load_open_state(state)
 
     def close(self) -> None:
         self._world.env.close()

@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
+from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
+from reap.envs.adapters.gymnasium_state import restore_world, saved_world
 from reap.envs.spaces import Actions, Observations
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
@@ -51,6 +53,14 @@ class Agents:
         """SpecMismatch unless `other`, at `lane`, has the same agents and spaces."""
         if (other.names, other.observation_space) != (self.names, self.observation_space):
             raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
+
+    def open_state(self, lane: int) -> Any:
+        """What its game is in the middle of."""
+        return saved_world(self.env, lane)
+
+    def load_open_state(self, state: Any) -> None:
+        """Go on from there."""
+        restore_world(state, self.env)
 
 
 class _Game(Agents):
@@ -225,6 +235,21 @@ class TurnLanes(Env):
         if self._waiting.any():
             raise UsageError("the policy's outputs changed in the middle of a turn-based game; reset the collector")
         self._kept = [np.zeros_like(said) for said in row.outputs]
+
+    def open_state(self) -> Any:
+        arrays = {"turn": self._turn, "waiting": self._waiting}
+        kept = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        lists = {"now": [torch.from_numpy(a.copy()) for a in self._now], "kept": [packed(a) for a in self._kept]}
+        worlds = [world.open_state(w * self._agents) for w, world in enumerate(self._worlds)]
+        return {"worlds": worlds, **kept, **lists}
+
+    def load_open_state(self, state: Any) -> None:
+        for world, one in zip(self._worlds, state["worlds"]):
+            world.load_open_state(one)
+        self._turn, self._waiting = (state[name].numpy().copy() for name in ("turn", "waiting"))
+        for mine, now in zip(self._now, state["now"]):
+            mine[...] = now.numpy()
+        self._kept, self._looks = [unpacked(kept) for kept in state["kept"]], None
 
     def close(self) -> None:
         for world in self._worlds:

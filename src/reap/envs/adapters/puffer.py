@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
+from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -186,6 +187,22 @@ class PufferLanes(Env):
     def _assign(self, *buffers: np.ndarray[Any, Any]) -> None:
         for name, buffer in zip(BUFFERS, buffers):
             setattr(self.env, name, buffer)
+
+    def open_state(self) -> Any:
+        env = self.env
+        if not (callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))):
+            raise CannotResume(
+                f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
+                f"get_state() and set_state(state) for its episodes to go on"
+            )
+        own = [packed(array) for array in (self._last, *self._own)]
+        return {"env": packed(env.get_state()), "arrays": own, "seed": self._seed, "begun": sorted(self._begun)}
+
+    def load_open_state(self, state: Any) -> None:
+        self.env.set_state(unpacked(state["env"]))
+        for mine, kept in zip((self._last, *self._own), state["arrays"]):
+            mine[...] = unpacked(kept)
+        self._seed, self._begun, self._started = int(state["seed"]), set(state["begun"]), True
 
     def close(self) -> None:
         if not self._closed:  # C code frees its memory each time it is asked

@@ -26,6 +26,7 @@ from reap._system.messages import send
 from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised
 from reap.core.env import Env, Rows
+from reap.core.resume import CannotResume, generators, set_generators
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.accept import as_env
@@ -154,6 +155,7 @@ class EnvChild(abc.ABC):
     """Lanes of a child, and the memory it shares with the parent: files of rows, of first observations, of choices."""
 
     files: list[SharedFile]
+    _parts: Sequence[Env] = ()  # its envs, where they can be asked what they are in the middle of
 
     def __init__(self, spec: EnvSpec, traits: Traits, connection: Connection, fds: Sequence[int]) -> None:
         self.spec, self.traits, self._connection, self._reply = spec, traits, connection, fds[1]
@@ -178,6 +180,19 @@ class EnvChild(abc.ABC):
         self._first = [first[self._from : self._to] for first in firsts]
         some, seeds = choices(self.files[2], lanes)
         self._some, self._seeds = some[self._from : self._to], seeds[self._from : self._to]
+
+    def do_open_state(self) -> Any:
+        """What its envs are in the middle of, and where its random generators are; a text: why that is not known."""
+        try:
+            return {"envs": [env.open_state() for env in self._parts], "random": generators()}
+        except CannotResume as why:
+            return str(why)
+
+    def do_load_open_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        for env, one in zip(self._parts, state["envs"]):
+            env.load_open_state(one)
+        set_generators(state["random"])
 
     def _rows_of(self, layout: Layout, start: int, end: int, first: int, last: int, env: EnvSpec) -> list[Row]:
         """Rows of a slot, of our lanes from `first` to `last`, which are one env."""
@@ -218,6 +233,7 @@ class LanesChild(EnvChild):
 
     def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
         self._env = built(makers, limit)
+        self._parts = [self._env]
         super().__init__(self._env.spec, Traits(self._env.has_after_step, self._env.draws), connection, fds)
         self._rows: dict[int, list[Row]] = {}
         self._loose = loose_leaves(self.spec)

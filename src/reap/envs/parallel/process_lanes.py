@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from reap._system.affinity import Cores
 from reap._system.conversation import ChildGone, ChildSilent, Conversation
@@ -34,6 +35,7 @@ from reap._system.remote_errors import Raised
 from reap._system.threads import LINGER, see_to
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
+from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.rollout import columns_of
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
@@ -58,7 +60,7 @@ from reap.envs.parallel.env_child import (
     serve,
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent
+from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
 from reap.seeding import seed_of_life
 from reap.spec import EnvSpec, Key, Leaf, show
@@ -497,6 +499,24 @@ class ProcessLanes(Env):
             (row.truncated, shared.truncated),
         ):
             mine[at] = theirs[at]
+
+    def open_state(self) -> Any:
+        each = [self._call(remote, "open_state") for remote in self.remotes]
+        for remote, one in zip(self.remotes, each):
+            if isinstance(one, str):
+                raise CannotResume(f"env process {self._name(remote)}: {one}")
+        return {"each": each, "fresh": torch.from_numpy(self._fresh.copy()), "first": packed(self.first)}
+
+    def load_open_state(self, state: Any) -> None:
+        if len(state["each"]) != len(self.remotes):
+            raise CorruptState(
+                f"this state is of {len(state['each'])} env processes, here are {len(self.remotes)}; nothing was loaded"
+            )
+        for remote, one in zip(self.remotes, state["each"]):
+            self._call(remote, "load_open_state", one)
+        self._fresh[...] = state["fresh"].numpy()
+        for mine, kept in zip(self.first, unpacked(state["first"])):
+            mine[...] = kept
 
     # ---- failures -------------------------------------------------------------------------------------------------
 

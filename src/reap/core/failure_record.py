@@ -1,0 +1,123 @@
+"""Failures that can happen again: actions of open episodes are kept, and written to a file when an env raises.
+
+    reset ──► what the lane is in the middle of, if it can say so     step ──► a copy of the row's actions
+    raises ─► reap-failure-….pt: env factory, lane, seed, where its episode began, its actions      (testing/replay.py)
+
+Where nobody asks for it (`failure_dir=None`) nothing of this is there. A lane that cannot say where it is begins, when
+it is replayed, with the seed it was last given: that is its episode only if none came in between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.resume import CannotResume, Packed, packed
+from reap.core.slot import Row
+from reap.core.wrapped import Wrapped
+from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.spec import Key, Leaf
+
+FORMAT = 1
+_TRIM = 4096  # steps nobody needs any more before they are forgotten
+_log = logging.getLogger(__name__)
+
+
+class RecordsActions(Wrapped):
+    """Lanes whose open episodes are kept as actions. `make` is what makes the same env again."""
+
+    def __init__(self, env: Env, directory: str, make: Packed | None, worker: int | None) -> None:
+        if env.spec.ready_of is not None:
+            env.close()
+            raise UsageError("failure_dir keeps the actions of each lane; these lanes come as they are ready")
+        super().__init__(env, env.spec)
+        self._directory, self._worker = directory, worker
+        self._make = make
+        lanes = env.spec.lanes
+        self._steps: list[tuple[Any, ...]] = []  # actions of all lanes, step by step
+        self._before = 0  # steps that were forgotten
+        self._began = np.zeros(lanes, np.int64)  # the step with which each lane's episode began
+        self._start: list[Any] = [None] * lanes  # what it was in the middle of then
+        self._seed: list[int | None] = [None] * lanes
+        self._episodes = [0] * lanes  # since that seed
+        self._action: Mapping[Key, Leaf] = env.spec.action
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self._action = dict(action)
+        super().expect(action)
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        try:
+            super().reset(lanes, into, seeds)
+        except Exception as cause:
+            error = cause if isinstance(cause, ReapError) else WorkerRaised(f"env.reset raised {cause!r}")
+            self._write(error, "reset")
+            raise error from (cause.__cause__ if error is cause else cause)
+        chosen = list(lanes)
+        self._began[chosen] = self._before + len(self._steps)
+        for i, lane in enumerate(chosen):
+            self._seed[lane] = self._seed[lane] if seeds is None else int(seeds[i])
+            self._episodes[lane] = 0 if seeds is not None else self._episodes[lane] + 1
+            self._start[lane] = self._state_of(lane)
+        if (old := int(self._began.min()) - self._before) > _TRIM:
+            del self._steps[:old]
+            self._before += old
+
+    def _state_of(self, lane: int) -> Any:
+        try:
+            return self._env.lane_state(lane)
+        except CannotResume:
+            return None
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        self._steps.append(tuple(array.copy() for array in row.action))
+        try:
+            return super().step(lanes, row)
+        except Exception as cause:
+            error = cause if isinstance(cause, ReapError) else WorkerRaised(f"the env raised {cause!r}")
+            self._write(error, "step")
+            raise error from (cause.__cause__ if error is cause else cause)
+
+    def _write(self, error: ReapError, during: str) -> None:
+        """Write the file, and say in the error where it is. What goes wrong with it must not hide the error."""
+        lane = error.lane or 0
+        path = Path(self._directory) / f"reap-failure-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}.pt"
+        steps = self._steps[int(self._began[lane]) - self._before :]
+        columns = [torch.from_numpy(np.stack([step[n][lane] for step in steps])) for n in range(len(self._action))]
+        exact = self._start[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
+        about = {"worker": self._worker, "lane": lane, "seed": self._seed[lane], "episodes": self._episodes[lane]}
+        looks = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
+        state: dict[str, Any] = {
+            "format": FORMAT,
+            **about,
+            "during": during,
+            "exact": exact,
+            "steps": len(steps),
+            "error": str(error),
+        }
+        state |= {"actions": columns if steps else [], "action": looks, "start": self._start[lane], "env": self._make}
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            torch.save(state, path)
+        except OSError as reason:
+            _log.warning("failure_dir=%r: the failure could not be written there: %s", self._directory, str(reason))
+            return
+        error.failure_file = str(path)
+
+
+def as_bytes(make: Callable[[], Env]) -> Packed | None:
+    """What makes an env, as a file can hold it; None where that is not possible."""
+    try:
+        return packed(make)
+    except Exception as reason:
+        _log.warning("failure_dir: the env cannot be pickled, so a replay needs to be given one: %s", repr(reason))
+        return None
