@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from reap.core.columns.assemble_ragged import frame
 from reap.core.columns.object_columns import ObjectColumn
+from reap.core.policies.action_masks import legal_choice
 from reap.core.policies.outputs import as_tensordict, is_named
 from reap.core.resume import CannotResume
 from reap.core.slot import FLAGS, Row, Slot
@@ -137,34 +137,13 @@ class RandomActions(Policy):
         elif self._slot is not None:
             arrays = self._slot.arrays
             for key, mask in self._masks.items():
-                index = _legal(torch.as_tensor(arrays[mask][self._step]))
+                index = legal_choice(torch.as_tensor(arrays[mask][self._step]))
                 leaf = _as_written(self._action[key], self.outputs[key])
                 chosen = torch.nn.functional.one_hot(index, self._action[key].n) if leaf.one_hot else index
                 column = arrays[key][self._step]
                 chosen = chosen.reshape(column.shape)
                 column[...] = chosen if isinstance(column, Tensor) else chosen.numpy()
             self._step += 1
-
-
-def _legal(mask: Tensor) -> Tensor:
-    """One of the choices that each mask `[…, n]` allows, all of them equally likely; where it allows none, of all."""
-    allowed = mask.bool()
-    allowed = allowed | ~allowed.any(-1, keepdim=True)
-    return torch.rand(allowed.shape, device=mask.device).masked_fill(~allowed, -1).argmax(-1)
-
-
-def action_masks(spec: EnvSpec) -> dict[Key, Key]:
-    """The masks an env shows of its discrete actions: an observation "action_mask" beside one, a flag per choice."""
-    found = {}
-    for key, leaf in spec.action.items():
-        mask = spec.observation.get((*key[:-1], "action_mask"))
-        if mask is None or not isinstance(leaf.space, gym.spaces.Discrete) or mask.dtype is None:
-            continue
-        kind = not (mask.dtype.is_floating_point or mask.dtype.is_complex)
-        lanes = leaf.shape[:-1] if leaf.one_hot else leaf.shape  # of several agents
-        if kind and mask.shape == (*lanes, leaf.n):
-            found[key] = (*key[:-1], "action_mask")
-    return found
 
 
 def _as_written(space: Leaf, column: Leaf) -> Leaf:

@@ -18,13 +18,14 @@ from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
+from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
 from reap.core.policies.lane_by_lane import LaneByLane, LaneNoise, spec_of_one
 from reap.core.policies.per_lane_policy import PerLanePolicy
 from reap.core.policies.recurrent_state import carry_of, remembering
-from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, action_masks, visible_columns
+from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
 from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State

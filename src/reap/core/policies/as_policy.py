@@ -21,13 +21,14 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
 from reap.core.columns.object_columns import ObjectColumn
+from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
 from reap.core.policies.signature import match, takes_tensordict
 from reap.core.policies.untouched import untouched
-from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy, action_masks
+from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show, show_keys
