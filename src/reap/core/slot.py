@@ -86,12 +86,8 @@ class Layout:
 
     def same_as(self, other: Layout) -> bool:
         """Whether rollouts of both can lie in one another's place."""
-        return (self.columns, self.steps, self.lanes, self.batched) == (
-            other.columns,
-            other.steps,
-            other.lanes,
-            other.batched,
-        )
+        mine, theirs = ((one.columns, one.steps, one.lanes, one.batched) for one in (self, other))
+        return mine == theirs
 
     @property
     def batch_size(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ A worker is built from a `Plan` wherever it lives (this process, another one, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,10 +112,7 @@ class Worker(AnyWorker):
         legal = action_masks(spec)
         self.random: Policy = RandomActions(spec.action, self.policy.outputs, self.memory, draw, legal)
         if self._noise is not None and draw is None:
-            each = [
-                RandomActions(spec.action, self.policy.outputs, self.memory, None, legal) for _ in range(spec.lanes)
-            ]
-            self.random = LaneByLane(each, self._noise, spec)
+            self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
             self.env,
