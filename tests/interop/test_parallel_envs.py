@@ -466,6 +466,17 @@ def test_a_recurrent_policy_whose_state_the_workers_begin(options):
     assert batches[-1]["is_init"].any()
 
 
+class Probabilities(nn.Module):
+    def forward(self, observation):
+        return torch.stack([observation[..., 0].sigmoid(), 1 - observation[..., 0].sigmoid()], -1)
+
+
+def test_probabilities_as_actions_of_lanes_that_share_a_process():
+    policy = TensorDictModule(Probabilities(), in_keys=["observation"], out_keys=["action"])
+    told, _ = assert_the_same(lambda: parallel(functools.partial(gym_env, "CartPole-v1"), lanes=4), policy, frames=48)
+    assert "env processes of reap's" in told
+
+
 @pytest.mark.parametrize("how", ["around", "random"])
 def test_a_primer_that_stays_with_torchrl(how):
     make = remembering if how == "around" else drawing

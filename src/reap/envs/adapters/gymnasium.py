@@ -27,7 +27,11 @@ from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 
 class GymLanes(Env):
-    """N `gym.Env`s with the same spaces, one lane each."""
+    """N `gym.Env`s with the same spaces, one lane each.
+
+    With `truncates`, probabilities in place of a one-hot choice are cut to whole numbers before the largest is looked
+    for, as TorchRL does it.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class GymLanes(Env):
         categorical: bool = False,
         info_keys: InfoKeys = (),
         batched: bool = False,
+        truncates: bool = False,
     ) -> None:
         if not envs:
             raise UsageError("an env needs at least one lane")
@@ -43,6 +48,7 @@ class GymLanes(Env):
         if len({id(env) for env in self.envs}) < len(self.envs):
             raise UsageError("several lanes are the same env object; give a factory that makes a new one each time")
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
+        self._truncates = truncates
         first = self.envs[0]
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
@@ -73,10 +79,16 @@ class GymLanes(Env):
         for other in others:
             if other._settings != self._settings:
                 raise SpecMismatch(f"lanes are encoded differently: {self._settings} and {other._settings}")
-        return GymLanes([e for lanes in (self, *others) for e in lanes.envs], batched=True, **self._settings)
+        envs = [e for lanes in (self, *others) for e in lanes.envs]
+        return GymLanes(envs, batched=True, truncates=self._truncates, **self._settings)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.decoder(action)
+        decode = self._decode = self._actions.decoder(action)
+        if self._truncates:
+            dtypes = [(leaf.one_hot, action[key].dtype) for key, leaf in self._actions.leaves.items()]
+            floats = [one_hot and dtype is not None and dtype.is_floating_point for one_hot, dtype in dtypes]
+            if any(floats):
+                self._decode = lambda *arrays: decode(*(a.astype(np.int64) if f else a for a, f in zip(arrays, floats)))
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         shape, dtype = self._observations.plain

@@ -96,6 +96,8 @@ class Base:
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
         self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
+        self._planned: Sequence[Tensor] | None = None  # those the lanes are ready for
+        self._action: Mapping[Key, Leaf] = {}
         self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
         self._flags: list[tuple[Any, Tensor]] = []
         self.due: tuple[int, ...] = ()  # lanes that a recorded reset begins anew
@@ -170,10 +172,13 @@ class Base:
         Of several calls in one step only the last is looked at later. The others have room of their own, but for
         observations that nobody reads, like the frames an Atari game skips.
         """
-        dims = len(self.size)
-        keys = [as_key(key) for key in self.env.action_keys]
-        self.lanes.expect({key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)})
-        self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
+        if self._planned is not self.asked:  # recorded since
+            dims = len(self.size)
+            keys = [as_key(key) for key in self.env.action_keys]
+            self._action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
+            self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
+            self._planned = self.asked
+        self.lanes.expect(self._action)
         observation = self.lanes.spec.observation
         unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
         skipped = []

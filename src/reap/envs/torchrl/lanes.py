@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 
@@ -198,9 +197,10 @@ class WrappedGym(GymLanes):
     """The Gymnasium envs inside TorchRL's; closing and state are the outer env's."""
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
-        super().__init__(envs, categorical=categorical, batched=batched)
+        super().__init__(envs, categorical=categorical, batched=batched, truncates=True)
         self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
+        self._expected: Mapping[Key, Leaf] | None = None
 
     @property
     def as_given(self) -> Any:
@@ -212,13 +212,10 @@ class WrappedGym(GymLanes):
         return lanes
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
+        if action is self._expected:  # as in the last rollout, and nobody has stepped it by hand since
+            return
         super().expect(action)
-        decode = self._decode
-        dtypes = [(leaf.one_hot, action[key].dtype) for key, leaf in self.spec.action.items()]
-        floats = [one_hot and dtype is not None and dtype.is_floating_point for one_hot, dtype in dtypes]
-        if any(floats):
-            # Probabilities in place of a choice: TorchRL cuts them to whole numbers before it looks for the largest.
-            self._decode = lambda *arrays: decode(*(a.astype(np.int64) if f else a for a, f in zip(arrays, floats)))
+        self._expected = action
 
     def bind_policy(self, model: Any) -> None:
         give_spec(model, self.outer)
