@@ -175,10 +175,11 @@ def _write(place: Path, number: int, states: Mapping[str, Any]) -> None:
     about = {"format": _FORMAT, "reap": __version__, "torch": torch.__version__, "number": number}
     handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        sync(handle)  # before the marker: what it names must be there
         write_manifest(place / f"{_MARKER}.new", {**about, "objects": objects, "files": files})
         os.replace(place / f"{_MARKER}.new", place / _MARKER)
-        sync(handle)
+        sync(
+            handle
+        )  # names of files too, before anything older is removed: a marker without its files is no checkpoint
     finally:
         os.close(handle)
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,8 +27,8 @@ _PIECE = 1 << 20  # bytes summed up at a time
 
 def save_tensors(value: Any, path: Path) -> dict[str, Any]:
     """Write tensors and numbers to a new file, onto the disk itself; returns its length and checksum."""
-    with open(path, "xb") as file:
-        summed = _Summed(file)
+    with open(path, "xb") as file, ThreadPoolExecutor(1, "reap-checksum") as beside:
+        summed = _Summed(file, beside)
         torch.save(value, cast(Any, summed))
         if summed.failure is not None:
             raise summed.failure
@@ -91,18 +92,23 @@ def _sum(data: bytes) -> bytes:
 class _Summed:
     """A file that adds up what is written to it. torch must not see it fail: it would not say why."""
 
-    def __init__(self, file: Any) -> None:
-        self._file, self.size, self.digest = file, 0, hashlib.sha256()
+    def __init__(self, file: Any, beside: Executor) -> None:
+        self._file, self._beside, self.size, self.digest = file, beside, 0, hashlib.sha256()
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
         if self.failure is None:
+            # Summing up takes about as long as writing: what is large is summed by another thread meanwhile.
+            summing = self._beside.submit(self.digest.update, data) if size >= _PIECE else None
             try:
                 self._file.write(data)
             except OSError as error:
                 self.failure = error
-            self.digest.update(data)
+            if summing is None:
+                self.digest.update(data)
+            else:
+                summing.result()  # before it returns: the memory is torch's again
             self.size += size
         return size
 

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from reap._system.fork_server.client import enough_room
+
 PATIENCE = 5.0  # seconds a peer has to prove itself, in all
 _MOST = 128  # peers that have not proved themselves yet, at a time
 _PAUSE = 0.1  # seconds without accepting, when it fails
@@ -126,6 +128,17 @@ def settled(connection: socket.socket) -> socket.socket:
     return connection
 
 
+def woken_selector(made: contextlib.ExitStack) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
+    """A selector with a socket by which it is woken, and the other end of that; closed with `made`."""
+    selector = selectors.DefaultSelector()
+    made.callback(selector.close)
+    wake, waker = socket.socketpair()
+    for end in (wake, waker):
+        made.callback(end.close)
+    selector.register(wake, selectors.EVENT_READ)
+    return selector, wake, waker
+
+
 class _Stranger:
     """A peer that has not proved itself yet."""
 
@@ -159,12 +172,13 @@ class Listener:
         self._turned_away, self._told, self._told_of_errors = 0, 0.0, 0.0  # when the log was last told
         self._paused: float | None = None  # until when nobody is accepted
         self._open = True
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._waker = socket.socketpair()
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._selector.register(listening, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name=f"reap-{name}", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as made, enough_room(f"what listens at {self._where}"):
+            made.callback(listening.close)
+            self._selector, self._wake, self._waker = woken_selector(made)
+            self._selector.register(listening, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name=f"reap-{name}", daemon=True)
+            self._thread.start()
+            made.pop_all()  # it is here to stay
 
     # ---- the thread that listens ------------------------------------------------------------------------------------
 

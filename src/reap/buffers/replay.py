@@ -10,7 +10,6 @@ ring or a crash.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
@@ -376,9 +375,10 @@ class ReplayBuffer:
             self._pool = None
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            if self._pool is not None:
-                self._pool.leave()
+        if contextlib is not None:  # else Python ends, and takes everything along
+            with contextlib.suppress(Exception):
+                if self._pool is not None:
+                    self._pool.leave()
 
     def __repr__(self) -> str:
         parts = f"storage={self._storage}, sampler={self._sampler}, batch_size={self._batch_size}"

@@ -86,8 +86,7 @@ class Layout:
 
     def same_as(self, other: Layout) -> bool:
         """Whether rollouts of both can lie in one another's place."""
-        mine, theirs = ((one.columns, one.steps, one.lanes, one.batched) for one in (self, other))
-        return mine == theirs
+        return self.columns == other.columns and (self.steps, *self.dims) == (other.steps, *other.dims)
 
     @property
     def batch_size(self) -> tuple[int, ...]:

@@ -105,13 +105,13 @@ class Worker(AnyWorker):
         self.stats: Stats = Stats(self.lanes)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
+        self._draw = self.env.draw if self.env.draws else None
         self._noise = LaneNoise(spec.lanes) if plan.deterministic else None
         self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
-        draw = self.env.draw if self.env.draws else None
-        legal = action_masks(spec)
-        self.random: Policy = RandomActions(spec.action, self.policy.outputs, self.memory, draw, legal)
-        if self._noise is not None and draw is None:
+        outputs = self.policy.outputs
+        self.random: Policy = RandomActions(spec.action, outputs, self.memory, self._draw, action_masks(spec))
+        if self._noise is not None and self._draw is None:
             self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
         self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
         self.loop = RolloutLoop(
@@ -217,7 +217,7 @@ class Worker(AnyWorker):
             trust=plan.trust_policy,
             out_keys=plan.out_keys,
             compile=plan.compile_policy,
-            draw=self.env.draw if self.env.draws else None,
+            draw=self._draw,
         )
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")

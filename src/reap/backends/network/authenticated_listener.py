@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from reap._system import listener
-from reap._system.listener import Listener, Refused, Visitor, settled
+from reap._system.fork_server.client import enough_room
+from reap._system.listener import Listener, Refused, Visitor, settled, woken_selector
 from reap.errors import UsageError
 
 __all__ = ["LOOPBACK", "AuthenticatedListener", "SocketRelay", "Refused", "Service", "Tunnel", "Visitor", "dial"]
@@ -44,8 +45,12 @@ class _Listening:
         except OSError as error:
             raise UsageError(f"cannot listen on {host}:{port}: {error}") from None
         self.host, self.port = host, int(listening.getsockname()[1])
-        self._pump = SocketRelay(name)
-        self._listener = Listener(listening, name, secret, self._receive, self._knows)
+        with contextlib.ExitStack() as made:
+            made.callback(listening.close)
+            self._pump = SocketRelay(name)
+            made.callback(self._pump.close)
+            self._listener = Listener(listening, name, secret, self._receive, self._knows)
+            made.pop_all()  # it is here to stay
 
     def _receive(self, visitor: Visitor, service: str) -> None:
         raise NotImplementedError
@@ -111,14 +116,14 @@ class SocketRelay:
     """Carries bytes both ways between pairs of sockets, in one thread, never more than it can hand on."""
 
     def __init__(self, name: str) -> None:
-        self._selector = selectors.DefaultSelector()
         self._ways: dict[socket.socket, tuple[_Direction, _Direction]] = {}  # by socket: from it, and to it
         self._new: list[tuple[socket.socket, socket.socket]] = []
-        self._wake, self._waker = socket.socketpair()
-        self._selector.register(self._wake, selectors.EVENT_READ)
         self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
-        self._thread = threading.Thread(target=self._run, name=f"reap-pump-{name}", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
+            self._selector, self._wake, self._waker = woken_selector(made)
+            self._thread = threading.Thread(target=self._run, name=f"reap-pump-{name}", daemon=True)
+            self._thread.start()
+            made.pop_all()  # it is here to stay
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
         """From now on until one of them ends."""

@@ -48,7 +48,7 @@ class FileLock:
         renew(self, _threads=threading.RLock, _depth=int, _mine=set)  # a fork keeps what we remember, not what we hold
 
     def __del__(self) -> None:
-        for fd in self._fds:
+        for fd in () if contextlib is None else self._fds:  # else Python ends, and takes everything along
             with contextlib.suppress(OSError):
                 os.close(fd)
 
