@@ -10,6 +10,7 @@ ring or a crash.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
