@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install -q -c constraints.txt
 
-.PHONY: demo test test-all test-oldest check bench bench-all docs clean help
+.PHONY: demo test test-all test-oldest soak check bench bench-all docs clean help
 
 help:
 	@echo "make demo      PPO learns CartPole-v1 (half a minute), curve in demo.png"
 	@echo "make test      the tests"
 	@echo "make test-all  all tests, long ones and GPU ones too"
+	@echo "make soak      workers that fail at random, every frame checked"
 	@echo "make test-oldest  the core of the tests, with the oldest libraries that are allowed, in .venv-oldest"
 	@echo "make check     lint and types"
 	@echo "make bench     the scoreboard: reap beside a hand-written loop and TorchRL (six minutes)"
@@ -36,6 +37,9 @@ test: $(VENV)/.with-test
 
 test-all: $(VENV)/.with-test
 	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
+
+soak: $(VENV)/.with-test
+	$(VENV)/bin/python -m benchmarks.soak --only sync async background parallel gloo ray --faults 170 --frames 17000000
 
 # Without TorchRL, which asks for the newest tensordict of its series; tests that need it, or Ray, are skipped.
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt

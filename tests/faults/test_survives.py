@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from benchmarks.soak import soak
 
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
@@ -391,3 +392,14 @@ def test_a_recurrent_policy_forgets_lanes_that_were_cut(tmp_path):
     step = rows["observation"][..., 2]
     assert rows["collector", "cut"].sum() == 1
     assert torch.equal(rows["action"][..., 0], step * (step + 1) / 2)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "background", "parallel", "gloo"])
+def test_a_short_soak(kind):
+    """Faults of every kind at random moments; every row is looked at (benchmarks/soak.py, `make soak` for the long one)."""
+    found = soak(kind, faults=3, every=1500)
+    assert found["faults"] >= 3
+    assert sum(found["causes"].values()) == found["faults"]
+    for name in ("descriptors", "children"):
+        before, after = found["held"][name]
+        assert after <= before, name
