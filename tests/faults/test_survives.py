@@ -396,7 +396,7 @@ def test_a_recurrent_policy_forgets_lanes_that_were_cut(tmp_path):
 
 @pytest.mark.parametrize("kind", ["sync", "async", "background", "parallel", "gloo"])
 def test_a_short_soak(kind):
-    """Faults of every kind at random moments; every row is looked at (benchmarks/soak.py, `make soak` for the long one)."""
+    """Faults of every kind at random moments; every row is looked at (`make soak` for the long one)."""
     found = soak(kind, faults=3, every=1500)
     assert found["faults"] >= 3
     assert sum(found["causes"].values()) == found["faults"]
