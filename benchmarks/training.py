@@ -1,8 +1,7 @@
 """End to end: the same training script with TorchRL's collector and with reap's, until the same frames.
 
 Everything else is TorchRL's in both: env, transforms, actor, loss, advantage, buffer. The curves must be the same
-numbers, or the line fails: what differs is the time, which is that of this process on the CPU: over minutes others on
-the machine would be timed, too. By default they are short; as long as one trains, for a good hour:
+numbers, or the line fails: what differs is the time. By default they are short; as long as one trains, for a good hour:
 
     python -m benchmarks --only "end to end" --frames 1000000
 """
@@ -94,12 +93,12 @@ def sac(kind: Any, frames: int) -> tuple[list[float], dict[str, float]]:
 def train(collector: Any, learn: Callable[[Any], float]) -> tuple[list[float], dict[str, float]]:
     curve, spent = [], {"collecting": 0.0, "learning": 0.0}
     torch.manual_seed(1)  # TorchRL draws while it makes a collector
-    began = time.process_time()
+    began = time.perf_counter()
     for batch in collector:
-        collected = time.process_time()
+        collected = time.perf_counter()
         curve += [batch["next", "reward"].mean().item(), learn(batch)]
         spent["collecting"] += collected - began
-        began = time.process_time()
+        began = time.perf_counter()
         spent["learning"] += began - collected
     collector.shutdown()
     return curve, spent
@@ -131,7 +130,7 @@ def measure(script: Callable[..., Any], frames: int, budget: Budget, workload: W
     figures["learning alone"] = statistics.median(learning)
     same = "the same curve, bit for bit" if ours.equal(theirs) else "the same curve within 1e-4"
     told = {TORCHRL: ratio(zip(seconds[TORCHRL], seconds[REAP]), workload.aims.get(TORCHRL))}
-    return [Row(GROUP, f"{workload.name}, {frames:,} frames", "s of CPU", figures, told, rounds, note=same)]
+    return [Row(GROUP, f"{workload.name}, {frames:,} frames", "s", figures, told, rounds, note=same)]
 
 
 def workloads() -> list[Workload]:
