@@ -177,6 +177,7 @@ def crowd(address, over, count):
 def run(seconds: float, seed: int = 0, half_open: int = 1000) -> dict:
     """Let them come for so long; returns what was seen, and raises if one got in, or a friend did not."""
     target = Target()
+    first = target.status()
     counts: dict[str, int] = {}
     failures: list[str] = []
     over = threading.Event()
@@ -223,8 +224,8 @@ def run(seconds: float, seed: int = 0, half_open: int = 1000) -> dict:
     target.close()
     fooled = os.path.exists(FOOLED)
     most = {name: max(one[name] for one in seen) for name in ("threads", "fds", "rss")}
-    return {"counts": counts, "friends": friends, "failures": failures, "fooled": fooled, "before": before,
-            "after": after, "most": most}  # fmt: skip
+    told = {"counts": counts, "friends": friends, "failures": failures, "fooled": fooled}
+    return {**told, "first": first, "before": before, "after": after, "most": most}
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ def test_strangers_get_nowhere_and_cost_nothing():
     assert found["after"]["pickles"] == 0, "something was unpickled before anybody had proved anything"
     assert found["friends"] >= 2, "who has the secret is let in meanwhile"
     assert min(found["counts"].values()) > 20, found
+    assert found["after"]["fds"] <= found["first"]["fds"] + 4, "who came and went, friends too, has left nothing"
     assert found["most"]["threads"] <= found["after"]["threads"] + 6  # friends that are just being received
     assert found["most"]["fds"] <= found["after"]["fds"] + 2 * 128 + 10
     assert found["after"]["rss"] - found["before"]["rss"] < 8_000, "KiB"

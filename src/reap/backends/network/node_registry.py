@@ -50,7 +50,7 @@ class _RegisteredNode:
         self.free = 0
         for node_process in self.node_processes.values():
             node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
-        self._reception.ring()
+        self._reception.left(self)
 
 
 class NodeProcess:
@@ -152,6 +152,13 @@ class NodeRegistry:
     def came(self, node: _RegisteredNode) -> None:
         """A node has said what it offers."""
         _log.info("%s offers %d workers", node.host, node.free)
+        self.ring()
+
+    def left(self, node: _RegisteredNode) -> None:
+        """A node has hung up, or is lost: it gives back its descriptor, and is forgotten if nothing ran there."""
+        with self._changing:
+            self._nodes = [one for one in self._nodes if one is not node or one.node_processes]
+        node.wire.close()
         self.ring()
 
     @property
