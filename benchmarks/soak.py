@@ -193,8 +193,9 @@ def soak(kind: str, *, faults: int, frames: int = 0, workers: int = 2, every: fl
             longest = max(longest, time.monotonic() - asked)
             if not series or time.monotonic() - began - series[-1][0] > 1.0:
                 series.append([time.monotonic() - began, sum(one.rows for one in witnesses), len(told)])
-                warm = warm or (held() if len(told) >= min(10, faults // 2) else None)
-        after = held()
+                if warm is None and len(told) >= min(10, faults // 2):
+                    warm = at_rest(collector, told, kind, witnesses, each, buffer)
+        after = at_rest(collector, told, kind, witnesses, each, buffer)
         if buffer is not None:
             with collector.pause():
                 check_buffer(buffer, workers)
@@ -214,6 +215,16 @@ def soak(kind: str, *, faults: int, frames: int = 0, workers: int = 2, every: fl
         "held": {name: [(warm or after)[name], value] for name, value in after.items()},
         "series": series,
     }
+
+
+def at_rest(collector: Any, told: Sequence[Any], kind: str, witnesses: Any, each: int, buffer: Any) -> dict[str, int]:
+    """What is held when nobody is being replaced."""
+    while kind != "parallel" and collector.stats()["restarts"] > len(told):
+        if buffer is None:
+            watch(collector.next(), kind, witnesses, each)
+        else:
+            time.sleep(0.05)
+    return held()
 
 
 def watch(batch: Any, kind: str, witnesses: Sequence[Witness], each: int) -> None:

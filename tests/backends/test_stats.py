@@ -12,6 +12,7 @@ from tests.faults.worlds import healthy
 KEYS = {
     "workers",
     "workers_alive",
+    "restarts",
     "frames",
     "batches",
     "total_frames",
@@ -67,7 +68,7 @@ def test_counts_of_each_worker_have_one_shape_too(kind):
     collector.shutdown()
     assert collector.stats("both").keys() == before
     assert {"worker_0/mean_return", "worker_1/mean_length", "worker_1/frames"} <= before
-    assert collector.stats("per_worker").keys() == before - (KEYS - {"workers", "workers_alive"})
+    assert collector.stats("per_worker").keys() == before - (KEYS - {"workers", "workers_alive", "restarts"})
 
 
 def still(observation):

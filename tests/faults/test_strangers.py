@@ -377,4 +377,4 @@ def test_rpc_on_one_machine_listens_at_no_port():
     with RPCCollector([CountingEnv], EchoPolicy(), frames_per_batch=8) as collector:
         assert collector.next().numel() == 8
         assert ports_of(os.getpid()) == before
-        assert [ports_of(child.pid) for child in collector._backend.transport._children] == [[]]
+        assert [ports_of(child.pid) for child in collector._backend.transport._children.values()] == [[]]

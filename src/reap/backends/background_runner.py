@@ -163,8 +163,9 @@ class BackgroundRunner:
                 self._seen.pop(worker.index)
                 with self._supervisor.talking:
                     self._supervisor.fail_silent(worker, error)
-        if self._supervisor.on_failure.action != "raise":
-            self.failure()  # whoever has failed is replaced or dropped, whether anybody asks or not
+        # Whether anybody asks or not: who has failed is replaced or dropped, and answers that nobody waits for any more,
+        # as Ctrl-C came in between, are heard; a worker that cannot send one would make nothing.
+        self.failure()
         return self._failure is None
 
     @property

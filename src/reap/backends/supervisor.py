@@ -218,11 +218,12 @@ class Supervisor:
 
     def look(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
-        if self.talking.acquire(blocking=False):  # else somebody listens already
-            try:
-                self.listen(within=0)
-            finally:
-                self.talking.release()
+        with self.interrupts.held():  # what is half read when Ctrl-C comes would be lost
+            if self.talking.acquire(blocking=False):  # else somebody listens already
+                try:
+                    self.listen(within=0)
+                finally:
+                    self.talking.release()
 
     # ---- failures -------------------------------------------------------------------------------------------------
 

@@ -149,14 +149,16 @@ class BatchPipeline:
         split = self.arrangement.split if self._options.split_trajs else None
         if self.sink is None:
             out = processed(self.taken[0].batch, split=split, postproc=postproc, hook=hook)
-            self.listeners.show(out, (self.batches, 1))
+            if self.listeners.all:
+                self.listeners.show(out, (self.batches, 1))
             self.batches += 1
             self.taken = []  # last: between here and `ready` there is no loop or call in which Ctrl-C could come
             return out
         while self.taken:
             part = self.taken[0]
             done = processed(part.batch, split=split, postproc=postproc, hook=hook)
-            self.listeners.show(done, (self.batches, len(self.taken)))
+            if self.listeners.all:
+                self.listeners.show(done, (self.batches, len(self.taken)))
             self.sink.take(done, part.worker)
             self.taken = self.taken[1:]
         self.batches += 1

@@ -17,21 +17,21 @@ class Listeners:
     """
 
     def __init__(self) -> None:
-        self._all: list[Callable[[TensorDictBase], Any]] = []
+        self.all: list[Callable[[TensorDictBase], Any]] = []
         self._shown: tuple[int, int] | None = None
 
     def add(self, listener: Callable[[TensorDictBase], Any]) -> None:
         """From now on, call this with each batch."""
-        self._all.append(listener)
+        self.all.append(listener)
 
     def remove(self, listener: Callable[[TensorDictBase], Any]) -> None:
         """Call it no more."""
-        self._all = [one for one in self._all if one != listener]
+        self.all = [one for one in self.all if one != listener]
 
     def show(self, batch: TensorDictBase, number: tuple[int, int]) -> None:
         """Call all of them with this batch; `number` tells it from the others."""
-        if self._all and number != self._shown:
+        if number != self._shown:
             with Interrupts().held():
-                for listener in self._all:
+                for listener in self.all:
                     listener(batch)
                 self._shown = number
