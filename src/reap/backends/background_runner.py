@@ -163,8 +163,8 @@ class BackgroundRunner:
                 self._seen.pop(worker.index)
                 with self._supervisor.talking:
                     self._supervisor.fail_silent(worker, error)
-        # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard that nobody waits for
-        # any more, as Ctrl-C came in between; a worker that cannot send one would make nothing.
+        # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard which nobody waits
+        # for any more, as Ctrl-C came in between; a worker that cannot send one would make nothing.
         self.failure()
         return self._failure is None
 
