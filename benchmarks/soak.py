@@ -247,6 +247,26 @@ def check_buffer(buffer: ReplayBuffer, workers: int) -> None:
             Witness(lane, 1).see(own[int(begins[0]) :].unsqueeze(0))  # the oldest trajectory may be half overwritten
 
 
+def draw(results: Path, picture: Path) -> None:
+    """A chart of what was found: frames and faults of each kind of collector, over time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (frames, faults) = plt.subplots(1, 2, figsize=(9, 3.2))
+    for one in json.loads(results.read_text()):
+        seconds, made, failed = np.array(one["series"]).T
+        frames.plot(seconds, made / 1e6, label=f"{one['kind']}: {one['frames'] / 1e6:.1f} million")
+        faults.plot(seconds, failed, label=f"{one['kind']}: {one['faults']}")
+    for axis, title in ((frames, "frames that were checked, million"), (faults, "workers that failed")):
+        axis.set_title(title)
+        axis.set_xlabel("seconds")
+        axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(picture)
+
+
 KINDS = ("sync", "async", "background", "parallel", "gloo", "ray")
 
 
@@ -258,8 +278,12 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--every", type=float, default=20_000.0, help="steps between two faults of a worker")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="where figures are written")
+    parser.add_argument("--chart", type=Path, help="draw what --json holds, and run nothing")
     options = parser.parse_args()
+    if options.chart is not None:
+        draw(options.json, options.chart)
+        return
     logging.getLogger("reap").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     found = []
