@@ -402,4 +402,4 @@ def test_a_short_soak(kind):
     assert sum(found["causes"].values()) == found["faults"]
     for name in ("descriptors", "children"):
         before, after = found["held"][name]
-        assert after <= before, name
+        assert after <= before + found["workers"], name  # a process that is another has one more, however often

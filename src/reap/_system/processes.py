@@ -235,10 +235,11 @@ class Child:
     def release(self) -> None:
         """Give back descriptors; the child must be gone."""
         self.line.close()
-        for fd in (self.sentinel, self._stack):
-            if fd >= 0:
-                os.close(fd)
-        self.sentinel = self._stack = -1
+        with self._word_lock:  # another thread may be asking whether it is gone
+            fds, self.sentinel, self._stack = (self.sentinel, self._stack), -1, -1
+            for fd in fds:
+                if fd >= 0:
+                    os.close(fd)
         if self._own is not None:
             self._own.close()
 

@@ -148,25 +148,31 @@ class BackgroundRunner:
 
         Returns whether it is worth another look.
         """
+        supervisor = self._supervisor
+        if supervisor.on_failure.action == "raise":
+            if (found := self._silent()) is not None and self._failure is None:
+                self._failure = supervisor.at(*found)
+        elif supervisor.talking.acquire(blocking=False):  # else somebody listens, and may be replacing one
+            try:
+                if (found := self._silent()) is not None:
+                    self._seen.pop(found[0].index)
+                    supervisor.fail_silent(*found)
+            finally:
+                supervisor.talking.release()
+        # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard which nobody waits
+        # for any more, as Ctrl-C came in between; a worker that cannot send one would make nothing.
+        self.failure()
+        return self._failure is None
+
+    def _silent(self) -> tuple[WorkerHandle, ReapError] | None:
+        """A worker that has been where it is for too long, and the error for it."""
         words, now, workers = self._words, time.monotonic(), self._backend.workers
         made = words.made()[0]
         for worker in workers:
             place = int(words.step[worker.index]), int(made[worker.index])
             if worker.index not in self._seen or self._seen[worker.index][0] != place:
                 self._seen[worker.index] = place, now
-        found = self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
-        if found is not None and self._failure is None:
-            worker, error = found
-            if self._supervisor.on_failure.action == "raise":
-                self._failure = self._supervisor.at(worker, error)
-            else:
-                self._seen.pop(worker.index)
-                with self._supervisor.talking:
-                    self._supervisor.fail_silent(worker, error)
-        # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard which nobody waits
-        # for any more, as Ctrl-C came in between; a worker that cannot send one would make nothing.
-        self.failure()
-        return self._failure is None
+        return self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
 
     @property
     def awaits_newcomer(self) -> bool:
