@@ -308,6 +308,8 @@ def test_lag_is_bounded_and_what_is_dropped_is_counted():
         inside = (now[1:] == now[:-1]).nonzero().squeeze(-1)
         assert (batch["observation"][inside + 1, 2] == batch["observation"][inside, 2] + 1).all()
         last, ids = int(batch["observation"][-1, 2]), int(now[-1])
+        if n == 0:
+            ran_ahead(c)  # what it has made meanwhile is too old after the update
         c.update_policy_weights_()
     assert c.stats()["dropped_frames"] > 0
     c.shutdown()
