@@ -59,6 +59,16 @@ class FailurePolicy:
         mistaken = building and (self.action == "drop" or self.deaths_only or isinstance(error, UsageError))
         return "raise" if mistaken or (self.deaths_only and not isinstance(error, WorkerDied)) else self.action
 
+    def report(self, failure: WorkerFailure) -> None:
+        """Say in the log what happened, and tell whoever wants to know."""
+        told = str(failure.cause).partition("\n")[0]
+        if failure.action == "restart":
+            _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
+        else:
+            _log.warning("%s; the others go on without it", told)
+        if self.tell is not None:
+            self.tell(failure)
+
 
 IN_A_ROW = 10  # times that a worker may fail before it is even there, also where any number of restarts is allowed
 
@@ -92,15 +102,6 @@ class RestartBudget:
         limits = f"max_restarts={policy.max_restarts}, restart_window={policy.window:g}"
         error.args = (f"{error.args[0] if error.args else ''} ({note}: {limits})", *error.args[1:])
         return error
-
-
-def log_failure(failure: WorkerFailure) -> None:
-    """Say in the log what happened."""
-    told = str(failure.cause).partition("\n")[0]
-    if failure.action == "restart":
-        _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
-    else:
-        _log.warning("%s; the others go on without it", told)
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:

@@ -43,7 +43,7 @@ from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.stats import EpisodeWindow
 from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 
 FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -239,7 +239,7 @@ class Supervisor:
         elif action == "drop":
             self.transport.retire(worker)
             worker.drop()
-            self._tell(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
+            self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
         elif self._budget.spend(worker.in_a_row):
@@ -300,12 +300,7 @@ class Supervisor:
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
-        self._tell(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
-
-    def _tell(self, failure: WorkerFailure) -> None:
-        log_failure(failure)
-        if self.on_failure.tell is not None:
-            self.on_failure.tell(failure)
+        self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ from reap.envs.parallel.env_child import (
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, log_failure
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import seed_of_life
 from reap.spec import EnvSpec, Key, Leaf, show
 
@@ -537,7 +537,7 @@ class ProcessLanes(Env):
             remote.end()
             if self._on_failure.action == "drop":
                 self._dropped += lanes
-                self._tell(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
+                self._on_failure.report(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
             else:
                 self.remotes.insert(at, self._replacement(remote, error))
                 self._fresh[list(lanes)] = True
@@ -557,14 +557,9 @@ class ProcessLanes(Env):
                 error, tries = again, tries + 1
                 continue
             seconds = time.monotonic() - began
-            self._tell(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
+            self._on_failure.report(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
             return new
         raise self._budget.spent(error)
-
-    def _tell(self, failure: WorkerFailure) -> None:
-        log_failure(failure)
-        if self._on_failure.tell is not None:
-            self._on_failure.tell(failure)
 
     def _start_again(self, before: EnvProcess) -> EnvProcess:
         """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
