@@ -47,6 +47,6 @@ def seed_process(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_of_life(seed: int, life: int) -> int:
-    """The seed of whoever takes the place of one that was seeded: another one, and always the same."""
-    return int(np.random.SeedSequence([seed, life]).generate_state(1, np.uint32)[0]) & 0x7FFFFFFF
+def restart_seed(seed: int, restarts: int) -> int:
+    """The seed of a worker that began with `seed` and was started again so often: another one, and always the same."""
+    return int(np.random.SeedSequence([seed, restarts]).generate_state(1, np.uint32)[0]) & 0x7FFFFFFF

@@ -191,7 +191,7 @@ class Supervisor:
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.working.pop(ready.slot, None)
         worker.tell(ready.stats)
-        worker.following = ready.following
+        worker.state_after = ready.state_after
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
             self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
@@ -254,8 +254,8 @@ class Supervisor:
         worker.in_a_row += 1
         self._causes[worker.index] = error
         if worker.job is not None:
-            worker.job = replace(worker.job, entropy=fresh_entropy(), life=worker.job.life + 1)
-        worker.begin_another_life()
+            worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
+        worker.keep_counts()
         self.transport.retire(worker)
         try:
             self.transport.launch([worker])

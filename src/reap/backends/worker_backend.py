@@ -26,7 +26,7 @@ from reap.core.resume import anew
 from reap.core.stats import EpisodeWindow, Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
-from reap.seeding import chain, seed_of_life
+from reap.seeding import chain, restart_seed
 from reap.weight_update import WeightTransport
 
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
@@ -117,14 +117,14 @@ class WorkerBackend:
         self._id_block += 1
         yield "begin", self.transport.beginning(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        following = worker.following if worker.begun else None
-        goes_on = following is not None and following.get("why") is None
-        state = {"resume": following} if goes_on else {}
+        state_after = worker.state_after if worker.begun else None
+        goes_on = state_after is not None and state_after.get("why") is None
+        state = {"resume": state_after} if goes_on else {}
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
         if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
-            again = self._alike.get("saves") and following is None  # it has made nothing since: this is the beginning
-            yield "set_seed", (worker.frames, seed if again else seed_of_life(seed, self._id_block), static)
+            again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
+            yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         if (own := self._weights.own_of(worker)) is not None:
             yield "load_weights", own
         if worker.begun and not goes_on:
@@ -274,7 +274,7 @@ class WorkerBackend:
             number = supervisor.calls + 1
             self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
             for w in calls:
-                self.workers[w].following = None
+                self.workers[w].state_after = None
             self.delivery.begin_anew(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:

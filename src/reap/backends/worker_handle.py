@@ -37,7 +37,7 @@ class WorkerHandle:
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
         self.in_a_row = 0  # how many have been launched in its place without ever being there
-        self.following: Any = None  # where it was after its last rollout, if it says so
+        self.state_after: Any = None  # where it was after its last rollout, if it says so
         self.dropped = False  # it failed, and the others go on without it
 
     @property
@@ -79,7 +79,12 @@ class WorkerHandle:
         self.asked = call
         self.busy_since += grace
 
-    def begin_another_life(self) -> None:
+    @property
+    def restarts(self) -> int:
+        """How many have been in its place before it."""
+        return 0 if self.job is None else self.job.restarts
+
+    def keep_counts(self) -> None:
         """Another takes its place, and counts from nothing."""
         self._earlier = self.stats
 

@@ -72,7 +72,7 @@ class Job:
     writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
     preempted: bool = False  # whether its rollouts may be cut short
     saves: bool = False  # whether it says after each rollout where it is, so that another can go on exactly there
-    life: int = 0  # how many have been in its place before it
+    restarts: int = 0  # how many have been in its place before it
     nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
 
 
@@ -101,7 +101,7 @@ class RolloutReady:
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
-    following: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
+    state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
 
 
 HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins

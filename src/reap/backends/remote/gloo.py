@@ -94,7 +94,7 @@ class GlooConnection(MessageConnection):
         wakeup: Wakeup,
     ) -> None:
         super().__init__(worker, sent)
-        self._name = name_of(worker.index, 0 if worker.job is None else worker.job.life)
+        self._name = name_of(worker.index, worker.restarts)
         self.child = NetworkChild(child, self, functools.partial(orders.give_up, self._name))
         self._address, self._put, self._wakeup = address, orders.put, wakeup
         self._seal = MessageSigner(address.secret)
@@ -179,10 +179,10 @@ class GlooTransport(MessageTransport):
             self._meet_at(loopback_store(self._nodes.port if self._local else 0, EVER), len(workers))
         assert self._orders is not None
         if self._company is None:
-            lives = {worker.index: 0 if worker.job is None else worker.job.life for worker in workers}
+            restarts = {worker.index: worker.restarts for worker in workers}
             run = functools.partial(run_gloo, address=self._address)
             self.start_children(
-                {i: functools.partial(run, job=job, index=i, life=lives[i]) for i, job in packed.items()}
+                {i: functools.partial(run, job=job, index=i, restarts=restarts[i]) for i, job in packed.items()}
             )
         else:
             gathered = self._company.gather(list(packed.values()), "gloo", None, self._lost, self.linger)

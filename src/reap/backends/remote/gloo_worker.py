@@ -165,21 +165,21 @@ class _Broadcasts(WeightInbox):
             self.close()
 
 
-def name_of(index: int, life: int) -> str:
+def name_of(index: int, restarts: int) -> str:
     """By which a worker is known in the store: another in its place has another."""
-    return f"{index}.{life}"
+    return f"{index}.{restarts}"
 
 
-def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address, life: int = 0) -> None:
+def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address, restarts: int = 0) -> None:
     """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them."""
-    parent = _GlooConnection(name_of(index, life), address)
+    parent = _GlooConnection(name_of(index, restarts), address)
     try:
         opened: Job = cloudpickle.loads(job)
     except Exception as error:  # of a kind that this machine cannot import
         parent.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
         parent.finish()
         return
-    first = index == 0 and life == 0  # it begins with its own weights, and so do all
+    first = index == 0 and restarts == 0  # it begins with its own weights, and so do all
     weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=first) if fds else _Broadcasts(opened, address)
     run_remote_worker(opened, parent, weights)
 

@@ -62,7 +62,7 @@ from reap.envs.parallel.env_child import (
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
-from reap.seeding import seed_of_life
+from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
@@ -87,6 +87,7 @@ class EnvProcess:
         self.spec: EnvSpec
         self.traits: Traits
         self.first = self.last = 0
+        self.restarts = 0  # how many have been in its place before it
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
 
@@ -564,7 +565,7 @@ class ProcessLanes(Env):
     def _start_again(self, before: EnvProcess) -> EnvProcess:
         """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
         new = self._start(before.number)
-        new.first, new.last = before.first, before.last
+        new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
         try:
             new.spec, new.traits = self._answer(new, grace=BOOT)
             joint_spec([before.spec, new.spec])
@@ -575,7 +576,7 @@ class ProcessLanes(Env):
                 self._call(new, "slot", *slot)
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
-            seeds = [seed_of_life(seed, self._budget.count) for seed in known]
+            seeds = [restart_seed(seed, new.restarts) for seed in known]
             self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
         except BaseException:
             new.end()
