@@ -142,6 +142,24 @@ def test_a_dead_actor_is_replaced(sync):
     c.shutdown()
 
 
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_an_actor_that_fails_is_replaced_or_left_out(on_failure):
+    """Also one that raised something: its actor lives on, and is ended."""
+    told = []
+    c = collect([healthy(), faulty("raise", 21)], sync=True, on_failure=on_failure, on_restart=told.append)
+    while not told:
+        c.next()
+    (failure,) = told
+    assert (failure.worker, failure.action) == (1, on_failure)
+    assert "an injected fault" in str(failure.cause)
+    batch = c.next()
+    if on_failure == "drop":
+        assert not batch["collector", "mask"][1].any()
+    else:
+        assert (batch["collector", "traj_ids"][1] >= 2**32).all()
+    c.shutdown()
+
+
 @pytest.mark.slow
 def test_weights_for_one_actor():
     """Also for the one that comes in its place, and after a state was loaded; until there are others for all."""
