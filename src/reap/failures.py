@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from reap.arguments import function, one_of, seconds, whole
 from reap.errors import ReapError, UsageError, WorkerDied, WrongArgument
 
 _log = logging.getLogger("reap")
+T = TypeVar("T")
 FailureAction = Literal["raise", "restart", "drop"]
 ACTIONS: tuple[FailureAction, ...] = ("raise", "restart", "drop")
 
@@ -77,15 +78,15 @@ class RestartBudget:
     """How many workers were started again lately, and how many in all."""
 
     def __init__(self, policy: FailurePolicy) -> None:
-        self._policy, self._lately = policy, deque[float]()
+        self.policy, self._lately = policy, deque[float]()
         self.count = 0
 
     def spend(self, in_a_row: int) -> bool:
         """Count one more, if that is allowed. `in_a_row`: so many in the same place were never there."""
         if in_a_row >= IN_A_ROW:
             return False
-        now, most = time.monotonic(), self._policy.max_restarts
-        while self._lately and now - self._lately[0] > self._policy.window:
+        now, most = time.monotonic(), self.policy.max_restarts
+        while self._lately and now - self._lately[0] > self.policy.window:
             self._lately.popleft()
         if most is not None and len(self._lately) >= most:
             return False
@@ -95,13 +96,37 @@ class RestartBudget:
 
     def spent(self, error: ReapError) -> ReapError:
         """The error for the one that would have been too many."""
-        policy = self._policy
+        policy = self.policy
         note = (
             f"{len(self._lately)} workers were started again within {policy.window:g} s before it, and no more may be"
         )
         limits = f"max_restarts={policy.max_restarts}, restart_window={policy.window:g}"
         error.args = (f"{error.args[0] if error.args else ''} ({note}: {limits})", *error.args[1:])
         return error
+
+    def build(self, number: int, make: Callable[[], T]) -> T:
+        """Return what `make` makes, the first in its place; where it fails, another is made, if that may be."""
+        try:
+            return make()
+        except ReapError as error:
+            if self.policy.chosen_for(error, building=True) != "restart":
+                raise
+            return self.replace(number, error, make)
+
+    def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
+        """Return what `make` makes in the place of one that failed; that it fails itself counts too."""
+        began, tries = time.monotonic(), 0
+        while self.spend(tries):
+            try:
+                made = make()
+            except ReapError as again:
+                if self.policy.chosen_for(again, building=True) == "raise":
+                    raise
+                error, tries = again, tries + 1
+                continue
+            self.policy.report(WorkerFailure(number, error, "restart", self.count, time.monotonic() - began))
+            return made
+        raise self.spent(error)
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:

@@ -31,7 +31,8 @@ from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
-_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
+_FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
+_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout", *_FAILURES}) | {
     "compact_obs",
     "interruptor",
     "reset_when_done",
@@ -242,6 +243,7 @@ class AsyncBatchedCollector(Collector):
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
             worker_affinity=worker_affinity,
+            **{name: getattr(settings, name) for name in _FAILURES},
         )
         plan = plan_for(
             settings,
@@ -250,7 +252,7 @@ class AsyncBatchedCollector(Collector):
             lambda lanes: settings.frames_per_batch,
             device,
         )
-        plan = dataclasses.replace(plan, stream=True)
+        plan = dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
         self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
         self._backend.start()
         try:

@@ -214,7 +214,7 @@ class Collector(BaseCollector):
         return {
             "workers": 1,
             "workers_alive": int(not self.closed),
-            "restarts": 0,
+            "restarts": self._backend.worker.env.restarts(),
             "frames": pipeline.frames,
             "batches": pipeline.batches,
             "total_frames": self.options.total,

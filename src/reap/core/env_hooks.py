@@ -66,6 +66,14 @@ class EnvHooks:
         """Return how many positions of the next row hold a lane that is ready."""
         return self.spec.lanes
 
+    def restarts(self) -> int:
+        """Return how many of those that step lanes were started again, or made anew, after a failure."""
+        return 0
+
+    def dropped(self) -> Collection[int]:
+        """Return the lanes that nobody steps any more, since what stepped them has failed."""
+        return ()
+
     def explain(self) -> str:
         """Say who steps the lanes, in a sentence."""
         return "reap steps it"

@@ -156,6 +156,8 @@ class Worker(AnyWorker):
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
+            if self.env.tells_cuts and not stream:
+                columns[MASK] = Leaf((), torch.bool)  # of lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
             if self._quota is not None:
@@ -259,6 +261,7 @@ class Worker(AnyWorker):
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
+                sorter.dropped = self.env.dropped()
                 if self._quota is not None and self._quota.met:
                     break
             slot.clear_flags()

@@ -77,6 +77,12 @@ class Wrapped(Env):
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
 
+    def restarts(self) -> int:
+        return self._env.restarts()
+
+    def dropped(self) -> Collection[int]:
+        return self._env.dropped()
+
     def explain(self) -> str:
         return self._env.explain()
 

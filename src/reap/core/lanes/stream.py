@@ -33,7 +33,7 @@ class Stream(Sorter):
         frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
-        for key in (*self._roots, *self._nexts):
+        for key in self._held[0][1]:
             column = self._held[0][1][key]
             if len(self._held) > 1:
                 column = np.concatenate([chunk[key] for _, chunk in self._held])
@@ -45,7 +45,8 @@ class Stream(Sorter):
         arrays[ENV_INDEX][...] = lanes
         if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
-        ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
+        cut = arrays[CUT] if CUT in arrays else np.zeros(frames, bool)
+        ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], cut, arrays[ledger.reward])
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
         if CUT in arrays:
@@ -56,10 +57,11 @@ class Stream(Sorter):
                 array[frames:] = -1 if key == TRAJ_IDS else 0
 
 
-def _account(ledger: Ledger, lanes: Array, done: Array, reward: Array) -> Array:
+def _account(ledger: Ledger, lanes: Array, done: Array, cut: Array, reward: Array) -> Array:
     """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
 
-    Put lane after lane, trajectories are segments; one pass over their borders finds them all.
+    Put lane after lane, trajectories are segments; one pass over their borders finds them all. `cut`: a failure has
+    ended the one before, and what it had is not counted.
     """
     frames, stats = len(lanes), ledger.stats
     number = reward.reshape(frames, -1).mean(-1, dtype=np.float64)
@@ -67,27 +69,32 @@ def _account(ledger: Ledger, lanes: Array, done: Array, reward: Array) -> Array:
         stats.nan_rewards += int(np.isnan(number).sum())
         number = np.where(np.isfinite(number), number, 0.0)
     order = np.argsort(lanes, kind="stable")
-    lane, over = lanes[order], done[order]
+    lane, over, anew = lanes[order], done[order], cut[order]
     new_lane = np.r_[True, lane[1:] != lane[:-1]]
-    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]])
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | anew)
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
-    whose, open_before, ended = lane[starts], new_lane[starts], over[ends]
+    whose, ended = lane[starts], over[ends]
+    first, anew = new_lane[starts], anew[starts]  # of its lane; after a failure
+    open_before = first & ~anew
     returns = np.add.reduceat(number[order], starts)
     counts = lengths.copy()
     returns[open_before] += stats.open_return[whose[open_before]]
     counts[open_before] += stats.open_length[whose[open_before]]
-    in_time = np.flatnonzero(ended)[np.argsort(order[ends[ended]])]  # ended trajectories, in the order of their ends
-    stats.ended(returns[in_time], counts[in_time], frames)
+    closed = ended | np.r_[anew[1:] & ~first[1:], False]
+    in_time = np.flatnonzero(closed)[np.argsort(order[ends[closed]])]  # ended trajectories, in the order of their ends
+    whole = in_time[ended[in_time]]
+    stats.ended(returns[whole], counts[whole], frames)
     last = np.r_[whose[1:] != whose[:-1], True]  # of each lane
     stats.open_return[whose[last]] = np.where(ended, 0.0, returns)[last]
     stats.open_length[whose[last]] = np.where(ended, 0, counts)[last]
 
     ids = np.empty(len(starts), np.int64)
     ids[open_before] = ledger.ids[whose[open_before]]
+    ids[first & anew] = ledger.counter.take(int(np.count_nonzero(first & anew)))
     following = np.empty(len(starts), np.int64)
     following[in_time] = ledger.counter.take(len(in_time))
-    ids[1:][~open_before[1:]] = following[:-1][~open_before[1:]]
+    ids[1:][~first[1:]] = following[:-1][~first[1:]]
     ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
     column = np.empty(frames, np.int64)
     column[order] = np.repeat(ids, lengths)

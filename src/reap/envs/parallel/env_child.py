@@ -38,8 +38,8 @@ from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
 ORDER = struct.Struct("iii")  # what, slot, step
-# a step of all lanes, of some; a message; new episodes in some; …; random actions for all
-STEP, SOME, CALL, BEGIN, PING, END, DRAW = range(7)
+# a step of all lanes, of some; a message; new episodes in some; …; random actions for all; another env in a thread
+STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
 UNSEEDED = -1
 DONE, FAILED = b"\1", b"\2"
 FDS = 5  # order pipe, reply and three files; what follows is the host's

@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +59,7 @@ from reap.envs.parallel.env_child import (
     serve,
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
+from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerSilent
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
@@ -90,9 +89,13 @@ class EnvProcess:
         self.restarts = 0  # how many have been in its place before it
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
+        self.met = self.ended = False
 
     def end(self) -> None:
-        """End it at once: it has failed, whatever it may still be doing."""
+        """End it at once: it has failed, whatever it may still be doing. May be called twice."""
+        if self.ended:
+            return
+        self.ended = True
         self.child.signal(signal.SIGKILL)
         self.child.line.close()
         for fd in (self.order_fd, self.reply):
@@ -118,15 +121,16 @@ class ProcessLanes(Env):
         cores: Sequence[Cores] | None = None,
         cells: bool = False,
         on_failure: FailurePolicy | None = None,
+        budget: RestartBudget | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
         self._cores = cores  # where each child runs; None: anywhere
         self._on_failure = on_failure or FailurePolicy()
-        self._budget = RestartBudget(self._on_failure)
+        self._budget = budget or RestartBudget(self._on_failure)  # one that is given is also somebody else's
         self.tells_cuts = self._on_failure.action != "raise"
-        self._lost: dict[EnvProcess, WorkerError] = {}  # processes that failed in this step, and why
+        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
         self._dropped: list[int] = []  # lanes that are stepped no more
         self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
         self._makers, self._start_method, self._threads = makers, start_method, threads
@@ -156,11 +160,21 @@ class ProcessLanes(Env):
         self._slots, self._firsts, self._control = self._files
         for n in range(len(self._makers)):
             self.remotes.append(self._start(n))
-        for remote in self.remotes:
-            remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        for n in range(len(self.remotes)):
+            self._budget.build(n, functools.partial(self._meet, n))
         self._join()
         for remote in self.remotes:
             self._call(remote, "begin", remote.first, self.spec.lanes)
+
+    def _meet(self, n: int) -> None:
+        """Hear what the first process in a place is like, or another, if that one has failed."""
+        remote = self.remotes[n]
+        if remote.met:
+            remote.end()
+            remote = self.remotes[n] = self._start(n)
+            self._failed = False
+        remote.met = True
+        remote.spec, remote.traits = self._answer(remote, grace=BOOT)
 
     def _start(self, n: int) -> EnvProcess:
         makers, start, threads = self._makers[n], self._start_method, self._threads
@@ -258,14 +272,14 @@ class ProcessLanes(Env):
             remote.talk.hear()
         for message in remote.talk.inbox:
             if isinstance(message, Raised):
-                return self._named(message.unpack(), remote)
+                return self.named(message.unpack(), remote)
         return remote.child.death().at(worker=self._name(remote))
 
     def _name(self, remote: EnvProcess) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
         return f"of {lanes}{remote.child.label}"
 
-    def _named(self, error: ReapError, remote: EnvProcess) -> ReapError:
+    def named(self, error: ReapError, remote: EnvProcess) -> ReapError:
         if error.lane is not None:
             error.lane += remote.first
         return error.at(worker=self._name(remote))
@@ -337,7 +351,7 @@ class ProcessLanes(Env):
             raise error from error.__cause__
         except ReapError as error:
             self._failed = self._failed or remote.talk.failed
-            self._named(error, remote)
+            self.named(error, remote)
             raise
 
     def _call(self, remote: EnvProcess, name: str, *arguments: Any) -> Any:
@@ -387,6 +401,10 @@ class ProcessLanes(Env):
         return row
 
     # ---- the env --------------------------------------------------------------------------------------------------
+
+    def expects(self, action: Mapping[Key, Leaf]) -> bool:
+        """Whether it is known already that actions look like this."""
+        return self._action == dict(action)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
@@ -461,7 +479,7 @@ class ProcessLanes(Env):
                 if all_of_them or self._some[remote.first : remote.last].any():
                     remote.owes = True
                     self._ring(remote, STEP if all_of_them else SOME, place, step)
-            except WorkerError as error:
+            except ReapError as error:
                 self._lose(remote, error)
 
     def recv(self) -> list[int]:
@@ -469,7 +487,7 @@ class ProcessLanes(Env):
             if remote.owes:
                 try:
                     self.finish(remote)
-                except WorkerError as error:
+                except ReapError as error:
                     self._lose(remote, error)
         _, row = self._sent
         shared = self._shared
@@ -521,7 +539,13 @@ class ProcessLanes(Env):
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _lose(self, remote: EnvProcess, error: WorkerError) -> None:
+    def restarts(self) -> int:
+        return self._budget.count
+
+    def dropped(self) -> Sequence[int]:
+        return self._dropped
+
+    def _lose(self, remote: EnvProcess, error: ReapError) -> None:
         """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
         if not self.tells_cuts or self.driver is None:
             raise error
@@ -533,14 +557,13 @@ class ProcessLanes(Env):
         lost, self._lost = self._lost, {}
         cut: list[int] = []
         for remote, error in lost.items():
-            lanes, at = range(remote.first, remote.last), self.remotes.index(remote)
-            self.remotes.remove(remote)
-            remote.end()
+            lanes = range(remote.first, remote.last)
+            self.retire(remote)
             if self._on_failure.action == "drop":
                 self._dropped += lanes
                 self._on_failure.report(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
             else:
-                self.remotes.insert(at, self._replacement(remote, error))
+                self._budget.replace(remote.number, error, functools.partial(self._start_again, remote))
                 self._fresh[list(lanes)] = True
                 cut += lanes
         if not self.remotes:
@@ -548,40 +571,48 @@ class ProcessLanes(Env):
         self._failed = False
         return sorted(cut)
 
-    def _replacement(self, remote: EnvProcess, error: WorkerError) -> EnvProcess:
-        """Start another process for these lanes."""
-        began, tries = time.monotonic(), 0
-        while self._budget.spend(tries):
-            try:
-                new = self._start_again(remote)
-            except WorkerError as again:
-                error, tries = again, tries + 1
-                continue
-            seconds = time.monotonic() - began
-            self._on_failure.report(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
-            return new
-        raise self._budget.spent(error)
-
-    def _start_again(self, before: EnvProcess) -> EnvProcess:
-        """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
-        new = self._start(before.number)
-        new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
+    def _start_again(self, before: EnvProcess) -> None:
+        """Another process in the place of one, which knows all that the one before it knew; its lanes begin anew."""
+        new = self.start_again(before)
         try:
-            new.spec, new.traits = self._answer(new, grace=BOOT)
-            joint_spec([before.spec, new.spec])
-            self._call(new, "begin", new.first, self.spec.lanes)
-            if self._action is not None:
-                self._call(new, "expect", _bare(self._action))
-            for slot in self._announced:
-                self._call(new, "slot", *slot)
+            spec, _ = self._answer(new, grace=BOOT)
+            self._answer(new, self.introduce(new, spec))
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
             seeds = [restart_seed(seed, new.restarts) for seed in known]
             self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
         except BaseException:
-            new.end()
+            self.retire(new)
             raise
+
+    def retire(self, remote: EnvProcess) -> None:
+        """A process has failed, or is not wanted any more: whatever it is doing, it ends."""
+        if remote in self.remotes:
+            self.remotes.remove(remote)
+        remote.end()
+        self._failed = False
+
+    def start_again(self, before: EnvProcess) -> EnvProcess:
+        """Start another process in the place of one, and wait for nothing; what it says first is what it is like."""
+        with enough_room("another process for the lanes"):
+            new = self._start(before.number)
+        new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
+        new.spec, new.traits = before.spec, before.traits
+        self.remotes.append(new)
+        self.remotes.sort(key=lambda remote: remote.number)
         return new
+
+    def introduce(self, new: EnvProcess, spec: EnvSpec) -> int:
+        """Tell a process that is there what the one before it knew; returns the number of the last answer."""
+        joint_spec([new.spec, spec])
+        if spec.lanes != new.last - new.first:
+            raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
+        number = self._ask(new, "begin", new.first, self.spec.lanes)
+        if self._action is not None:
+            number = self._ask(new, "expect", _bare(self._action))
+        for slot in self._announced:
+            number = self._ask(new, "slot", *slot)
+        return number
 
     def _skip(self, row: Row, lanes: list[int]) -> None:
         """This step is no frame of these lanes."""
@@ -601,7 +632,7 @@ class ProcessLanes(Env):
             self._close()
 
     def _close(self) -> None:
-        children, self.remotes = self.remotes, []
+        children, self.remotes = [remote for remote in self.remotes if not remote.ended], []
         for remote in children:
             if remote.silent:
                 remote.child.signal(signal.SIGTERM)
