@@ -468,7 +468,7 @@ def interrupt(after):
     time.sleep(after)
     os.kill(os.getpid(), signal.SIGINT)
 
-for turn in range(8):
+for turn in range(4):
     victim = processes._remotes[turn % len(processes._remotes)].child.pid
     thread = threading.Thread(target=interrupt, args=(random.random() * 0.3,))
     try:
@@ -492,7 +492,7 @@ for turn in range(8):
             assert frames["observation"].tolist() == want[:-1]
             assert frames["next", "observation"].tolist() == want[1:]
             assert seen.setdefault(int(one), lane) == lane
-assert c.stats()["restarts"] == len(told) == 8
+assert c.stats()["restarts"] == len(told) == 4
 c.shutdown()
 print("hits", hits)
 """
@@ -510,7 +510,7 @@ def test_ctrl_c_while_one_is_replaced(options, programs):
     assert done.returncode == 0, done.stderr
     said, hits = done.stdout.split()
     assert said == "hits"
-    assert int(hits) >= 3
+    assert int(hits) >= 2
 
 
 @pytest.mark.parametrize("kind", ["batched", "ready"])

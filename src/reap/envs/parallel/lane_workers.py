@@ -145,7 +145,8 @@ class LaneWorkers(abc.ABC):
         deadline = None if within is None else time.monotonic() + within
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if self.timeout is not None and (over := self._patience()) is not None:
+            now = time.monotonic() if self.timeout is not None else 0.0
+            if self.timeout is not None and (over := self._patience(now)) is not None:
                 left = over if left is None else min(over, left)
             wait = silence.LOGGED_AFTER if left is None else left
             found = [group for group, token in self._answers(wait) if not token]
@@ -153,21 +154,32 @@ class LaneWorkers(abc.ABC):
                 self._away.pop(group, None)
             if self._comebacks:
                 self._note_comebacks(found)
+            if self.timeout is not None:
+                self._check_silence(now)
             if found or not self._away or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:
                 self._log_silence()
 
-    def _patience(self) -> float | None:
-        """How long whoever has owed an answer for longest may still take; one that took too long has failed."""
+    def _longest_away(self) -> int:
+        """The group that has owed an answer for longest."""
+        return min(self._away, key=self._away.__getitem__) if self._comebacks else next(iter(self._away))
+
+    def _patience(self, now: float) -> float | None:
+        """How long whoever has owed an answer for longest may still take; None: for ever."""
+        if self.timeout is None or not self._away:
+            return None
+        return max(0.0, self._away[self._longest_away()] + self.timeout - now)
+
+    def _check_silence(self, then: float) -> None:
+        """Who had taken too long `then`, and has not answered since, has failed. Called after everybody was heard: an
+        answer may have waited for long, if nobody listened.
+        """
         while self.timeout is not None and self._away:
-            first = next(iter(self._away))
-            group = min(self._away, key=self._away.__getitem__) if self._comebacks else first
-            over = self._away[group] + self.timeout - time.monotonic()
-            if over > 0:
-                return over
+            group = self._longest_away()
+            if self._away[group] + self.timeout > then:
+                return
             self._lose(self._unit_of(group), self._silence_of(group, self.timeout))
-        return None
 
     def _log_silence(self) -> None:
         """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
@@ -229,11 +241,13 @@ class LaneWorkers(abc.ABC):
             except ReapError as error:
                 self._lose(self._unit_of(group), error)
         while left or self._comebacks:
-            found = self._answers(self._patience())
+            now = time.monotonic()
+            found = self._answers(self._patience(now))
             self._note_comebacks([group for group, token in found if not token])
             for group in [group for group, token in found if token == self._token]:
                 left.discard(group)
                 self._away.pop(group, None)
+            self._check_silence(now)
             left.intersection_update(self._at_hand(left))
         self._away.clear()
         self.cut.clear()

@@ -59,7 +59,7 @@ from reap.envs.parallel.env_child import (
     serve,
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerSilent
+from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerError, WorkerSilent
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
@@ -132,6 +132,7 @@ class ProcessLanes(Env):
         self.tells_cuts = self._on_failure.action != "raise"
         self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
         self._dropped: list[int] = []  # lanes that are stepped no more
+        self._cut: list[int] = []  # lanes that have begun anew since the last step, because of a failure
         self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
         self._makers, self._start_method, self._threads = makers, start_method, threads
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
@@ -359,6 +360,15 @@ class ProcessLanes(Env):
             self._settle(remote)
         return self._answer(remote, self._ask(remote, name, *arguments))
 
+    def _tell_all(self, name: str, *arguments: Any) -> None:
+        """Call every process; one that fails meanwhile, and may be replaced, learns of it then."""
+        for remote in self.remotes:
+            if remote not in self._lost:
+                try:
+                    self._call(remote, name, *arguments)
+                except WorkerError as error:
+                    self._lose(remote, error)
+
     def _ask(self, remote: EnvProcess, name: str, *arguments: Any) -> int:
         """Send a message; returns the number its answer will have."""
         with Interrupts().held():  # the order pipe and what it rings for belong together
@@ -382,8 +392,7 @@ class ProcessLanes(Env):
         )
         known = slot.place, bare, start, self._end
         self._announced.append(known)
-        for remote in self.remotes:
-            self._call(remote, "slot", *known)
+        self._tell_all("slot", *known)
         return slot
 
     def _exchange(self) -> Slot:
@@ -410,8 +419,7 @@ class ProcessLanes(Env):
         if self._action == dict(action):
             return
         self._action = None  # until everybody has understood
-        for remote in self.remotes:
-            self._call(remote, "expect", _bare(action))
+        self._tell_all("expect", _bare(action))
         self._action, self._by_hand = dict(action), None
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -431,12 +439,21 @@ class ProcessLanes(Env):
         for remote in self.remotes:
             own = [lane for lane in lanes if remote.first <= lane < remote.last]
             if own:
-                if remote.owes:
-                    self._settle(remote)
+                try:
+                    if remote.owes:
+                        self._settle(remote)
+                except ReapError as error:
+                    self._lose(remote, error)
+                    continue
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
                 asked.append((remote, self._ask(remote, "reset", [lane - remote.first for lane in own], theirs)))
         for remote, number in asked:
-            self._answer(remote, number)
+            try:
+                self._answer(remote, number)
+            except ReapError as error:
+                self._lose(remote, error)
+        if self._lost:  # their lanes begin anew, those that were not asked too
+            self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
@@ -473,6 +490,8 @@ class ProcessLanes(Env):
             self._some[:] = False
             self._some[list(lanes)] = True
         for remote in self.remotes:
+            if remote in self._lost:
+                continue
             try:
                 if remote.owes:
                     self._settle(remote)
@@ -494,6 +513,8 @@ class ProcessLanes(Env):
         if shared is not row:
             self._copy(shared, row)
         cut = self._replace_lost() if self._lost else []
+        if self._cut:
+            cut, self._cut = sorted({*cut, *self._cut}), []
         if cut or self._dropped:
             self._skip(row, [*cut, *self._dropped])
         done = row.done
@@ -547,10 +568,15 @@ class ProcessLanes(Env):
 
     def _lose(self, remote: EnvProcess, error: ReapError) -> None:
         """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
-        if not self.tells_cuts or self.driver is None:
+        if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
             raise error
         remote.owes = False
         self._lost[remote] = error
+
+    def take_lost(self) -> dict[EnvProcess, ReapError]:
+        """Processes that have failed while all were told something, and why; for whoever replaces them."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def _replace_lost(self) -> list[int]:
         """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""

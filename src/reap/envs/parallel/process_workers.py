@@ -63,10 +63,15 @@ class ProcessWorkers(LaneWorkers):
             self._selector.register(remote.reply, selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        if self._comebacks and not self._lanes.expects(action):
+        if self._lanes.expects(action):
+            return
+        if self._comebacks:
             self.settle()
         self._lanes.expect(action)
+        self._lanes.shared_row()  # made now: everybody is asked, and nobody is under way
         self.expecting = True
+        for remote, error in self._lanes.take_lost().items():
+            self._lose(remote.number, error)
 
     def row(self) -> Row:
         return self._lanes.shared_row()
@@ -163,6 +168,7 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def __init__(self, makers: Makers, **options: Any) -> None:
         self._doors: list[int] = []  # of each group: where orders for it are written
+        self._ours: dict[int, list[int]] = {}  # the same, by process
         self._theirs: list[int] = []  # the other ends
         self._first_of: list[int] = []  # of each process: its first group
         self._unit: list[int] = []  # of each group: the number of its process
@@ -180,31 +186,33 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 firsts = range(remote.first, remote.last, each)
                 bounds += [(first, first + each) for first in firsts]
                 self._unit += [remote.number] * len(own)
+                self._doors += self._ours[remote.number]
         except BaseException:
             self._hang_up(self._theirs)
-            self._hang_up(self._doors)
+            self._hang_up_all()
             raise
         self.bounds = bounds
 
     def _make_doors(self, process: int, envs: int) -> Sequence[int]:
         """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
         made: list[int] = []
-        again = self._first_of[process] if process < len(self._first_of) else None  # it is started again
-        for n in range(envs):
+        own = self._ours.setdefault(process, [])
+        self._hang_up(own)  # of one that was there before it
+        for _ in range(envs):
             theirs, ours = os.pipe()
             self._theirs.append(theirs)  # each at once: the next may be one too many
-            if again is None:
-                self._doors.append(ours)
-            else:
-                self._doors[again + n] = ours
+            own.append(ours)
             made += theirs, ours
         return made
 
     @staticmethod
     def _hang_up(ends: list[int]) -> None:
         while ends:
-            if (end := ends.pop()) >= 0:
-                os.close(end)
+            os.close(ends.pop())
+
+    def _hang_up_all(self) -> None:
+        for ends in self._ours.values():
+            self._hang_up(ends)
 
     def _unit_of(self, group: int) -> int:
         return self._unit[group]
@@ -215,15 +223,17 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def _retire(self, unit: int) -> None:
         super()._retire(unit)
+        self._hang_up(self._ours[unit])
         for group in self._groups_of(unit):
-            closed, self._doors[group] = [self._doors[group]], -1
-            self._hang_up(closed)
+            self._doors[group] = -1
 
     def _start_again(self, unit: int) -> None:
         try:
             super()._start_again(unit)
         finally:
             self._hang_up(self._theirs)
+        first = self._first_of[unit]
+        self._doors[first : first + len(self._ours[unit])] = self._ours[unit]
 
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Straight to the thread: nobody in its process hands the order on."""
@@ -302,8 +312,8 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def close(self) -> None:
         super().close()
-        self._hang_up(self._doors)
+        self._hang_up_all()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self._hang_up(self._doors)
+            self._hang_up_all()
