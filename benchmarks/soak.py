@@ -162,8 +162,8 @@ def make(kind: str, workers: int, every: float, told: list[Any]) -> tuple[Any, A
         ]
         options["envs_per_worker"] = LANES
         if kind == "batched":
-            where = {"env_backend": "multiprocessing"}
-            return AsyncBatchedCollector(envs, EchoPolicy(), frames_per_batch=whole, **where, **options), None
+            options["env_backend"] = "multiprocessing"
+            return AsyncBatchedCollector(envs, EchoPolicy(), frames_per_batch=whole, **options), None
         del options["total_frames"]
         pool = AsyncEnvPool(envs, backend="multiprocessing", worker_threads=True, **options)
         return Collector(pool, EchoPolicy(), frames_per_batch=whole), None

@@ -128,6 +128,72 @@ class RestartBudget:
             return made
         raise self.spent(error)
 
+    def count_rebuilt(self, number: int, error: ReapError, seconds: float) -> None:
+        """Count an env that raised and was made anew elsewhere; raises its error if it was one too many."""
+        if not self.spend(0):
+            raise self.spent(error)
+        self.policy.report(WorkerFailure(number, error, "restart", self.count, seconds))
+
+
+class RemoteRebuilds:
+    """Envs that are made anew where nobody counts them.
+
+    `tell` is called with what each has raised, and how long it took; whoever is told counts, and ends it all if there
+    were too many.
+    """
+
+    def __init__(self, tell: Callable[[ReapError, float], object]) -> None:
+        self._tell = tell
+
+    def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
+        """Return what `make` makes in the place of an env that raised."""
+        began = time.monotonic()
+        for _ in range(IN_A_ROW):
+            try:
+                made = make()
+            except ReapError as again:
+                self._tell(error, 0.0)
+                error = again
+                continue
+            self._tell(error, time.monotonic() - began)
+            return made
+        raise error
+
+
+class Rebuilds:
+    """Envs of single lanes that raised, made anew in their place by the worker that steps them, as far as `budget` allows.
+
+        env.step raises in lane 2 ──► another env from its factory ──► lanes 3, 4, … are stepped
+                                                                   └─► lane 2 made no frame, and begins anew
+
+    `why_not` says why this worker never does it.
+    """
+
+    def __init__(self, budget: RestartBudget | RemoteRebuilds | None, env: Any, plan: Any) -> None:
+        self._budget, self._env = budget, env
+        self.driver: object = None  # who moves the lanes, once it is known: for others nobody would be told of it
+        self.why_not = None if budget is None else self._begin(env, plan)
+
+    def _begin(self, env: Any, plan: Any) -> str | None:
+        if plan.compact:
+            return "compact_obs needs whole rows, and the step in which an env raises is no frame"
+        if not plan.reset_when_done:
+            return "reset_when_done=False lets lanes rest, and one that was made anew would not be told apart"
+        if plan.deterministic:
+            return "deterministic=True has a lane go on exactly where it was, which an env that was made anew is not"
+        if env.tells_cuts or env.rebuild_lanes(self._replace):
+            return None
+        return (
+            f"{type(env).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
+            f"observations of fixed shapes, and no failure_dir"
+        )
+
+    def _replace(self, lane: int, error: ReapError, make: Callable[[], Any]) -> Any:
+        """What `make` makes, in place of an env that has raised."""
+        if self._budget is None or self._env.driver is not self.driver:
+            raise error from error.__cause__
+        return self._budget.replace(0, error, make)
+
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
     """What is done about workers that fail, from the options `on_failure`, `max_restarts`, `restart_window` and

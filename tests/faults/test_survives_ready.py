@@ -1,4 +1,4 @@
-"""Lanes that come as they are ready go on when what steps them fails: every frame is looked at, on the predictable world.
+"""Lanes that come as they are ready go on when what steps them fails: every frame of a predictable world is checked.
 
 What fails is replaced while the others are stepped; the first row of its lanes after that is marked.
 """
@@ -156,9 +156,9 @@ def test_when_the_last_one_is_left_out_its_error_is_raised(fault, tmp_path):
     makers = [failing(tmp_path / f"{lane}", fault, at=20 + 9 * lane, lane=lane) for lane in range(3)]
     c = batched(makers, on_failure="drop", on_restart=told.append, frames_per_batch=7)
     with pytest.raises((WorkerDied, WorkerRaised), match=r"worker of lanes"):
-        for _ in range(60):
+        while len(batches) < 60:
             batches.append(c.next().clone())
-    assert [failure.worker for failure in told] == [0, 1, 2] or len(told) == 3
+    assert sorted(failure.worker for failure in told) == [0, 1, 2]
     assert c.closed
     check(batches, 3)
 
@@ -422,7 +422,9 @@ def test_the_same_run_again_has_the_same_seeds(tmp_path):
         told = []
         note.touch()
         makers = [lambda n=n: Draws(note if n == 1 else tmp_path / "none", "kill", lane=n) for n in range(2)]
-        with batched(makers, lambda observation: observation[..., :1], on_failure="restart", on_restart=told.append) as c:
+        with batched(
+            makers, lambda observation: observation[..., :1], on_failure="restart", on_restart=told.append
+        ) as c:
             c.set_seed(3)
             rows = torch.cat(until_told(c, told, more=12))
         own = rows[rows["env_index"] == 1]

@@ -24,7 +24,8 @@ from reap.backends.base import Halted, Rollout
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
-from reap.errors import WorkerSilent, WrongState
+from reap.errors import UsageError, WorkerSilent, WrongState
+from reap.failures import FailurePolicy, RestartBudget
 from reap.weight_update import WeightTransport
 from reap.weights import local
 from reap.weights.strategy import extract
@@ -41,7 +42,9 @@ class InlineBackend:
         same_slot: bool = False,
         transport: WeightTransport | None = None,
         strategy: Any = None,
+        rebuild: FailurePolicy | None = None,
     ) -> None:
+        self._rebuild = rebuild  # envs of single lanes that raise are made anew
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
@@ -85,7 +88,19 @@ class InlineBackend:
         except BaseException:
             env.close()
             raise
-        self.worker = there or Worker(self._plan, parts=(env, model), same_slot=self._same_slot)
+        rebuilds = None if self._rebuild is None else RestartBudget(self._rebuild)
+        why: str | None = "its lanes live on a device"
+        if there is not None:
+            self.worker = there
+        else:
+            self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
+            why = self.worker.rebuilds.why_not
+        if rebuilds is not None and why is not None:
+            self.worker.close()
+            raise UsageError(
+                f"on_failure='restart' makes envs that raise anew in this process: {why}; or take workers, which are "
+                f"replaced (MultiSyncCollector)"
+            )
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker

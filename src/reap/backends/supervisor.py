@@ -40,7 +40,7 @@ from reap._system.silence import Silence
 from reap._system.threads import LINGER, see_to
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import HELLO, Job, RolloutReady
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.stats import EpisodeWindow
 from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
@@ -170,6 +170,9 @@ class Supervisor:
             worker.busy_since = time.monotonic()
             if message == HELLO:
                 continue
+            if isinstance(message, EnvRebuilt):
+                self._count_rebuilt(worker, message)
+                continue
             if isinstance(message, Raised):
                 self._fail(worker, self.at(worker, message.unpack()))
                 return
@@ -246,6 +249,13 @@ class Supervisor:
             self._start_again(worker, error)
         else:
             self._failure = self._budget.spent(error)
+
+    def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
+        """A worker has made one of its envs anew, and goes on; unless that was one too many."""
+        try:
+            self._budget.count_rebuilt(worker.index, self.at(worker, told.cause.unpack()), told.seconds)
+        except ReapError as error:
+            self._failure = self._failure or error
 
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""

@@ -32,7 +32,7 @@ from reap.spec import AnyKey, Key, as_key, show
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
 _FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
-_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout", *_FAILURES}) | {
+_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
     "reset_when_done",

@@ -88,6 +88,11 @@ class Collector(BaseCollector):
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
                 )
             (create_env_fn,) = create_env_fn
+        if settings.on_failure == "drop":
+            raise UsageError(
+                "on_failure='drop' leaves out workers that fail, and a collector in this process has one; "
+                "'restart' makes envs that raise anew"
+            )
         self._prepare(settings)
         device, _ = settings.devices
 
@@ -108,6 +113,7 @@ class Collector(BaseCollector):
             same_slot=settings.return_same_td,
             transport=settings.transport,
             strategy=settings.strategy(),
+            rebuild=settings.failures if settings.on_failure == "restart" else None,
         )
         self._backend.start()
         if first is not None:

@@ -48,9 +48,17 @@ class TrajectoryIds:
 class Ledger:
     """Ids and counts of one env's lanes, from rollout to rollout."""
 
-    def __init__(self, spec: EnvSpec, counter: TrajectoryIds, stats: Stats, *, reset_when_done: bool = True) -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        counter: TrajectoryIds,
+        stats: Stats,
+        *,
+        reset_when_done: bool = True,
+        skips: bool | None = None,
+    ) -> None:
         self.counter, self.stats = counter, stats
-        self._resets, self._rows = reset_when_done, spec.rows
+        self._resets, self._skips = reset_when_done, spec.rows == "skipping" if skips is None else skips
         self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
         self._cut: Sequence[int] = ()  # lanes whose trajectories a failure has ended since the last rollout
@@ -200,7 +208,7 @@ class Ledger:
         made = None
         stay = _NOT_MOVED - {VERSION} if versions else _NOT_MOVED
         columns = [column for key, column in slot.arrays.items() if key not in stay]
-        if self._rows == "skipping":
+        if self._skips:
             moved, made = close_gaps(mask, columns, when, where)
             for flag in _FLAGS:  # set at ends and nowhere else
                 column, ends = slot.arrays[flag], slot.arrays[flag][when, where]

@@ -30,11 +30,13 @@ from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
-from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.errors import ReapError
+from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -132,6 +134,7 @@ class _ProcessWorkerServer(WorkerServer):
         self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
+        self.rebuilds = RemoteRebuilds(self._tell_rebuilt)
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -143,6 +146,9 @@ class _ProcessWorkerServer(WorkerServer):
         self.worker.env.report_lane(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
+
+    def _tell_rebuilt(self, error: ReapError, seconds: float) -> None:
+        send(self._connection, EnvRebuilt(Raised.of(error, "the env"), seconds))
 
     def serve(self, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""

@@ -385,8 +385,8 @@ class AsyncEnvPool(EnvBase):
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
         if (action := self._lane_workers.on_failure.action) != "raise":
             raise UsageError(
-                f"on_failure={action!r} leaves out the step in which an env fails; only a collector can, by hand nobody "
-                f"would know"
+                f"on_failure={action!r} leaves out the step in which an env fails; only a collector can do that, by "
+                f"hand nobody would know"
             )
         if self._failure is not None:
             raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")

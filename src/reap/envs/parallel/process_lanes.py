@@ -46,6 +46,7 @@ from reap.envs.parallel.env_child import (
     ORDER,
     PING,
     PONG,
+    REBUILT,
     SOME,
     STEP,
     UNSEEDED,
@@ -107,6 +108,7 @@ class ProcessLanes(Env):
     """Envs in child processes as lanes of one."""
 
     elsewhere = True
+    _rebuilds = True  # whether its processes can make envs that raised anew, where that may be
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class ProcessLanes(Env):
         self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
         self._dropped: list[int] = []  # lanes that are stepped no more
         self._cut: list[int] = []  # lanes that have begun anew since the last step, because of a failure
+        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs have raised, and are others
         self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
         self._makers, self._start_method, self._threads = makers, start_method, threads
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
@@ -180,6 +183,8 @@ class ProcessLanes(Env):
     def _start(self, n: int) -> EnvProcess:
         makers, start, threads = self._makers[n], self._start_method, self._threads
         make = functools.partial(self._host, makers=makers, limit=self._limit)
+        if self._budget.policy.action == "restart" and self._rebuilds:
+            make = functools.partial(make, rebuild=True)
         cores = None if self._cores is None else self._cores[n]
         target = pack(
             functools.partial(serve, make=make, threads=threads, cores=cores),
@@ -330,9 +335,20 @@ class ProcessLanes(Env):
 
     def _byte(self, remote: EnvProcess) -> int:
         data = os.read(remote.reply, 1)
+        if data == REBUILT:
+            self.rebuilt += self.count_rebuilt(remote)
+            return 0
         if data != DONE and (not data or data[0] < PONG):
             raise self.gone(remote)
         return 0 if data == DONE else data[0] - PONG
+
+    def count_rebuilt(self, remote: EnvProcess) -> list[int]:
+        """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
+        with Interrupts().held():  # what is heard is also counted
+            told, cut = self._answer(remote)
+            for raised, seconds in told:
+                self._budget.count_rebuilt(remote.number, self.named(raised.unpack(), remote), seconds)
+            return [remote.first + lane for lane in cut]
 
     def _put_cells(self, remote: EnvProcess, told: LooseValues) -> None:
         """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
@@ -513,8 +529,11 @@ class ProcessLanes(Env):
         if shared is not row:
             self._copy(shared, row)
         cut = self._replace_lost() if self._lost else []
-        if self._cut:
-            cut, self._cut = sorted({*cut, *self._cut}), []
+        if self._cut or self.rebuilt:
+            self._fresh[self._cut] = False  # they have been stepped, with an action that was none of theirs
+            self._fresh[self.rebuilt] = True
+            cut = sorted({*cut, *self._cut, *self.rebuilt})
+            self._cut, self.rebuilt = [], []
         if cut or self._dropped:
             self._skip(row, [*cut, *self._dropped])
         done = row.done

@@ -19,7 +19,7 @@ from reap.core.slot import Row
 from reap.envs.parallel.env_child import BEGIN, FDS, ORDER, PING
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers
 from reap.envs.parallel.process_lanes import EnvProcess, ProcessLanes
-from reap.envs.parallel.threaded_env_child import ANSWER, RAISED, ThreadedChild
+from reap.envs.parallel.threaded_env_child import ANSWER, RAISED, REBUILT_IN_PLACE, ThreadedChild
 from reap.errors import ReapError, UsageError
 from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
@@ -94,6 +94,9 @@ class ProcessWorkers(LaneWorkers):
                     self._hear_newcomer(~number)
                 else:
                     found.append((number, self._lanes.take(self._remotes[number])))
+                    if self._lanes.rebuilt:
+                        self.cut.update(self._lanes.rebuilt)
+                        self._lanes.rebuilt.clear()
             except ReapError as error:
                 self._lose(number if number >= 0 else ~number, error)
                 break  # further descriptors may be of the same process, which are closed
@@ -300,6 +303,10 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
                 if not whole or any(number == RAISED for number, _ in whole):
                     raise self._lanes.gone(self._remotes[process])
+                for n, (number, token) in enumerate(whole):
+                    if token == REBUILT_IN_PLACE:
+                        self.cut.update(self._lanes.count_rebuilt(self._remotes[process]))
+                        whole[n] = number, 0
             except ReapError as error:
                 self._lose(process, error)
                 break  # further descriptors may be of the same process, which are closed

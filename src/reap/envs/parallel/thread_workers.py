@@ -27,7 +27,19 @@ from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
-from reap.envs.parallel.env_child import BEGIN, DRAW, PING, REBUILD, UNSEEDED, Traits, advance, begin_some, built
+from reap.envs.parallel.env_child import (
+    BEGIN,
+    DRAW,
+    PING,
+    REBUILD,
+    UNSEEDED,
+    Rebuilt,
+    RebuiltLanes,
+    Traits,
+    advance,
+    begin_some,
+    built,
+)
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
 from reap.errors import ReapError, SpecMismatch, WorkerRaised, WorkerSilent
 from reap.failures import FailurePolicy
@@ -45,7 +57,9 @@ class Orders(Protocol):
 class EnvThread:
     """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
 
-    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
+    def __init__(
+        self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any, *, rebuild: bool = False
+    ) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
         self.silent = False  # whether it was found to be: nobody waits for it any more
@@ -55,13 +69,15 @@ class EnvThread:
         self.into: list[np.ndarray[Any, Any]] = []
         self.seeds = np.zeros(0, np.int64)
         self.action: Mapping[Key, Leaf] = {}  # what actions look like
+        self._rebuild = rebuild  # whether envs that raise are made anew in their place
+        self.rebuilt: RebuiltLanes | None = None  # what is to be told of that
         self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
         self.thread.start()
 
     def _live(self) -> None:
         wake_in_time()
         try:
-            env = self.env = built(self._makers, self._limit)
+            env = self.env = self._built()
         except BaseException as error:
             self.answers.put((self.number, _told(error), 0))
             return
@@ -70,21 +86,28 @@ class EnvThread:
             while (order := self.orders.get()) is not None:
                 try:
                     if order[0] == REBUILD:
-                        env = self._rebuilt(env)
+                        env = self._anew(env)
                     else:
                         self._obey(env, order[0], order[1])
                 except BaseException as error:
                     self.answers.put((self.number, _told(error), 0))
                 else:
-                    self.answers.put((self.number, None, order[2]))
+                    rebuilt = self.rebuilt
+                    told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
+                    self.answers.put((self.number, told, order[2]))
         finally:
             env.close()
 
-    def _rebuilt(self, env: Env) -> Env:
+    def _built(self) -> Env:
+        env = built(self._makers, self._limit)
+        self.rebuilt = RebuiltLanes(env) if self._rebuild else None
+        return env
+
+    def _anew(self, env: Env) -> Env:
         """Another env in the place of one that raised, at the beginning of an episode."""
         with contextlib.suppress(Exception):  # it has failed before
             env.close()
-        new = built(self._makers, self._limit)
+        new = self._built()
         try:
             joint_spec([env.spec, new.spec])
             if new.spec.lanes != env.spec.lanes:
@@ -104,7 +127,7 @@ class EnvThread:
         elif what == DRAW:
             env.draw(self.row)
         elif what != PING:
-            advance(env, chosen, self.row, self.into)
+            advance(env, chosen, self.row, self.into, self.rebuilt)
 
     @property
     def name(self) -> str:
@@ -137,11 +160,13 @@ class ThreadWorkers(LaneWorkers):
         limit: int | None = None,
         orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
         on_failure: FailurePolicy | None = None,
+        rebuild: bool = False,
     ) -> None:
         super().__init__(on_failure)
+        self._rebuild = rebuild or self.on_failure.action == "restart"  # envs that raise are made anew in their place
         self._building = True
         self.timeout = timeout
-        self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Exception | Rebuilt | None, int]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
         self.threads: list[EnvThread] = []
@@ -174,7 +199,7 @@ class ThreadWorkers(LaneWorkers):
     def _start(self, n: int, makers: Any, limit: int | None, orders: Orders) -> None:
         """Start a thread, and wait until its env is there."""
         self._away[n] = time.monotonic()
-        self.threads[n:] = [EnvThread(n, makers, limit, self.queue, orders)]
+        self.threads[n:] = [EnvThread(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
         self.answered()
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -223,9 +248,17 @@ class ThreadWorkers(LaneWorkers):
         if self.dropped:  # one that hung may answer after all
             found = [one for one in found if self.bounds[one[0]][0] not in self.dropped]
         for group, error, _ in found:
-            if error is not None:
+            if isinstance(error, Rebuilt):
+                self._count_rebuilt(group, error)
+            elif error is not None:
                 self._lose(group, self._named(error, self.threads[group]))
-        return [(group, token) for group, error, token in found if error is None]
+        return [(group, token) for group, error, token in found if not isinstance(error, Exception)]
+
+    def _count_rebuilt(self, group: int, rebuilt: Rebuilt) -> None:
+        worker = self.threads[group]
+        for raised, seconds in rebuilt.told:
+            self.budget.count_rebuilt(group, self._named(raised.unpack(), worker), seconds)
+        self.cut.update(worker.first + lane for lane in rebuilt.cut)
 
     def _lose(self, unit: int, error: ReapError) -> None:
         if self._building:
