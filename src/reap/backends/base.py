@@ -98,6 +98,9 @@ class Backend(Protocol):
         The ids it goes on with are above all that were ever given.
         """
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
+
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
 

@@ -178,6 +178,11 @@ class InlineBackend:
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
 
+    def stacks(self) -> dict[str, str]:
+        inside = list(self._inside)
+        own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
+        return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
+
     def close(self, *, failed: bool = False) -> None:
         """Close the env; while a thread is in it, that one does so, after the step it is in."""
         with self._gate:

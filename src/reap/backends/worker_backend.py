@@ -188,6 +188,10 @@ class WorkerBackend:
             supervisor.drain(within)
             return self.delivery.settle()
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name."""
+        return self.supervisor.stacks()
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:

@@ -466,6 +466,17 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         """Counts and rates so far."""
         raise NotImplementedError
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread that steps lanes, is right now: a stack by name.
+
+        >>> for name, stack in collector.stacks().items():
+        ...     print(name, stack, sep=": ")
+
+        Workers are not asked, so it works for one that is stuck, and from any thread. Nobody is interrupted.
+        """
+        self._life.check_open()
+        return self._backend.stacks()
+
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
         return get_attribute(self, f"replay_buffer.{attr}")

@@ -30,7 +30,7 @@ from reap.collectors.options import Options, listed, read_options, signature
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
-from reap.collectors.placement import Placement
+from reap.collectors.placement import InlinePlacement, Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
@@ -63,7 +63,7 @@ class MultiCollector(BaseCollector):
 
     _backend: WorkerBackend
     _sync: bool | None = None
-    _placement = Placement()  # where the workers live
+    _placement: Placement = Placement()  # where the workers live
 
     def __new__(
         cls,
@@ -107,6 +107,8 @@ class MultiCollector(BaseCollector):
         if listed(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
+        if settings.workers == "inline":
+            self._placement = InlinePlacement(self._placement)
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")

@@ -139,6 +139,8 @@ class Options:
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
         failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
             `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
+        workers: "inline": run the workers in this process, one after another, with the same data, so that
+            `breakpoint()` and debuggers work in envs and policies; None: where they belong. See docs/debugging.md.
     """
 
     frames_per_batch: int
@@ -194,6 +196,7 @@ class Options:
     hooks_in_workers: bool = False
     worker_idx: int | None = None
     failure_dir: Any = None
+    workers: Literal["inline"] | None = None
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
@@ -291,6 +294,7 @@ class Options:
                         f"'env' and 'postproc', like 'env.transform[0].module'"
                     )
         seconds("timeout", self.timeout)
+        one_of("workers", self.workers, ("inline",), none=True)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
         self._check_failures()
 
