@@ -14,7 +14,7 @@ from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollecto
 from reap.envs import GymEnv, ParallelEnv
 from reap.errors import WorkerDied, WrongState
 from reap.testing import CountingEnv, EchoPolicy
-from tests.faults.worlds import KINDS, collect, gated, healthy
+from tests.faults.worlds import KINDS, collect, gated, healthy, within
 
 
 def gated_lanes(gate):
@@ -32,12 +32,12 @@ def taking(collector):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda gate: collect(KINDS[0], [healthy(), gated(gate)]), "worker 1 (pid"),
-        (lambda gate: collect(KINDS[0], [gated_lanes(gate)]), "worker 0 (pid"),
-        (lambda gate: Collector(gated_lanes(gate), EchoPolicy(), frames_per_batch=400), "worker of lanes 1 to 1 (pid"),
-        (lambda gate: Collector(gated(gate), EchoPolicy(), frames_per_batch=400), "worker 0 (in this process)"),
+        (lambda gate: collect(KINDS[0], [healthy(), gated(gate)], frames_per_batch=80), "worker 1 (pid"),
+        (lambda gate: collect(KINDS[0], [gated_lanes(gate)], frames_per_batch=80), "worker 0 (pid"),
+        (lambda gate: Collector(gated_lanes(gate), EchoPolicy(), frames_per_batch=80), "worker of lanes 1 to 1 (pid"),
+        (lambda gate: Collector(gated(gate), EchoPolicy(), frames_per_batch=80), "worker 0 (in this process)"),
         (
-            lambda gate: AsyncBatchedCollector([gated(gate)], EchoPolicy(), frames_per_batch=400),
+            lambda gate: AsyncBatchedCollector([gated(gate)], EchoPolicy(), frames_per_batch=80),
             "worker of lanes 0 to 0",
         ),
     ],
@@ -49,8 +49,9 @@ def test_a_stuck_one_is_found(make, name, tmp_path):
     collector = make(gate)
     thread = taking(collector)
     found = {}
-    while not any("in step" in stack and "worlds.py" in stack for stack in found.values()):
-        found = collector.stacks()
+    with within(20):
+        while not any("in step" in stack and "worlds.py" in stack for stack in found.values()):
+            found = collector.stacks()
     (stuck,) = [who for who, stack in found.items() if "worlds.py" in stack]
     assert stuck.startswith(name)
     gate.touch()
@@ -117,7 +118,7 @@ def test_the_log_of_a_death(action, caplog):
 def test_the_log_of_lanes_in_processes(caplog):
     collector = Collector(partial(ParallelEnv, 2, counting), EchoPolicy(), frames_per_batch=20)
     with caplog.at_level(logging.INFO, "reap.workers"):
-        lanes = collector.env.lanes_env.remotes
+        lanes = collector.env.remotes
         os.kill(lanes[1].child.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             while True:
