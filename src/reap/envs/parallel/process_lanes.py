@@ -19,7 +19,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,7 @@ from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
+E = TypeVar("E", bound=ReapError)
 
 
 def _alone(things: Sequence[Any]) -> Any:
@@ -97,6 +98,12 @@ class EnvProcess:
         self.restarts = 0  # how many have been in its place before it
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
+
+    def log_silence(self, name: str) -> None:
+        """Nothing came from it for a long time, and it is waited for: say so, once for what it was asked."""
+        if not self.logged:
+            self.logged = True
+            silence.log(f"worker {name}", silence.LOGGED_AFTER, self.child.ask_stack())
 
     def end(self) -> None:
         """End it at once: it has failed, whatever it may still be doing."""
@@ -262,11 +269,6 @@ class ProcessLanes(Env):
 
     def gone(self, remote: EnvProcess) -> ReapError:
         """Why a child does not answer: what it said last, or how it ended."""
-        error = self._why_gone(remote)
-        record("death", self._name(remote), "%s", str(error).partition("\n")[0])
-        return error
-
-    def _why_gone(self, remote: EnvProcess) -> ReapError:
         self._failed = True
         remote.talk.hear()
         if not remote.talk.inbox:
@@ -274,8 +276,14 @@ class ProcessLanes(Env):
             remote.talk.hear()
         for message in remote.talk.inbox:
             if isinstance(message, Raised):
-                return self._named(message.unpack(), remote)
-        return remote.child.death().at(worker=self._name(remote))
+                return self._logged(remote, self._named(message.unpack(), remote))
+        return self._logged(remote, remote.child.death())
+
+    def _logged(self, remote: EnvProcess, error: E) -> E:
+        """The error for a child that has failed, which the log tells of, too."""
+        error.at(worker=self._name(remote))
+        record("death", self._name(remote), "%s", str(error).partition("\n")[0])
+        return error
 
     def _name(self, remote: EnvProcess) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
@@ -289,23 +297,15 @@ class ProcessLanes(Env):
     def _wait(self, remote: EnvProcess, fd: int) -> None:
         if self._timeout is None:
             while not remote.told.poll(1000 * silence.LOGGED_AFTER):
-                self._log_silence(remote)
+                remote.log_silence(self._name(remote))
         elif not until_ready([fd, remote.child.sentinel], within=self._timeout):
             raise self.silence_of(remote)
-
-    def _log_silence(self, remote: EnvProcess) -> None:
-        """Nothing came from it for a long time, and it is waited for: say so, once for what it was asked."""
-        if not remote.logged:
-            remote.logged = True
-            silence.log(f"worker {self._name(remote)}", silence.LOGGED_AFTER, remote.child.ask_stack())
 
     def silence_of(self, remote: EnvProcess) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
         self._failed = True
         remote.silent = True
-        error = remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
-        record("death", self._name(remote), "%s", str(error).partition("\n")[0])
-        return error
+        return self._logged(remote, remote.child.silence(self._timeout or 0.0, self._timeout))
 
     def finish(self, remote: EnvProcess) -> None:
         """Wait for the byte a child owes for a step."""
@@ -364,7 +364,7 @@ class ProcessLanes(Env):
                 except ChildSilent:
                     if self._timeout is not None:
                         raise
-                    self._log_silence(remote)
+                    remote.log_silence(self._name(remote))
         except (ChildGone, ChildSilent) as end:
             error = self.gone(remote) if isinstance(end, ChildGone) else self.silence_of(remote)
             raise error from error.__cause__
