@@ -43,7 +43,7 @@ from reap._system.worker_log import record
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
-from reap.core.stats import EpisodeWindow
+from reap.core.measuring.episode_log import EpisodeLog
 from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 
@@ -70,7 +70,7 @@ class Supervisor:
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
         self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
-        self.episodes = EpisodeWindow()
+        self.episodes = EpisodeLog()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
         self.interrupts = Interrupts()
@@ -204,7 +204,7 @@ class Supervisor:
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:

@@ -204,6 +204,11 @@ class _InlineWorkerServer(LocalWorkerServer):
 
         self.worker.halting = self.worker.loop.stop = stop  # asked after every step
 
+    def fill(self, index: int) -> bytes:
+        told = super().fill(index)
+        self._handed_over()
+        return told
+
 
 class WorkerHere:
     """Whether a worker of this process lives."""

@@ -32,12 +32,14 @@ from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
 from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
+from reap.core.measuring.episode_log import UntoldEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
+_UNTOLD = 50  # milliseconds between looks whether there is room for episodes that the parent was not told of
 _LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
 
 
@@ -134,6 +136,7 @@ class LocalWorkerServer(WorkerServer):
         self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
+        self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -166,6 +169,7 @@ class LocalWorkerServer(WorkerServer):
                 if not data:
                     return
                 connection.send_bytes(self.fill(data[0]))
+                self._handed_over()
                 self._at[0] = NOWHERE
 
     def fill(self, index: int) -> bytes:
@@ -185,19 +189,22 @@ class LocalWorkerServer(WorkerServer):
         if self.control.rest:
             return int(1000 * AGAIN)
         if self.control.claimed.sum() >= self.control.total:
-            return None
+            return _UNTOLD if self._untold else None
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
         words, index = self.control, self._job.index
+        if self._untold:
+            words.tell_ended(index, self._untold)
         if words.rest or self.writer is None or not self.writer.wanted:
             return
         self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
-            stats = self.worker.stats
-            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
+            self._untold.add(self.worker.ended_since())
+            words.finish(index, frames, self._size, self.counts(), self._untold)
+            self._handed_over()
         self._at[0] = NOWHERE
 
     @property

@@ -194,14 +194,8 @@ class RayCollector(MultiCollector):
         super().shutdown(timeout, close_env, raise_on_error)
 
     def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
-        """Counts so far, `restarts` and `worker_frames` (made, delivered or not) among them.
-
-        Asks nobody, so there is no `timeout` to wait for.
-        """
-        found = super().stats(workers)
-        if workers != "per_worker":
-            found["worker_frames"] = sum(worker.frames for worker in self._backend.known_workers)
-        return found
+        """As for every collector. Asks nobody, so there is no `timeout` to wait for."""
+        return super().stats(workers)
 
 
 @MultiSyncCollector.register
