@@ -37,11 +37,13 @@ from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
+from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
+from reap._system.worker_log import record
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
-from reap.core.stats import EpisodeWindow
+from reap.core.measuring.episode_log import EpisodeLog
 from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 
@@ -68,7 +70,7 @@ class Supervisor:
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
         self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
-        self.episodes = EpisodeWindow()
+        self.episodes = EpisodeLog()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
         self.interrupts = Interrupts()
@@ -102,6 +104,12 @@ class Supervisor:
         answers = self.answers(workers, FIRST, grace=BOOT)
         for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
             worker.about = about
+            self._started(worker)
+
+    def _started(self, worker: WorkerHandle) -> None:
+        layout = worker.about.layout
+        made = "%s is there: %d lanes, rollouts of %d steps"
+        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -132,6 +140,9 @@ class Supervisor:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
                 see_to(functools.partial(self.transport.close, workers), LINGER if failed else None)
+                for worker in workers:
+                    if worker.connection is not None and not worker.dropped:
+                        record("end", str(worker.index), "worker %d was ended", worker.index)
                 self.interrupts.close()
             finally:
                 if alone:
@@ -193,7 +204,7 @@ class Supervisor:
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:
@@ -233,6 +244,7 @@ class Supervisor:
 
     def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
@@ -297,10 +309,28 @@ class Supervisor:
             worker.asked = None
             worker.inbox.append(worker.about)
         worker.go_on()
+        self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
+
+    # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
+        asked: dict[str, Callable[[], Any]] = {}
+        for worker in self.living:
+            if worker.connection is not None and not worker.child.gone():
+                asked[f"worker {worker.name}"] = worker.child.ask_stack
+                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
+        found: dict[str, str] = {}
+        for name, told in all_at_once(asked).items():
+            if isinstance(told, dict):
+                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
+            else:
+                found[name] = told or "(it does not answer)"
+        return found
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

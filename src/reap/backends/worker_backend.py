@@ -16,14 +16,16 @@ import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
-from reap.backends.base import Delivery, Rollout, Transport
+from reap.backends.base import Delivery, Rollout, Transport, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
-from reap.core.stats import EpisodeWindow, Stats
+from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
 from reap.seeding import chain, restart_seed
@@ -145,9 +147,22 @@ class WorkerBackend:
         return self.supervisor.workers or self.supervisor.former
 
     @property
-    def episodes(self) -> EpisodeWindow:
-        """The last episodes of all workers."""
+    def episodes(self) -> EpisodeLog:
+        """The episodes of all workers."""
         return self.supervisor.episodes
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started again."""
+        return self.supervisor.restarts
+
+    def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
+        """What each worker has reported; nobody is asked."""
+        here = {*self.workers}
+        return [
+            WorkerReport(one.index, one in here and not one.child.gone(), one.frames, one.rollouts, one.size, one.stats)
+            for one in self.known_workers
+        ]
 
     @property
     def on_rollout(self) -> Callable[..., None] | None:
@@ -187,6 +202,10 @@ class WorkerBackend:
         with supervisor.talking, supervisor.interrupts.held():
             supervisor.drain(within)
             return self.delivery.settle()
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name."""
+        return self.supervisor.stacks()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -134,6 +134,7 @@ class NetworkChild:
     def __init__(self, child: Any, connection: MessageConnection, give_up: Callable[[], None]) -> None:
         self._child, self._connection, self._give_up, self._told = child, connection, give_up, False
         self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
+        self.ask_stacks = getattr(child, "ask_stacks", dict)  # of a process of this machine
 
     @property
     def pid(self) -> int:
