@@ -264,7 +264,7 @@ class Supervisor:
         if worker.joining is None:
             worker.failed_at, worker.in_a_row = time.monotonic(), 0
         worker.in_a_row += 1
-        self._causes[worker.index] = error
+        earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
         worker.keep_counts()
@@ -273,8 +273,9 @@ class Supervisor:
             self.transport.launch([worker])
         except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
             self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
+            self._failure.__cause__ = earlier
             return
-        worker.busy_since = time.monotonic() + BOOT
+        worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
 
