@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from reap._system.pickling import Packed, pack_bytes
 from reap.arguments import MOST_LANES, whole
@@ -26,7 +26,8 @@ from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
-from reap.collectors.options import Options, listed, read_options, signature
+from reap.collectors.keywords import MultiCollectorOptions
+from reap.collectors.options import Options, listed, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
@@ -40,9 +41,11 @@ from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, Wr
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-_PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
+WITHOUT = frozenset({"interruptor", "return_same_td"})  # they are for a worker in this process
+PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
+@shows_options(without=WITHOUT)
 class MultiCollector(BaseCollector):
     """Collects with several worker processes.
 
@@ -87,14 +90,15 @@ class MultiCollector(BaseCollector):
         *,
         sync: bool | None = None,
         num_workers: int | None = None,
-        **options: Any,
+        **keywords: Unpack[MultiCollectorOptions],
     ) -> None:
         name = type(self).__name__
+        options: dict[str, Any] = {**keywords}
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
-        each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
+        each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
             if old in options:
                 warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
@@ -147,9 +151,6 @@ class MultiCollector(BaseCollector):
             "Call update_policy_weights_() after training, or give update_at_each_batch=True",
             count,
         )
-
-    for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made)  # type: ignore[union-attr]
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Where the workers live."""
@@ -471,22 +472,28 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
+@shows_options(without=WITHOUT)
 class AsyncCollector(MultiAsyncCollector):
     """One worker in the background: it collects the next batch while you use this one.
 
     >>> collector = AsyncCollector(make_env, policy, frames_per_batch=200, total_frames=1000)
     """
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        num_workers: int | None = None,
+        **options: Unpack[MultiCollectorOptions],
+    ) -> None:
         if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
-        if whole("num_workers", options.pop("num_workers", None), none=True) not in (None, 1):
+        if whole("num_workers", num_workers, none=True) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
         super().__init__([create_env_fn], policy, **options)
-
-    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
 
 
 def _lag_limit(options: Options) -> LagLimit | None:
