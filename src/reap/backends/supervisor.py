@@ -312,10 +312,10 @@ class Supervisor:
             self.listen()
         return [worker.inbox.popleft() for worker in workers if worker.inbox]
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Those that were dropped, or are while they are asked, give no answer.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
@@ -327,7 +327,7 @@ class Supervisor:
         for worker, answer in zip(workers, answers):
             if isinstance(answer, Raised):
                 raise answer.unpack().at(worker=worker.name)
-        return answers
+        return {worker.index: answer for worker, answer in zip(workers, answers)}
 
     def tell(self, name: str, *, wait: bool = True) -> None:
         """Call all workers, and want no answers. `wait`: for another thread that talks to them."""

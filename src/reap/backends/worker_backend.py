@@ -190,11 +190,11 @@ class WorkerBackend:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts, each by its number."""
         return self.supervisor.call(name, arguments)
 
-    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
         living = self.supervisor.living
         packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
@@ -281,10 +281,11 @@ class WorkerBackend:
         """Env states, trajectory ids, counts and weights of all workers."""
         states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for worker, state in zip(self.supervisor.living, states):
+        for w, state in states.items():
+            worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
-            each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            each[f"worker{w}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 

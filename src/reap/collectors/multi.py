@@ -398,7 +398,7 @@ class MultiCollector(BaseCollector):
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         self._check_open()
-        return self._between(lambda: self._backend.find(attr))
+        return list(self._between(lambda: self._backend.find(attr)).values())
 
     def map_fn(
         self,
@@ -416,7 +416,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # what was made before it is not delivered any more
             self.reset()
             return [None] * len(calls)
-        return self._between(lambda: self._backend.find(method_name, calls))
+        return list(self._between(lambda: self._backend.find(method_name, calls)).values())
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
