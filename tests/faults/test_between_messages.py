@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import time
 
+import pytest
 import torch
 
+from reap._system.conversation import Answer
 from reap.backends.local.shared_memory import ProcessConnection, SharedMemoryTransport
-from reap.collectors import MultiSyncCollector
+from reap.backends.worker_server import RolloutReady
+from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.errors import UsageError, WrongState
+from reap.testing import CountingEnv, EchoPolicy
 from tests.faults.worlds import all_gone, collect, freeze, healthy, pids
 
 
 class DiesAfterAnswering:
-    """Inside, worker 0 dies when its next answer was heard, while the others have not answered yet."""
+    """Inside, worker 0 dies when its next answer was heard. The others answer when that was noticed; or, `later`, when
+    the one that takes its place has made a rollout.
+    """
 
-    def __init__(self, collector, monkeypatch, others=(1,)):
-        self.pids, self.others, self.patch = pids(collector), others, monkeypatch
+    def __init__(self, collector, monkeypatch, *, others=(1,), later=False):
+        self.pids, self.others, self.later, self.patch = pids(collector), others, later, monkeypatch
 
     def __enter__(self):
         original, retired = ProcessConnection.hear, SharedMemoryTransport.retire
@@ -25,18 +34,24 @@ class DiesAfterAnswering:
 
         def hear(connection):
             said, gone = original(connection)
-            if said and connection.index == 0 and connection.child.pid == self.pids[0]:
+            if connection.child.pid == self.pids[0] and any(isinstance(one, Answer) for one in said):
                 os.kill(self.pids[0], signal.SIGKILL)
                 assert all_gone(self.pids[:1], 10)
+            elif self.later and any(isinstance(one, RolloutReady) for one in said):
+                self.wake()
             return said, gone
 
         def retire(transport, worker):
             retired(transport, worker)
-            for other in self.others:  # they answer when it was noticed
-                os.kill(self.pids[other], signal.SIGCONT)
+            if not self.later:
+                self.wake()
 
         self.patch.setattr(ProcessConnection, "hear", hear)
         self.patch.setattr(SharedMemoryTransport, "retire", retire)
+
+    def wake(self):
+        for other in self.others:
+            os.kill(self.pids[other], signal.SIGCONT)
 
     def __exit__(self, *_):
         self.patch.undo()
@@ -58,3 +73,50 @@ def test_a_state_is_of_the_worker_it_is_named_after(monkeypatch):
             state = c.state_dict()
         assert "worker0" not in state
         assert float(state["worker1"]["policy_state_dict"]["weight"]) == 2.0
+
+
+def test_a_worker_that_was_dropped_is_named():
+    class Otherwise(EchoPolicy):
+        pass
+
+    options = {"frames_per_batch": 12, "on_failure": "drop", "policy_factory": [EchoPolicy, EchoPolicy, Otherwise]}
+    with MultiSyncCollector([healthy(0), healthy(1), healthy(2)], **options) as c:
+        c.next()
+        os.kill(pids(c)[0], signal.SIGKILL)
+        c.next()
+        with pytest.raises(WrongState, match=r"worker 0 has failed and was dropped; there are workers 1, 2"):
+            c.get_cached_weights(worker=0)
+        with pytest.raises(UsageError, match=r"there is no worker 3; they are 0 to 2"):
+            c.get_cached_weights(worker=3)
+        assert float(c.get_cached_weights(worker=2)["weight"]) == 1.0
+        first, second = c.explain().split("workers ")[1:]
+        assert first.startswith("1:")
+        assert second.startswith("2:")
+        assert "Otherwise" in second
+
+
+def test_who_is_done_at_the_last_moment_is_done():
+    with collect(MultiSyncCollector, [healthy(0)]) as c:
+        supervisor = c._backend.supervisor
+        (worker,) = supervisor.workers
+        supervisor.fill(worker, 0)
+        select.select([worker.child.line], [], [])  # its rollout is there; nobody has heard of it
+        supervisor.drain(0.0)
+        assert supervisor.waiting(worker) == (8, 1)
+
+
+class Slow(CountingEnv):
+    """Somebody hears of its answers long before its next rollout is made."""
+
+    def step(self, action):
+        time.sleep(0.05)
+        return super().step(action)
+
+
+def test_rollouts_of_a_newcomer_are_not_of_the_time_before(monkeypatch):
+    """Who is started again while others have not answered yet, begins anew with more than this call."""
+    with collect(MultiAsyncCollector, [Slow, healthy(1)], on_failure="restart") as c:
+        c.next()
+        with DiesAfterAnswering(c, monkeypatch, later=True):
+            c.reset()
+        assert 0 in {worker.index for worker, _ in c._backend.supervisor.arrived}

@@ -79,9 +79,7 @@ class WeightPublisher:
         chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
-        unknown = [w for w in chosen if not 0 <= w < len(workers)]
-        if unknown:
-            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(workers) - 1}")
+        supervisor.check_numbers(chosen)
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
         for w in chosen:
             if not own and not workers[w].about.weighs:

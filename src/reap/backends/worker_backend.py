@@ -245,7 +245,12 @@ class WorkerBackend:
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
-        return self.call("weights", {worker: ()})[0]
+        workers = self.supervisor.check_numbers([worker])
+        answers = self.call("weights", dict.fromkeys(workers, ()))
+        if not answers:
+            living = ", ".join(str(one.index) for one in self.supervisor.living)
+            raise WrongState(f"worker {worker} has failed and was dropped; there are workers {living}")
+        return answers[worker]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
