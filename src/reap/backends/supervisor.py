@@ -303,6 +303,11 @@ class Supervisor:
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
+    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
+        """Wait until those of these that were started again know what the others know."""
+        while any(self.workers[w].joining is not None for w in workers):
+            self.listen()
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:

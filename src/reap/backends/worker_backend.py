@@ -125,7 +125,7 @@ class WorkerBackend:
             seed, static = self._seeds[worker.index]
             again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
-        if (own := self._weights.own_of(worker)) is not None:
+        for own in self._weights.own_of(worker):
             yield "load_weights", own
         if worker.begun and not goes_on:
             yield "mark_cut", ()
@@ -343,8 +343,8 @@ class WorkerBackend:
                 frames, rollouts = supervisor.waiting(worker)
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
-            self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-            self._weights.states_loaded(own, self.version)
+            with self._weights.loading(own, self.version):
+                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
