@@ -208,11 +208,48 @@ def test_too_many_restarts_are_told_with_the_cause():
 
 def test_a_budget_is_for_a_window():
     budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
-    assert [budget.spend(0) for _ in range(3)] == [True, True, False]
+    assert [budget.refusal(0) for _ in range(2)] == [None, None]
+    assert "max_restarts=2, restart_window=0.05" in budget.refusal(0)
     time.sleep(0.06)
-    assert budget.spend(0)
+    assert budget.refusal(0) is None
     assert budget.count == 3
-    assert not budget.spend(10), "one that is never there is not tried for ever"
+    assert "10 in a row" in budget.refusal(10), "one that is never there is not tried for ever"
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_limit_that_was_reached_is_the_one_that_is_told(parallel, tmp_path):
+    """Also where any number may be started again, one that is never there is given up."""
+
+    class NeverAgain(CountingEnv):
+        def __init__(self):
+            if (tmp_path / "built").exists():
+                raise OSError("the simulator is gone")
+            super().__init__(LENGTHS, 0)
+
+        def step(self, action):
+            (tmp_path / "built").touch()
+            raise OSError("the simulator has gone")
+
+    options = {"on_failure": "restart", "max_restarts": None}
+    if parallel:
+        c = Collector(ParallelEnv(1, NeverAgain, **options), EchoPolicy(), frames_per_batch=8)
+    else:
+        c = collect(MultiSyncCollector, [NeverAgain], **options)
+    with pytest.raises(WorkerRaised, match="the simulator is gone.*10 in a row.*never there") as caught:
+        c.next()
+    assert "max_restarts" not in str(caught.value)
+
+
+def test_a_worker_that_came_back_at_last_may_fail_again(tmp_path):
+    """How often it was tried before does not count any more."""
+    makers = [lambda: BuildsOnlyWithout(tmp_path, "raise")]
+    with collect(MultiSyncCollector, makers, on_failure="restart", max_restarts=None) as c:
+        for n in range(9):
+            (tmp_path / str(n)).touch()
+        for restarts in (10, 11):
+            os.kill(pids(c)[0], signal.SIGKILL)
+            c.next()
+            assert c.stats()["restarts"] == restarts
 
 
 @pytest.mark.parametrize("call", ["state_dict", "set_seed", "reset", "update"])

@@ -44,8 +44,8 @@ from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
-from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
 FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -254,15 +254,15 @@ class Supervisor:
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif self._budget.spend(worker.in_a_row):
+        elif (why := self._budget.refusal(worker.in_a_row)) is None:
             self._start_again(worker, error)
         else:
-            self._failure = self._budget.spent(error)
+            self._failure = refused(error, why)
 
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
-            worker.failed_at, worker.in_a_row = time.monotonic(), 0
+            worker.failed_at = time.monotonic()
         worker.in_a_row += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
@@ -309,12 +309,18 @@ class Supervisor:
         if worker.asked == FIRST:  # its first words are what somebody waits for
             worker.asked = None
             worker.inbox.append(worker.about)
+        worker.in_a_row = 0
         worker.go_on()
         self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
+
+    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
+        """Wait until those of these that were started again know what the others know."""
+        while any(self.workers[w].joining is not None for w in workers):
+            self.listen()
 
     # ---- stacks ---------------------------------------------------------------------------------------------------
 
@@ -343,10 +349,10 @@ class Supervisor:
             self.listen()
         return [worker.inbox.popleft() for worker in workers if worker.inbox]
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Those that were dropped, or are while they are asked, give no answer.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
@@ -358,7 +364,7 @@ class Supervisor:
         for worker, answer in zip(workers, answers):
             if isinstance(answer, Raised):
                 raise answer.unpack().at(worker=worker.name)
-        return answers
+        return {worker.index: answer for worker, answer in zip(workers, answers)}
 
     def tell(self, name: str, *, wait: bool = True) -> None:
         """Call all workers, and want no answers. `wait`: for another thread that talks to them."""
@@ -376,6 +382,12 @@ class Supervisor:
         """Tell a worker to make rollouts without being asked for each."""
         self.calls += 1
         worker.reached.call(dumps((self.calls, "run", ()), "run"))
+
+    def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
+        """These numbers, which are those of workers; else it raises."""
+        if unknown := [w for w in workers if not 0 <= w < len(self.workers)]:
+            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+        return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         """The same arguments for all workers."""
@@ -407,13 +419,14 @@ class Supervisor:
 
     def drain(self, within: float | None = None) -> None:
         """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
-        began, left = time.monotonic(), within
+        began, left, heard = time.monotonic(), within, False
         with self.talking, self.interrupts.held():
             while any(worker.working for worker in self.living):
-                self.listen(within=left)
-                left = None if within is None else max(began + within - time.monotonic(), 0)
-                if left == 0:
+                if left == 0 and heard:
                     raise NotReady(f"workers are still busy after {within} s")
+                self.listen(within=left)
+                heard = True
+                left = None if within is None else max(began + within - time.monotonic(), 0)
 
 
 def fresh_entropy() -> int:

@@ -127,7 +127,7 @@ class WorkerBackend:
             seed, static = self._seeds[worker.index]
             again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
-        if (own := self._weights.own_of(worker)) is not None:
+        for own in self._weights.own_of(worker):
             yield "load_weights", own
         if worker.begun and not goes_on:
             yield "mark_cut", ()
@@ -209,11 +209,11 @@ class WorkerBackend:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts, each by its number."""
         return self.supervisor.call(name, arguments)
 
-    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
         living = self.supervisor.living
         packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
@@ -264,7 +264,12 @@ class WorkerBackend:
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
-        return self.call("weights", {worker: ()})[0]
+        workers = self.supervisor.check_numbers([worker])
+        answers = self.call("weights", dict.fromkeys(workers, ()))
+        if not answers:
+            living = ", ".join(str(one.index) for one in self.supervisor.living)
+            raise WrongState(f"worker {worker} has failed and was dropped; there are workers {living}")
+        return answers[worker]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
@@ -300,10 +305,11 @@ class WorkerBackend:
         """Env states, trajectory ids, counts and weights of all workers."""
         states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for worker, state in zip(self.supervisor.living, states):
+        for w, state in states.items():
+            worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
-            each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            each[f"worker{w}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 
@@ -356,8 +362,8 @@ class WorkerBackend:
                 frames, rollouts = supervisor.waiting(worker)
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
-            self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-            self._weights.states_loaded(own, self.version)
+            with self._weights.loading(own, self.version):
+                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -102,6 +102,8 @@ class MultiCollector(BaseCollector):
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
             if old in options:
                 warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+                if any(one is not None for one in each[new]):
+                    raise UsageError(f"{old} and {new} are the same option; give one")
                 each[new] = _each(old, options.pop(old), count)
         asked = options.get("frames_per_batch")
         if asked is None:
@@ -392,15 +394,21 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, text in enumerate(self.map_fn("explain")):
+        for worker, text in self._found("explain", each_call(self.num_workers, None, None)).items():
             told.setdefault(text, []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
 
     def get_distant_attr(self, attr: str) -> list[Any]:
+        return list(self._found(attr).values())
+
+    def _found(
+        self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+    ) -> dict[int, Any]:
+        """What is at `path` in each worker, by its number; or what it returns when called."""
         self._check_open()
-        return self._between(lambda: self._backend.find(attr))
+        return self._between(lambda: self._backend.find(path, calls))
 
     def map_fn(
         self,
@@ -418,7 +426,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # what was made before it is not delivered any more
             self.reset()
             return [None] * len(calls)
-        return self._between(lambda: self._backend.find(method_name, calls))
+        return list(self._found(method_name, calls).values())
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]

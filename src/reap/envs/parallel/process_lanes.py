@@ -65,7 +65,7 @@ from reap.envs.parallel.env_child import (
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
@@ -584,7 +584,7 @@ class ProcessLanes(Env):
     def _replacement(self, remote: EnvProcess, error: WorkerError) -> EnvProcess:
         """Start another process for these lanes."""
         began, tries = time.monotonic(), 0
-        while self._budget.spend(tries):
+        while (why := self._budget.refusal(tries)) is None:
             try:
                 new = self._start_again(remote)
             except WorkerError as again:
@@ -593,7 +593,7 @@ class ProcessLanes(Env):
             seconds = time.monotonic() - began
             self._on_failure.report(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
             return new
-        raise self._budget.spent(error)
+        raise refused(error, why)
 
     def _start_again(self, before: EnvProcess) -> EnvProcess:
         """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
