@@ -216,7 +216,8 @@ class _Processes:
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""
-        return self._backend.find(path, None if call is None else [call] * len(self._backend.workers))
+        calls = None if call is None else [call] * len(self._backend.workers)
+        return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
         with self._named():

@@ -190,16 +190,16 @@ class WorkerBackend:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts, each by its number."""
         return self.supervisor.call(name, arguments)
 
-    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
-        living = self.supervisor.living
-        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
+        living = [worker.index for worker in self.supervisor.living]
+        packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {worker.index: (path, one) for worker, one in zip(living, packed)})
+            return self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
@@ -245,7 +245,10 @@ class WorkerBackend:
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
-        return self.call("weights", {worker: ()})[0]
+        answers = self.call("weights", {worker: ()})
+        if worker not in answers:
+            raise WrongState(f"worker {worker} has failed and was dropped: there are no weights of it")
+        return answers[worker]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
@@ -279,9 +282,9 @@ class WorkerBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
-        states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for worker, state in zip(self.supervisor.living, states):
+        for index, state in self.call("state", self.supervisor.everyone()).items():
+            worker = self.workers[index]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
             each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}

@@ -390,7 +390,9 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, text in enumerate(self.map_fn("explain")):
+        self._check_open()
+        calls = each_call(self.num_workers, None, None)
+        for worker, text in self._between(lambda: self._backend.find("explain", calls)).items():
             told.setdefault(text, []).append(worker)
         if len(told) == 1:
             return next(iter(told))
@@ -398,7 +400,7 @@ class MultiCollector(BaseCollector):
 
     def get_distant_attr(self, attr: str) -> list[Any]:
         self._check_open()
-        return self._between(lambda: self._backend.find(attr))
+        return list(self._between(lambda: self._backend.find(attr)).values())
 
     def map_fn(
         self,
@@ -416,7 +418,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # what was made before it is not delivered any more
             self.reset()
             return [None] * len(calls)
-        return self._between(lambda: self._backend.find(method_name, calls))
+        return list(self._between(lambda: self._backend.find(method_name, calls)).values())
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
