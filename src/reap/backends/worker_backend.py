@@ -215,14 +215,10 @@ class WorkerBackend:
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
-        self.set_packed_hooks(dumps(dict(new), " and ".join(new)))
+        self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
         hooks: Hooks = changed(self._alike.get("hooks"), new)
         self._alike["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
-
-    def set_packed_hooks(self, packed: bytes) -> None:
-        """The same, with hooks that somebody has packed already."""
-        self.call("hooks", self.supervisor.everyone(packed))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 

@@ -392,8 +392,9 @@ class MultiCollector(BaseCollector):
         told: dict[str, list[int]] = {}
         self._check_open()
         calls = each_call(self.num_workers, None, None)
-        for worker, text in self._between(lambda: self._backend.find("explain", calls)).items():
-            told.setdefault(text, []).append(worker)
+        for worker, found in self._between(lambda: self._backend.find("explain", calls)).items():
+            texts = found if isinstance(found, list) else [found]  # of workers it has in processes of its own
+            told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
