@@ -21,9 +21,7 @@ def seen(limit, ids, version):
 def test_each_piece_has_an_id_of_its_own_whatever_the_workers_count_to():
     limit = LagLimit(0)
     own = [LATER % 2**40, LATER]
-    pieces = []
-    for version in (10, 9, 10, 10, 9, 9, 10):
-        pieces.append(seen(limit, own, version))
+    pieces = [seen(limit, own, version) for version in (10, 9, 10, 10, 9, 9, 10)]
     assert [piece is None for piece in pieces] == [False, True, False, False, True, True, False]
     first, second, again, third = (piece for piece in pieces if piece is not None)
     assert first == own

@@ -273,7 +273,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._backend.uninterrupted():
             self._send_weights()
-            self._weights.used(1, background=self._runner is not None)
+            if self._runner is None:  # else `_count` says so
+                self._weights.used(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
