@@ -209,7 +209,7 @@ class ProcessLanes(Env):
         self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
-        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
+        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
 
     # ---- talking --------------------------------------------------------------------------------------------------
 
@@ -425,7 +425,7 @@ class ProcessLanes(Env):
         assert shared.place is not None
         for remote in self.remotes:
             if remote.owes:
-                self.finish(remote)
+                self._settle(remote)
             remote.owes = True
             self._ring(remote, DRAW, *shared.place)
         for remote in self.remotes:
