@@ -7,17 +7,16 @@ drop      the others go on without it, until none is left
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from reap._system.worker_log import record
 from reap.arguments import function, one_of, seconds, whole
 from reap.errors import ReapError, UsageError, WorkerDied, WrongArgument
 
-_log = logging.getLogger("reap")
 T = TypeVar("T")
 FailureAction = Literal["raise", "restart", "drop"]
 ACTIONS: tuple[FailureAction, ...] = ("raise", "restart", "drop")
@@ -64,9 +63,10 @@ class FailurePolicy:
         """Say in the log what happened, and tell whoever wants to know."""
         told = str(failure.cause).partition("\n")[0]
         if failure.action == "restart":
-            _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
+            text = "%s; started again after %.2f s (restart %d)"
+            record("restart", str(failure.worker), text, told, failure.seconds, failure.restarts)
         else:
-            _log.warning("%s; the others go on without it", told)
+            record("drop", str(failure.worker), "%s; the others go on without it", told)
         if self.tell is not None:
             self.tell(failure)
 
@@ -81,28 +81,24 @@ class RestartBudget:
         self.policy, self._lately = policy, deque[float]()
         self.count = 0
 
-    def spend(self, in_a_row: int) -> bool:
-        """Count one more, if that is allowed. `in_a_row`: so many in the same place were never there."""
+    def refusal(self, in_a_row: int) -> str | None:
+        """Count one more, if that is allowed; else why it is not.
+
+        `in_a_row`: so many in the same place were never there.
+        """
         if in_a_row >= IN_A_ROW:
-            return False
-        now, most = time.monotonic(), self.policy.max_restarts
-        while self._lately and now - self._lately[0] > self.policy.window:
+            return f"{in_a_row} in a row were started again in this place and were never there, and no more may be"
+        now, most, window = time.monotonic(), self.policy.max_restarts, self.policy.window
+        while self._lately and now - self._lately[0] > window:
             self._lately.popleft()
         if most is not None and len(self._lately) >= most:
-            return False
+            return (
+                f"{len(self._lately)} workers were started again within {window:g} s before it, and no more may be: "
+                f"max_restarts={most}, restart_window={window:g}"
+            )
         self._lately.append(now)
         self.count += 1
-        return True
-
-    def spent(self, error: ReapError) -> ReapError:
-        """The error for the one that would have been too many."""
-        policy = self.policy
-        note = (
-            f"{len(self._lately)} workers were started again within {policy.window:g} s before it, and no more may be"
-        )
-        limits = f"max_restarts={policy.max_restarts}, restart_window={policy.window:g}"
-        error.args = (f"{error.args[0] if error.args else ''} ({note}: {limits})", *error.args[1:])
-        return error
+        return None
 
     def build(self, number: int, make: Callable[[], T]) -> T:
         """Return what `make` makes, the first in its place; where it fails, another is made, if that may be."""
@@ -116,7 +112,7 @@ class RestartBudget:
     def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
         """Return what `make` makes in the place of one that failed; that it fails itself counts too."""
         began, tries = time.monotonic(), 0
-        while self.spend(tries):
+        while (why := self.refusal(tries)) is None:
             try:
                 made = make()
             except ReapError as again:
@@ -126,13 +122,19 @@ class RestartBudget:
                 continue
             self.policy.report(WorkerFailure(number, error, "restart", self.count, time.monotonic() - began))
             return made
-        raise self.spent(error)
+        raise refused(error, why)
 
     def count_rebuilt(self, number: int, error: ReapError, seconds: float) -> None:
         """Count an env that raised and was made anew elsewhere; raises its error if it was one too many."""
-        if not self.spend(0):
-            raise self.spent(error)
+        if (why := self.refusal(0)) is not None:
+            raise refused(error, why)
         self.policy.report(WorkerFailure(number, error, "restart", self.count, seconds))
+
+
+def refused(error: ReapError, why: str) -> ReapError:
+    """The error of a worker that is not started again."""
+    error.args = (f"{error.args[0] if error.args else ''} ({why})", *error.args[1:])
+    return error
 
 
 class RemoteRebuilds:
@@ -146,27 +148,20 @@ class RemoteRebuilds:
         self._tell = tell
 
     def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
-        """Return what `make` makes in the place of an env that raised."""
+        """Return what `make` makes in the place of an env that raised; if it fails, so has whoever steps the lanes."""
         began = time.monotonic()
-        for _ in range(IN_A_ROW):
-            try:
-                made = make()
-            except ReapError as again:
-                self._tell(error, 0.0)
-                error = again
-                continue
-            self._tell(error, time.monotonic() - began)
-            return made
-        raise error
+        made = make()
+        self._tell(error, time.monotonic() - began)
+        return made
 
 
 class Rebuilds:
-    """Envs of single lanes that raised, made anew in their place by the worker that steps them, as far as `budget` allows.
+    """Envs of single lanes that raised, made anew in their place by the worker that steps them.
 
         env.step raises in lane 2 ──► another env from its factory ──► lanes 3, 4, … are stepped
                                                                    └─► lane 2 made no frame, and begins anew
 
-    `why_not` says why this worker never does it.
+    As far as `budget` allows; `why_not` says why this worker never does it.
     """
 
     def __init__(self, budget: RestartBudget | RemoteRebuilds | None, env: Any, plan: Any) -> None:

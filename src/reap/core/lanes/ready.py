@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.ledger import Ledger
-from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import READY, Key
 
 Array = np.ndarray[Any, Any]
@@ -45,7 +45,7 @@ class Sorter:
         self._lanes = lanes
         self._tells_cuts = CUT in columns
         self.dropped: Collection[int] = ()  # lanes of which nothing more will come
-        ours = (TRAJ_IDS, CUT, _VERSION_NEXT)  # written by nobody before they are sorted
+        ours = (TRAJ_IDS, CUT, EPISODE_RETURN, EPISODE_LENGTH, _VERSION_NEXT)  # written after sorting
         keys = [key for key in delivered(columns) if key not in ours]
         self._roots = [key for key in keys if key[0] != "next"]
         self._nexts = [key for key in keys if key[0] == "next"]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ from reap._system import silence
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
 from reap._system.processes import BOOT
+from reap._system.stacks import all_at_once
 from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import BEGIN, DRAW, UNSEEDED, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -191,6 +193,14 @@ class LaneWorkers(abc.ABC):
             first, last = self.bounds[group]
             silence.log(f"the worker of lanes {first} to {last - 1}", now - since, self._stack_of(group))
 
+    def stacks(self) -> dict[str, str]:
+        """Where each group is right now, by its lanes."""
+        asked = {
+            f"worker of lanes {first} to {last - 1}": functools.partial(self._stack_of, group)
+            for group, (first, last) in enumerate(self.bounds)
+        }
+        return all_at_once(asked)
+
     def draw(self, groups: Sequence[int]) -> list[int]:
         """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""
         self.ring(groups, DRAW)
@@ -279,8 +289,8 @@ class LaneWorkers(abc.ABC):
                 return
             now, before = time.monotonic(), self._comebacks.get(unit)
             tries, since = (0, now) if before is None else (before.tries + 1, before.since)
-            if not self.budget.spend(tries):
-                raise self.budget.spent(error)
+            if (why := self.budget.refusal(tries)) is not None:
+                raise refused(error, why)
             self._comebacks[unit] = Comeback(error, since, tries, {*lost})
             self._lives[unit] = self._lives.get(unit, 0) + 1
             known = {lane: self._last_seeds[lane] for lane in lanes if lane in self._last_seeds}
