@@ -268,6 +268,10 @@ class AsyncBatchedCollector(Collector):
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
 
+    def _shape(self) -> str:
+        count = self._backend.worker.lanes
+        return f"{count} env{'s' * (count > 1)}, whoever is ready: "
+
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""
         self._weights.version = self._backend.worker.loop.version = first

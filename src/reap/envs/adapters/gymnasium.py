@@ -21,7 +21,7 @@ from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
 from reap.envs.info import InfoKeys, info_leaves
-from reap.envs.spaces import Actions, Observations, fit
+from reap.envs.spaces import Actions, Observations, checked_space, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
@@ -50,13 +50,14 @@ class GymLanes(Env):
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         self._truncates = truncates
         first = self.envs[0]
+        seen, acted = (checked_space(first, what) for what in ("observation_space", "action_space"))
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
-                mine, theirs = getattr(first, what), getattr(env, what)
+                mine, theirs = getattr(first, what), checked_space(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(first.observation_space, categorical=categorical, loose=True)
-        self._actions = Actions(first.action_space, categorical=categorical)
+        self._observations = Observations(seen, categorical=categorical, loose=True)
+        self._actions = Actions(acted, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
@@ -92,12 +93,15 @@ class GymLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         shape, dtype = self._observations.plain
-        lane = 0
+        lane, found = 0, None
         try:
             for i, lane in enumerate(lanes):
-                self._at[0] = lane
+                self._at[0], found = lane, None
                 env = self.envs[lane]
-                observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                found = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
+                    raise _not_a_reset(found)
+                observation, info = found
                 if lane in self._checked and (step := unchecked_step(env)) is not None:
                     self._steps[lane] = noting_actions(env, step)
                     self._checked.remove(lane)
@@ -111,6 +115,8 @@ class GymLanes(Env):
             error.at(lane=lane)
             raise
         except Exception as cause:
+            if isinstance(found, (tuple, list)) and len(found) != 2:
+                raise _not_a_reset(found).at(lane=lane) from cause
             raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
         self._at[0] = -1
 
@@ -256,6 +262,11 @@ class GymEnv(EnvBase):
         if from_pixels:
             envs = [_with_pixels(one, pixels_only) for one in envs]
         super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+def _not_a_reset(found: Any) -> SpecMismatch:
+    got = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (tuple, list)) else type(found).__name__
+    return SpecMismatch(f"env.reset must return (observation, info), got {got}")
 
 
 def _with_pixels(env: gym.Env[Any, Any], only: bool) -> gym.Env[Any, Any]:
