@@ -235,9 +235,9 @@ class AsyncBatchedCollector(Collector):
         pool = functools.partial(
             AsyncEnvPool,
             list(create_env_fn),
-            backend=env_backend or backend or "threading",
+            backend=settings.workers or env_backend or backend or "threading",
             envs_per_worker=envs_per_worker,
-            worker_threads=worker_threads,
+            worker_threads=worker_threads and settings.workers is None,
             min_ready=fewest,
             max_ready=most,
             create_env_kwargs=settings.create_env_kwargs,
@@ -245,7 +245,7 @@ class AsyncBatchedCollector(Collector):
             max_frames_per_traj=settings.max_frames_per_traj,
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
-            worker_affinity=worker_affinity,
+            worker_affinity=None if settings.workers == "inline" else worker_affinity,
         )
         plan = plan_for(
             settings,

@@ -62,6 +62,7 @@ _FLAGS = (
     "extend_buffer",
     "compact_obs",
     "track_traj_ids",
+    "track_episodes",
     "return_same_td",
     "set_truncated",
     "trust_policy",
@@ -103,6 +104,9 @@ class Options:
         postproc: called with each batch; what it returns is delivered.
         track_traj_ids: False leaves `("collector", "traj_ids")` out.
         track_policy_version: stamp frames with the version of the weights that acted; a `PolicyVersion` counts along.
+        track_episodes: add `("collector", "episode_return")` and `("collector", "episode_length")`: return and length
+            of each frame's episode so far, the frame included.
+        gamma: discount by which `episodes()` also gives a `discounted_return`; None: it does not. It changes no data.
         exploration_type: how probabilistic policies sample; RANDOM by default.
         return_same_td: deliver the same object over and over; copy what you keep.
         set_truncated: mark the last step of every batch as truncated.
@@ -142,6 +146,8 @@ class Options:
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
         failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
             `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
+        workers: "inline": run the workers in this process, one after another, with the same data, so that
+            `breakpoint()` and debuggers work in envs and policies; None: where they belong. See docs/debugging.md.
     """
 
     frames_per_batch: int
@@ -168,6 +174,8 @@ class Options:
     postproc: Callable[[Any], Any] | None = None
     track_traj_ids: bool = True
     track_policy_version: Any = False
+    track_episodes: bool = False
+    gamma: float | None = None
     exploration_type: InteractionType | str | None = InteractionType.RANDOM
     return_same_td: bool = False
     set_truncated: bool = False
@@ -197,6 +205,7 @@ class Options:
     hooks_in_workers: bool = False
     worker_idx: int | None = None
     failure_dir: Any = None
+    workers: Literal["inline"] | None = None
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
@@ -233,6 +242,11 @@ class Options:
         counter = self.track_policy_version
         if not isinstance(counter, bool) and not callable(getattr(counter, "increment_version", None)):
             raise WrongArgument(f"track_policy_version must be True, False or a PolicyVersion, got {counter!r}")
+        discount = self.gamma
+        if discount is not None and (
+            isinstance(discount, bool) or not isinstance(discount, numbers.Real) or not 0 <= discount <= 1
+        ):
+            raise UsageError(f"gamma must lie between 0 and 1, got {discount!r}")
         exploration_type(self.exploration_type)
         for name in ("device", "policy_device", "env_device", "storing_device"):
             self._device(name)
@@ -294,6 +308,7 @@ class Options:
                         f"'env' and 'postproc', like 'env.transform[0].module'"
                     )
         seconds("timeout", self.timeout)
+        one_of("workers", self.workers, ("inline",), none=True)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
         self._check_failures()
 

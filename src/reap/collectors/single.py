@@ -209,26 +209,13 @@ class Collector(BaseCollector):
     def _wait_for_env(self, timeout: float) -> None:
         self._backend.wait_closed(timeout)
 
-    def stats(self) -> dict[str, Any]:
-        """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
-
-        `collect_seconds` and `frames_per_second` are the collector's own time, without what the consumer does.
-        """
-        self._raise_background_error()
-        pipeline = self._pipeline
-        return {
-            "workers": 1,
-            "workers_alive": int(not self.closed),
-            "restarts": 0,
-            "frames": pipeline.frames,
-            "batches": pipeline.batches,
-            "total_frames": self.options.total,
-            "completed": pipeline.frames >= self.options.total,
-            "requested_frames_per_batch": self.requested_frames_per_batch,
-            "policy_version": self._weights.version,
-            "dropped_frames": 0,
-            **self._backend.worker.stats.summary(),
-        }
+    def episodes(self) -> list[dict[str, Any]]:
+        if not self._backend.worker.tells_episodes:
+            raise UsageError(
+                "episodes() of lanes on a device needs their rewards and ends on the host after each rollout: ask for "
+                "that with track_episodes=True when the collector is built"
+            )
+        return super().episodes()
 
     def _shape(self) -> str:
         """What the frames of a batch are made of, in `repr`."""

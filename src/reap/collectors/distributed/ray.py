@@ -115,7 +115,8 @@ class RayCollector(MultiCollector):
     @property
     def _ray(self) -> RayActorTransport:
         transport = self._backend.transport
-        assert isinstance(transport, RayActorTransport)
+        if not isinstance(transport, RayActorTransport):
+            raise UsageError("workers='inline': there are no actors")
         return transport
 
     # ---- the buffer -----------------------------------------------------------------------------------------------
@@ -191,19 +192,13 @@ class RayCollector(MultiCollector):
         `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
         nobody does.
         """
-        if hasattr(self, "_backend"):
+        if hasattr(self, "_backend") and isinstance(self._backend.transport, RayActorTransport):
             self._ray.end_cluster = shutdown_ray
         super().shutdown(timeout, close_env, raise_on_error)
 
     def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
-        """Counts so far, `restarts` and `worker_frames` (made, delivered or not) among them.
-
-        Asks nobody, so there is no `timeout` to wait for.
-        """
-        found = super().stats(workers)
-        if workers != "per_worker":
-            found["worker_frames"] = sum(worker.frames for worker in self._backend.known_workers)
-        return found
+        """As for every collector. Asks nobody, so there is no `timeout` to wait for."""
+        return super().stats(workers)
 
 
 @MultiSyncCollector.register

@@ -37,7 +37,8 @@ class _TensorPipePlacement(RemotePlacement):
             )
         check_backend_name(self.given["backend"])
         _check_devices(self.given["visible_devices"])
-        return TensorPipeTransport(agent=agent, nodes=nodes_of(self.given), start_method=options.start_method)
+        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        return TensorPipeTransport(agent=agent, nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register

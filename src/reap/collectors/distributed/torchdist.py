@@ -23,7 +23,8 @@ class _GlooPlacement(RemotePlacement):
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])
-        return GlooTransport(nodes=nodes_of(self.given), start_method=options.start_method)
+        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        return GlooTransport(nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
