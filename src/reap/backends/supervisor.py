@@ -64,6 +64,7 @@ class Supervisor:
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # of workers that join: what ended those before them
         self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
+        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
@@ -180,9 +181,7 @@ class Supervisor:
             if worker.joining is not None:
                 self._go_on_joining(worker, message.value if isinstance(message, Answer) else message)
             elif call == worker.asked:  # else the caller was interrupted, and has gone
-                worker.asked = None
-                worker.inbox.append(message)
-                worker.made_at_answer = worker.frames, worker.rollouts
+                worker.answered(message)
             if worker.reached is not connection:
                 return  # it has failed while joining, and there is another
         if ended and worker.reached is connection:
@@ -237,8 +236,10 @@ class Supervisor:
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
-            self.transport.retire(worker)
+            lost = sum(worker.working.values()) * worker.size  # frames with random actions, which others are to make
+            self._given = min(self._given, self._random) - lost
             worker.drop()
+            self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
@@ -246,6 +247,13 @@ class Supervisor:
             self._start_again(worker, error)
         else:
             self._failure = refused(error, why)
+
+    def _end(self, worker: WorkerHandle) -> None:
+        """End what is left of a worker; nobody waits any more for what it had begun on."""
+        self.transport.retire(worker)
+        if self.catch_up is not None:
+            self.catch_up()
+        self.transport.give_back(worker)
 
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""
@@ -255,8 +263,7 @@ class Supervisor:
         self._causes[worker.index] = error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
-        worker.keep_counts()
-        self.transport.retire(worker)
+        self._end(worker)
         try:
             self.transport.launch([worker])
         except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
@@ -294,8 +301,7 @@ class Supervisor:
     def _returned(self, worker: WorkerHandle) -> None:
         """One that was started again is there, and knows what the others know."""
         if worker.asked == FIRST:  # its first words are what somebody waits for
-            worker.asked = None
-            worker.inbox.append(worker.about)
+            worker.answered(worker.about)
         worker.in_a_row = 0
         worker.go_on()
         if self.on_return is not None:

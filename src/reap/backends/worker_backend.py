@@ -73,7 +73,6 @@ class WorkerBackend:
         self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
         self._id_block = 0  # in which trajectory ids are: blocks before it may have been given whole
         self._seeds: dict[int, tuple[int, bool]] = {}  # of each worker, where somebody has given one
-        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -112,14 +111,13 @@ class WorkerBackend:
         """The calls by which a worker that comes later learns where memory is, and begins with the latest weights, new
         episodes, and ids nobody has seen.
         """
-        if self.catch_up is not None:
-            self.catch_up()
         self._id_block += 1
         yield "begin", self.transport.beginning(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        state_after = worker.state_after if worker.begun else None
-        goes_on = state_after is not None and state_after.get("why") is None
+        goes_on, state_after = worker.can_go_on, worker.state_after
         state = {"resume": state_after} if goes_on else {}
+        if not goes_on:
+            worker.keep_counts()
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
         if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
@@ -290,7 +288,7 @@ class WorkerBackend:
             worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
-            each[f"worker{w}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            each[f"worker{w}"] = {**worker.with_counts(state), "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 
@@ -341,8 +339,8 @@ class WorkerBackend:
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)
-                worker.frames = int(own[w].get("frames", 0)) + frames
-                worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
+                worker.load_counts(own[w])
+                worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
             with self._weights.loading(own, self.version):
                 self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
 

@@ -191,6 +191,13 @@ class Stats:
             self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
 
     @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Stats:
+        """Those that have counted what is in a `state`."""
+        stats = cls(0)
+        stats.load(state, opened=False)
+        return stats
+
+    @classmethod
     def counted(cls, lanes: int, summary: Mapping[str, Any], *, frames: int, rollouts: int) -> Stats:
         """Those of a worker of which no more is known than its `summary` and what it has made."""
         stats = cls(lanes)
@@ -228,6 +235,12 @@ def counted_on(before: Mapping[str, Any], stats: dict[str, Any]) -> dict[str, An
     sums = {name: before[name] + stats[name] for name in ("episodes", "nan_rewards", "collect_seconds")}
     latest = stats if stats["episodes"] else before
     return {**stats, **sums, **{name: latest[name] for name in ("mean_return", "mean_length")}}
+
+
+def added(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's `Stats.state()`, to which the counts of those are added whose place it has taken."""
+    names = {"episodes": "episodes", "nan_rewards": "nan_rewards", "seconds": "collect_seconds"}
+    return {**state, **{name: state[name] + before[told] for name, told in names.items()}}
 
 
 def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:

@@ -176,12 +176,10 @@ class _ProcessWorkerServer(WorkerServer):
         self._at[0] = BETWEEN
         return frames
 
-    def _rest(self) -> int | None:
-        """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
-        if self.control.rest:
-            return int(1000 * AGAIN)
-        if self.control.claimed.sum() >= self.control.total:
-            return None
+    def _rest(self) -> int:
+        """Milliseconds until it is worth a look whether to go on, should nobody have said something."""
+        if self.control.rest or self.control.claimed.sum() >= self.control.total:
+            return int(1000 * AGAIN)  # also then: what another had begun on when it failed is for others to make
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:

@@ -86,6 +86,9 @@ class SharedMemoryTransport(Transport):
             connection.retire()
         self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        self.counters.claimed[worker.index] = worker.frames
+
     def cannot_restart(self) -> str | None:
         return None
 
