@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -136,6 +137,69 @@ def test_rollouts_of_a_newcomer_are_not_of_the_time_before(monkeypatch):
         with DiesAfterAnswering(c, monkeypatch, until="rollout"):
             c.reset()
         assert 0 in {worker.index for worker, _ in c._backend.supervisor.arrived}
+
+
+def test_who_takes_the_place_of_one_that_has_begun_begins_too(monkeypatch):
+    """Though the others have not begun yet; and it learns of weights for all."""
+    call, hear, returned, found = ProcessConnection.call, ProcessConnection.hear, Supervisor._returned, {}
+
+    def ask(connection, data):
+        if connection.index not in found:  # "begin" is the first thing anybody is asked
+            found[connection.index] = connection.child.pid
+            if connection.index == 1:
+                freeze(connection.child.pid)
+        call(connection, data)
+
+    def heard(connection):
+        said, gone = hear(connection)
+        if connection.child.pid == found.get(0) and said and not gone:
+            os.kill(found[0], signal.SIGKILL)
+            assert all_gone([found[0]], 10)
+        return said, gone
+
+    def back(supervisor, worker):
+        returned(supervisor, worker)
+        os.kill(found[1], signal.SIGCONT)
+
+    monkeypatch.setattr(ProcessConnection, "call", ask)
+    monkeypatch.setattr(ProcessConnection, "hear", heard)
+    monkeypatch.setattr(Supervisor, "_returned", back)
+    with collect(MultiSyncCollector, [healthy(0), healthy(1)], on_failure="restart") as c:
+        c.update_policy_weights_({"weight": torch.tensor(2.0)})
+        batch = c.next()
+        assert torch.equal(batch["action"], 2 * (batch["observation"] * EchoPolicy().mix).sum(-1, keepdim=True))
+        assert "cut" not in batch["collector"].keys() or not batch["collector", "cut"].any()
+        assert c.stats()["restarts"] == 1
+
+
+class Drawn(EchoPolicy):
+    """Its actions are random: only who goes on exactly where another was draws the same."""
+
+    def forward(self, observation):
+        return super().forward(observation) + torch.rand(())
+
+
+@pytest.mark.parametrize("verb", ["set_seed", "reset", "load"])
+@pytest.mark.parametrize("until", ["noticed", "back"])
+def test_a_run_that_is_repeated_exactly_begins_anew_exactly(verb, until, monkeypatch):
+    """A worker that has begun anew and dies, before the others have or before it has made anything since."""
+    found = []
+    for dies in ("never", "answered", "later"):
+        options = {"on_failure": "restart", "deterministic": True, "frames_per_batch": 20}
+        with collect(MultiSyncCollector, [healthy(0), healthy(1)], Drawn(), **options) as c:
+            c.set_seed(1)
+            c.next()
+            state = c.state_dict()
+            c.next()
+            act = {"set_seed": lambda: c.set_seed(1), "reset": c.reset, "load": lambda: c.load_state_dict(state)}[verb]
+            with DiesAfterAnswering(c, monkeypatch, until=until) if dies == "answered" else contextlib.nullcontext():
+                act()
+            if dies == "later":
+                os.kill(pids(c)[0], signal.SIGKILL)
+            found.append(torch.stack([c.next().clone() for _ in range(3)]))
+            assert c.stats()["restarts"] == (dies != "never")
+    for other in found[1:]:
+        assert (found[0] == other).all()
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------

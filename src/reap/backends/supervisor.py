@@ -45,6 +45,7 @@ from reap.core.stats import EpisodeWindow
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
+Heard = Callable[[WorkerHandle, Any], None]
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
@@ -72,6 +73,7 @@ class Supervisor:
         self.episodes = EpisodeWindow()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
+        self._heard: Heard | None = None  # told of each answer to it
         self.interrupts = Interrupts()
         self.talking = threading.RLock()  # one thread at a time listens
         self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
@@ -177,11 +179,13 @@ class Supervisor:
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
                 continue
-            call = message.call if isinstance(message, Answer) else FIRST
+            call, value = (message.call, message.value) if isinstance(message, Answer) else (FIRST, message)
             if worker.joining is not None:
-                self._go_on_joining(worker, message.value if isinstance(message, Answer) else message)
+                self._go_on_joining(worker, value)
             elif call == worker.asked:  # else the caller was interrupted, and has gone
                 worker.answered(message)
+                if call != FIRST and self._heard is not None and not isinstance(value, Raised):
+                    self._heard(worker, value)
             if worker.reached is not connection:
                 return  # it has failed while joining, and there is another
         if ended and worker.reached is connection:
@@ -324,13 +328,15 @@ class Supervisor:
             self.listen()
         return [worker.inbox.popleft() for worker in workers if worker.inbox]
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]], heard: Heard | None = None) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none. `heard` is told of
+        each when it comes: a worker may fail, and another be told what it knows, before all have answered.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
+            self._heard = heard
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))

@@ -84,10 +84,9 @@ class WorkerBackend:
             del self._plans[:]  # and with them our duplicates of the descriptors in them
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
-            self.call("begin", {worker.index: self.transport.beginning(worker, packing) for worker in self.workers})
-            self._weights.open(packing)
-            for worker in self.workers:
-                worker.begun = True
+            beginnings = {worker.index: self.transport.beginning(worker, packing) for worker in self.workers}
+            supervisor.call("begin", beginnings, _has_begun)
+            self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
         return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
@@ -104,8 +103,7 @@ class WorkerBackend:
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._joining(worker):
-                    self.call(name, {worker.index: arguments})
-                worker.begun = True
+                    supervisor.call(name, {worker.index: arguments}, _has_begun if name == "begin" else None)
 
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
         """The calls by which a worker that comes later learns where memory is, and begins with the latest weights, new
@@ -125,7 +123,7 @@ class WorkerBackend:
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         for own in self._weights.own_of(worker):
             yield "load_weights", own
-        if worker.begun and not goes_on:
+        if worker.rollouts and not goes_on:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
@@ -275,9 +273,8 @@ class WorkerBackend:
             supervisor.count_wanted(anew=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
-            self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
-            for w in calls:
-                self.workers[w].state_after = None
+            wanted = {w: (taken[w], *arguments) for w, arguments in calls.items()}
+            supervisor.call(name, wanted, _seeded if name == "set_seed" else _began_anew)
             self.delivery.begin_anew(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,6 +340,22 @@ class WorkerBackend:
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
             with self._weights.loading(own, self.version):
                 self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
+
+
+def _has_begun(worker: WorkerHandle, _: Any) -> None:
+    """It knows its memory: so must whoever takes its place, from this very moment on."""
+    worker.begun = True
+
+
+def _began_anew(worker: WorkerHandle, state_after: Any) -> None:
+    """It has ended its episodes: whoever takes its place goes on from there, if it says where that is."""
+    worker.state_after = state_after
+
+
+def _seeded(worker: WorkerHandle, state_after: Any) -> None:
+    """The same; one that cannot say where it is, is where its seed begins."""
+    goes_on = state_after is not None and state_after.get("why") is None
+    worker.state_after = state_after if goes_on else None
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:
