@@ -7,17 +7,16 @@ drop      the others go on without it, until none is left
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reap._system.worker_log import record
 from reap.arguments import function, one_of, seconds, whole
 from reap.errors import ReapError, UsageError, WorkerDied, WrongArgument
 
-_log = logging.getLogger("reap")
 FailureAction = Literal["raise", "restart", "drop"]
 ACTIONS: tuple[FailureAction, ...] = ("raise", "restart", "drop")
 
@@ -63,9 +62,10 @@ class FailurePolicy:
         """Say in the log what happened, and tell whoever wants to know."""
         told = str(failure.cause).partition("\n")[0]
         if failure.action == "restart":
-            _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
+            text = "%s; started again after %.2f s (restart %d)"
+            record("restart", str(failure.worker), text, told, failure.seconds, failure.restarts)
         else:
-            _log.warning("%s; the others go on without it", told)
+            record("drop", str(failure.worker), "%s; the others go on without it", told)
         if self.tell is not None:
             self.tell(failure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 import torch
 from benchmarks.soak import soak
 
+from reap.backends.remote import rpc
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
-from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
@@ -154,6 +156,33 @@ def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):
     lanes = by_lane(batches, kind)
     for lane in lanes:
         check_lane(lanes[lane], lane)
+
+
+def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_path):
+    """It answers, and dies before the others have."""
+    dropped = tmp_path / "dropped"
+
+    def own(view):
+        while view.worker_idx and not dropped.exists():
+            time.sleep(0.001)
+        return view.worker_idx
+
+    def kill_once_it_has_answered(worker):
+        while not worker.inbox:
+            time.sleep(0.001)
+        os.kill(worker.child.pid, signal.SIGKILL)
+
+    options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
+    with collect(MultiSyncCollector, [healthy(), healthy(), healthy()], frames_per_batch=9, **options) as c:
+        c.next()
+        killer = threading.Thread(target=kill_once_it_has_answered, args=[c._backend.workers[0]])
+        killer.start()
+        assert c.map_fn("apply", [(own,)] * 3) == [1, 2]
+        killer.join()
+        assert [name for name in c.state_dict() if name.startswith("worker")] == ["worker1", "worker2"]
+        assert not c.explain().startswith("workers")
+        with pytest.raises(WrongState, match="worker 0 has failed and was dropped"):
+            c.get_cached_weights(worker=0)
 
 
 def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):
@@ -328,32 +357,45 @@ def test_in_the_background(fault, tmp_path):
 
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("on_failure", ["restart", "drop"])
-def test_gloo(sync, on_failure, tmp_path):
+@pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
+def test_remote_workers_of_this_machine(kind, sync, on_failure, tmp_path):
     told, batches = [], []
     makers = [healthy(), failing(tmp_path / "note", "kill")]
     options = {"on_failure": on_failure, "on_restart": told.append, "sync": sync}
-    with collect(DistributedCollector, makers, **options) as c:
+    with collect(kind, makers, **options) as c:
         while not told or len(batches) < 12:
             batches.append(c.next())
         for _ in range(8):
             c.update_policy_weights_()
             batches.append(c.next())
         assert c.stats()["workers_alive"] == (2 if on_failure == "restart" else 1)
+        if sync and on_failure == "drop":
+            assert not batches[-1]["collector", "mask"][1].any()
     for lane, rows in by_lane(batches, MultiSyncCollector if sync else MultiAsyncCollector).items():
         check_lane(rows, lane)
 
 
-def test_rpc_goes_on_without_it_and_says_why_it_cannot_replace_it(tmp_path):
-    with pytest.raises(UsageError, match="on_failure='restart'.*RPC lets no agent join"):
-        collect(RPCCollector, [healthy()], on_failure="restart")
-    told = []
-    makers = [healthy(), failing(tmp_path / "note", "kill")]
-    with collect(RPCCollector, makers, on_failure="drop", on_restart=told.append, sync=True) as c:
-        while not told:
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+def test_a_remote_worker_that_lives_on_is_replaced(fault, tmp_path):
+    told, batches = [], []
+    makers = [healthy(), failing(tmp_path / "note", fault)]
+    with collect(RPCCollector, makers, sync=True, on_failure="restart", on_restart=told.append, timeout=2.0) as c:
+        while not told or len(batches) < 12:
+            batches.append(c.next())
+    lanes = by_lane(batches, MultiSyncCollector)
+    assert (check_lane(lanes[0], 0), check_lane(lanes[1], 1)) == (0, 1)
+
+
+def test_rpc_says_when_there_are_no_descriptors_for_another(tmp_path, monkeypatch):
+    """Torch keeps those of agents that died; before there are none left, the run ends with an error that says so."""
+    c = collect(RPCCollector, [healthy(), healthy(1)], sync=True, on_failure="restart")
+    c.next()
+    monkeypatch.setattr(rpc, "_ROOM", 2**30)
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="worker 1.*SIGKILL.*torch keeps the descriptors of every agent that died"):
+        for _ in range(20):
             c.next()
-        for _ in range(4):
-            c.update_policy_weights_()
-            assert not c.next()["collector", "mask"][1].any()
+    assert c.closed
 
 
 def test_wrong_settings():

@@ -37,11 +37,13 @@ from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
+from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
+from reap._system.worker_log import record
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
-from reap.core.stats import EpisodeWindow
+from reap.core.measuring.episode_log import EpisodeLog
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
@@ -70,7 +72,7 @@ class Supervisor:
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
         self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
-        self.episodes = EpisodeWindow()
+        self.episodes = EpisodeLog()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
         self._heard: Heard | None = None  # told of each answer to it
@@ -102,9 +104,14 @@ class Supervisor:
         return new
 
     def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        answers = self.answers(workers, FIRST, grace=BOOT)
-        for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
-            worker.about = about
+        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
+            self.workers[index].about = about
+            self._started(self.workers[index])
+
+    def _started(self, worker: WorkerHandle) -> None:
+        layout = worker.about.layout
+        made = "%s is there: %d lanes, rollouts of %d steps"
+        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -135,6 +142,9 @@ class Supervisor:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
                 see_to(functools.partial(self.transport.close, workers), LINGER if failed else None)
+                for worker in workers:
+                    if worker.connection is not None and not worker.dropped:
+                        record("end", str(worker.index), "worker %d was ended", worker.index)
                 self.interrupts.close()
             finally:
                 if alone:
@@ -196,7 +206,7 @@ class Supervisor:
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:
@@ -236,6 +246,7 @@ class Supervisor:
 
     def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
@@ -264,7 +275,7 @@ class Supervisor:
         if worker.joining is None:
             worker.failed_at = time.monotonic()
         worker.in_a_row += 1
-        self._causes[worker.index] = error
+        earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
         self._end(worker)
@@ -272,8 +283,9 @@ class Supervisor:
             self.transport.launch([worker])
         except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
             self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
+            self._failure.__cause__ = earlier
             return
-        worker.busy_since = time.monotonic() + BOOT
+        worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
 
@@ -308,6 +320,7 @@ class Supervisor:
             worker.answered(worker.about)
         worker.in_a_row = 0
         worker.go_on()
+        self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
@@ -318,15 +331,32 @@ class Supervisor:
         while any(self.workers[w].joining is not None for w in workers):
             self.listen()
 
+    # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
+        asked: dict[str, Callable[[], Any]] = {}
+        for worker in self.living:
+            if worker.connection is not None and not worker.child.gone():
+                asked[f"worker {worker.name}"] = worker.child.ask_stack
+                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
+        found: dict[str, str] = {}
+        for name, told in all_at_once(asked).items():
+            if isinstance(told, dict):
+                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
+            else:
+                found[name] = told or "(it does not answer)"
+        return found
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:
-        """Wait for what each says to this call."""
+    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
+        """Wait for what each says to this call, and return it by the number of the worker."""
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
-        return [worker.inbox.popleft() for worker in workers if worker.inbox]
+        return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]], heard: Heard | None = None) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
@@ -340,12 +370,12 @@ class Supervisor:
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
-            answers = [answer.value for answer in self.answers(workers, self.calls)]
-            workers = [worker for worker in workers if not worker.dropped]
-        for worker, answer in zip(workers, answers):
+            answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
+            names = {worker.index: worker.name for worker in workers}
+        for index, answer in answers.items():
             if isinstance(answer, Raised):
-                raise answer.unpack().at(worker=worker.name)
-        return {worker.index: answer for worker, answer in zip(workers, answers)}
+                raise answer.unpack().at(worker=names[index])
+        return answers
 
     def tell(self, name: str, *, wait: bool = True) -> None:
         """Call all workers, and want no answers. `wait`: for another thread that talks to them."""

@@ -16,14 +16,16 @@ import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
-from reap.backends.base import Delivery, Rollout, Transport
+from reap.backends.base import Delivery, Rollout, Transport, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Supervisor, fresh_entropy
+from reap.backends.supervisor import Heard, Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
-from reap.core.stats import EpisodeWindow, Stats
+from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
 from reap.seeding import chain, restart_seed
@@ -141,9 +143,22 @@ class WorkerBackend:
         return self.supervisor.workers or self.supervisor.former
 
     @property
-    def episodes(self) -> EpisodeWindow:
-        """The last episodes of all workers."""
+    def episodes(self) -> EpisodeLog:
+        """The episodes of all workers."""
         return self.supervisor.episodes
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started again."""
+        return self.supervisor.restarts
+
+    def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
+        """What each worker has reported; nobody is asked."""
+        here = {*self.workers}
+        return [
+            WorkerReport(one.index, one in here and not one.child.gone(), one.frames, one.rollouts, one.size, one.stats)
+            for one in self.known_workers
+        ]
 
     @property
     def on_rollout(self) -> Callable[..., None] | None:
@@ -184,6 +199,10 @@ class WorkerBackend:
             supervisor.drain(within)
             return self.delivery.settle()
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name."""
+        return self.supervisor.stacks()
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
@@ -192,10 +211,10 @@ class WorkerBackend:
 
     def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
-        living = self.supervisor.living
-        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
+        living = [worker.index for worker in self.supervisor.living]
+        packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {worker.index: (path, one) for worker, one in zip(living, packed)})
+            return self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
@@ -211,14 +230,10 @@ class WorkerBackend:
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
-        self.set_packed_hooks(dumps(dict(new), " and ".join(new)))
+        self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
         hooks: Hooks = changed(self._alike.get("hooks"), new)
         self._alike["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
-
-    def set_packed_hooks(self, packed: bytes) -> None:
-        """The same, with hooks that somebody has packed already."""
-        self.call("hooks", self.supervisor.everyone(packed))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -254,7 +269,9 @@ class WorkerBackend:
         """Begin new episodes in all workers, or in some."""
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self._begin_anew("reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()))
+        self._begin_anew(
+            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _began_anew
+        )
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         """Each worker's lanes take the links of the chain that follow the last worker's."""
@@ -262,10 +279,10 @@ class WorkerBackend:
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
             _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
-        self._begin_anew("set_seed", calls)
+        self._begin_anew("set_seed", calls, _seeded)
         return seed
 
-    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
+    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]], heard: Heard) -> None:
         """A call that ends all episodes. What was made before it is not delivered any more."""
         supervisor = self.supervisor
         with supervisor.talking, supervisor.interrupts.held():
@@ -273,15 +290,13 @@ class WorkerBackend:
             supervisor.count_wanted(anew=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
-            wanted = {w: (taken[w], *arguments) for w, arguments in calls.items()}
-            supervisor.call(name, wanted, _seeded if name == "set_seed" else _began_anew)
+            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, heard)
             self.delivery.begin_anew(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
-        states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for w, state in states.items():
+        for w, state in self.call("state", self.supervisor.everyone()).items():
             worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
@@ -332,14 +347,19 @@ class WorkerBackend:
         own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
         if sum(name.startswith("worker") for name in state) != len(own):
             own = {w: _with_ids_from(first, one) for w, one in own.items()}
+
+        def loaded(worker: WorkerHandle, state_after: Any) -> None:
+            _began_anew(worker, state_after)
+            worker.load_counts(own[worker.index])
+
         with supervisor.talking, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)
-                worker.load_counts(own[w])
-                worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
+                worker.frames = int(own[w].get("frames", 0)) + frames
+                worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             with self._weights.loading(own, self.version):
-                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
+                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
 
 
 def _has_begun(worker: WorkerHandle, _: Any) -> None:

@@ -29,11 +29,11 @@ class WorkerHandle:
         self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
         self.asked: int | None = None  # the call it has not answered yet
         self._question = b""  # that call
-        self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
-        self._earlier = self.stats  # of those whose place it has taken
+        self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
+        self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
-        self._earlier_at_answer = self._earlier  # by then
+        self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
@@ -108,8 +108,7 @@ class WorkerHandle:
         return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._earlier_at_answer)}}
 
     def load_counts(self, state: Mapping[str, Any]) -> None:
-        """It goes on from a state of another run: what it has made and seen is what that says, but for what arrived."""
-        self.frames, self.rollouts = int(state.get("frames", 0)), int(state.get("iter", -1)) + 1
+        """It has loaded this state: what it has seen is what that says."""
         if (resume := state.get("resume")) is not None:
             self._earlier = Stats(0).summary()
             self.stats = Stats.of(resume["statistics"]).summary()
@@ -126,10 +125,10 @@ class WorkerHandle:
         """Nothing is expected of it any more."""
         self.dropped, self.joining, self.asked = True, None, None
         self.working.clear()
-        self.inbox.clear()
+        self.inbox.clear()  # what it has answered is of no use without it
 
-    def tell(self, stats: dict[str, Any]) -> None:
-        """What it has to say of its episodes so far."""
+    def tell(self, stats: Mapping[str, Any]) -> None:
+        """What it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 
     def uncount(self, frames: int) -> None:
