@@ -101,10 +101,9 @@ class Supervisor:
         return new
 
     def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        answers = self.answers(workers, FIRST, grace=BOOT)
-        for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
-            worker.about = about
-            self._started(worker)
+        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
+            self.workers[index].about = about
+            self._started(self.workers[index])
 
     def _started(self, worker: WorkerHandle) -> None:
         layout = worker.about.layout
@@ -341,13 +340,13 @@ class Supervisor:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:
-        """Wait for what each says to this call."""
+    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
+        """Wait for what each says to this call, and return it by the number of the worker."""
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
-        return [worker.inbox.popleft() for worker in workers if worker.inbox]
+        return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
     def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
@@ -359,12 +358,12 @@ class Supervisor:
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
-            answers = [answer.value for answer in self.answers(workers, self.calls)]
-            workers = [worker for worker in workers if not worker.dropped]
-        for worker, answer in zip(workers, answers):
+            answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
+            names = {worker.index: worker.name for worker in workers}
+        for index, answer in answers.items():
             if isinstance(answer, Raised):
-                raise answer.unpack().at(worker=worker.name)
-        return {worker.index: answer for worker, answer in zip(workers, answers)}
+                raise answer.unpack().at(worker=names[index])
+        return answers
 
     def tell(self, name: str, *, wait: bool = True) -> None:
         """Call all workers, and want no answers. `wait`: for another thread that talks to them."""

@@ -215,10 +215,10 @@ class WorkerBackend:
 
     def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
-        living = self.supervisor.living
-        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
+        living = [worker.index for worker in self.supervisor.living]
+        packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {worker.index: (path, one) for worker, one in zip(living, packed)})
+            return self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
@@ -234,14 +234,10 @@ class WorkerBackend:
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
-        self.set_packed_hooks(dumps(dict(new), " and ".join(new)))
+        self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
         hooks: Hooks = changed(self._alike.get("hooks"), new)
         self._alike["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
-
-    def set_packed_hooks(self, packed: bytes) -> None:
-        """The same, with hooks that somebody has packed already."""
-        self.call("hooks", self.supervisor.everyone(packed))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -303,9 +299,8 @@ class WorkerBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
-        states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for w, state in states.items():
+        for w, state in self.call("state", self.supervisor.everyone()).items():
             worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)

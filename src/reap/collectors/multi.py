@@ -277,7 +277,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._backend.uninterrupted():
             self._send_weights()
-            self._weights.used(1, background=self._runner is not None)
+            if self._runner is None:  # else `_count` says so
+                self._weights.used(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
@@ -394,8 +395,9 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, text in self._found("explain", each_call(self.num_workers, None, None)).items():
-            told.setdefault(text, []).append(worker)
+        for worker, found in self._found("explain", each_call(self.num_workers, None, None)).items():
+            texts = found if isinstance(found, list) else [found]  # of workers it has in processes of its own
+            told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())

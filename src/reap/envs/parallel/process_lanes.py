@@ -224,7 +224,7 @@ class ProcessLanes(Env):
         self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
-        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
+        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
 
     def stacks(self) -> dict[str, str]:
         return all_at_once({f"worker {self._name(remote)}": remote.child.ask_stack for remote in self.remotes})
@@ -458,7 +458,7 @@ class ProcessLanes(Env):
         assert shared.place is not None
         for remote in self.remotes:
             if remote.owes:
-                self.finish(remote)
+                self._settle(remote)
             remote.owes = True
             self._ring(remote, DRAW, *shared.place)
         for remote in self.remotes:
