@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import timeit
 import time
+import timeit
 import warnings
 
 import pytest
