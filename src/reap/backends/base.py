@@ -24,7 +24,10 @@ import numpy as np
 from torch import Tensor
 
 from reap._system.interrupts import Interrupts
+from reap._system.processes import BOOT
 from reap._system.silence import Silence
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.slot import Finals, Layout, Slot
 from reap.errors import WorkerDied, WorkerSilent
 from reap.spec import Key
@@ -53,12 +56,38 @@ class Halted(BaseException):
     """Raised by a take that was broken off on purpose, from another thread."""
 
 
+@dataclass(frozen=True)
+class WorkerReport:
+    """What is known of one worker."""
+
+    index: int
+    alive: bool
+    frames: int  # made, whether anybody has taken them or not
+    rollouts: int
+    size: int  # frames of a whole rollout
+    stats: Mapping[str, Any]  # its counts, by the names in `reap.core.stats.TOLD`
+
+
 class Backend(Protocol):
     """What every way of running workers can do."""
 
     @property
     def elsewhere(self) -> bool:
         """Whether `close` ends whatever a take waits for; else it is broken off after the step it is in."""
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """The episodes of all workers, as far as it is known here which have ended."""
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started again."""
+
+    def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
+        """What is known here of each worker; once it is closed, what was known then.
+
+        `clock`: when batches were made here, by which a worker that lives here waits.
+        """
 
     on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
@@ -97,6 +126,9 @@ class Backend(Protocol):
 
         The ids it goes on with are above all that were ever given.
         """
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
 
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
@@ -155,6 +187,7 @@ class Transport(Protocol):
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
     grows: ClassVar[bool]  # whether further workers can be launched later
+    startup_grace: float = BOOT  # seconds more than usual until one that is launched again says its first word
 
     def place(self, worker: WorkerHandle) -> dict[str, int]:
         """In which step and lane a worker is, as far as that can be known from outside."""

@@ -21,8 +21,10 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout
+from reap.backends.base import Halted, Rollout, WorkerReport
 from reap.core.device.worker import DeviceWorker, device_worker
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
 from reap.errors import WorkerSilent, WrongState
@@ -51,6 +53,7 @@ class InlineBackend:
         self._tracer: RolloutTracer | None = None
         self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
+        self._episodes = EpisodeLog()
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
         self._inside: list[int] = []  # threads that are in the env
         self._closing = False  # whether the last of them closes it
@@ -93,7 +96,7 @@ class InlineBackend:
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
         slot = self.filling = worker.pool.acquire()
-        began = time.perf_counter()
+        began = 0.0 if self.on_rollout is None else time.perf_counter()
         try:
             with self._in_env():
                 if self._cores is None:
@@ -107,6 +110,23 @@ class InlineBackend:
             self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
+
+    restarts = 0
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """The episodes of the worker, those that ended just now included."""
+        if hasattr(self, "worker"):
+            self._episodes.add(self.worker.ended_since())
+        return self._episodes
+
+    def reports(self, clock: WorkClock) -> list[WorkerReport]:
+        """What is known of the one worker."""
+        stats, layout = self.worker.stats, self.worker.layout
+        counts = stats.summary()
+        counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
+        size = layout.steps * layout.lanes
+        return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         return Interrupts().held()
@@ -170,6 +190,7 @@ class InlineBackend:
             "traj_pool": {"traj_id": torch.tensor(self.worker.ledger.counter.next)},
             "policy_version": self.worker.loop.version,
             "resume": self.worker.open_state(why),
+            "episodes": self.episodes.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,6 +204,14 @@ class InlineBackend:
             with self._in_env():
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
+        self.worker.ended_since()  # of the time before, which nobody asks for any more
+        if "episodes" in state:
+            self._episodes.load(state["episodes"])
+
+    def stacks(self) -> dict[str, str]:
+        inside = list(self._inside)
+        own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
+        return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
         """Close the env; while a thread is in it, that one does so, after the step it is in."""

@@ -24,6 +24,7 @@ from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.remote.remote_worker import RemoteWorker
 from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_server import Job, WorkerInfo
+from reap.core.measuring.episode_log import LANE, WORKER
 from reap.core.slot import TRAJ_IDS, Slot, State
 from reap.core.stats import together
 from reap.core.worker import Plan
@@ -167,11 +168,15 @@ class _Processes:
         return rollout.frames
 
     def summary(self) -> dict[str, Any]:
-        return together([remote.stats for remote in self._backend.workers], self._backend.episodes)
+        return together([remote.stats for remote in self._backend.workers])
 
     def ended_since(self) -> Any:
-        """Episodes of all of them."""
-        return self._backend.episodes.ended_since()
+        """Episodes of all of them; their lanes are numbered from the first worker's to the last one's."""
+        rows = self._backend.episodes.take()
+        lanes = [worker.about.lanes or worker.about.layout.lanes for worker in self._backend.known_workers]
+        first = np.cumsum([0, *lanes])
+        rows[:, LANE] += first[rows[:, WORKER].astype(np.int64)]
+        return rows
 
     @property
     def version(self) -> int:

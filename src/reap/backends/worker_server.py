@@ -17,11 +17,12 @@ from reap.backends.worker_view import WorkerView
 from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
+from reap.core.measuring.episode_log import Episodes
+from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
-from reap.core.stats import Episodes
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
 from reap.spec import Key
@@ -95,7 +96,7 @@ class RolloutReady:
     slot: int
     frames: int
     version: int
-    stats: dict[str, Any]
+    stats: Mapping[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     since: int = 0  # the call it began anew with
@@ -123,6 +124,7 @@ class WorkerServer:
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
         self._saves = job.saves
+        self._clock, self._in_rollouts = WorkClock(), 0.0
         self._build(plan, job.workers)
         self._hooks: Hooks = job.hooks or (None, None)
         if writer is not None:
@@ -169,6 +171,7 @@ class WorkerServer:
     def _collect(self, slot: Slot, *, random: bool) -> int:
         """One rollout, brought where the writer says if there is one; returns the frames made."""
         before, after = self.hooks
+        self._clock.begin()
         if before is not None:
             self.doing = "in pre_collect_hook"
             before()
@@ -194,7 +197,7 @@ class WorkerServer:
             number,
             frames,
             worker.version,
-            worker.summary(),
+            self.counts(),
             finals,
             loose,
             self.since,
@@ -202,6 +205,18 @@ class WorkerServer:
             worker.ended_since(),
             self._open_state() if self._saves else None,
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What it has counted so far, the time between rollouts included."""
+        found: dict[str, Any] = self.worker.summary()
+        own = self._clock.seconds(self._in_rollouts)
+        return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
+
+    def _handed_over(self) -> None:
+        """A rollout is where it belongs; from here on it waits."""
+        began, ended = self.worker.span
+        self._in_rollouts += ended - began
+        self._clock.end()
 
     def _forget(self) -> None:
         """What is held back belongs to the time before."""

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from typing_extensions import Self, Unpack
 
 from reap._system.affinity import Cores
 from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import mark_truncated
+from reap.collectors.keywords import CollectorOptions
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
@@ -28,14 +30,10 @@ from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 from reap.weights.local import by_worker
 
-_FRONT_DOOR = {  # where it runs: by annotation
-    "backend": "str | None",
-    "num_collectors": "int | None",
-    "sync": "bool | None",
-    "backend_options": "Mapping[str, Any] | None",
-}
+_FRONT_DOOR = ("backend", "num_collectors", "sync", "backend_options")  # where it runs
 
 
+@shows_options(without=WORKERS_ONLY)
 class Collector(BaseCollector):
     """Collects experience in this process.
 
@@ -58,9 +56,9 @@ class Collector(BaseCollector):
 
     _backend: InlineBackend
 
-    def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
+    def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Self:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
-        named = options.keys() & _FRONT_DOOR.keys()
+        named = options.keys() & {*_FRONT_DOOR}
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
@@ -75,11 +73,21 @@ class Collector(BaseCollector):
         else:
             create_env_fn = [create_env_fn] * (count or 1)
         kind = MultiCollector if backend == "process" else _remote_collector(backend)
-        return kind(create_env_fn, policy, sync=sync, **rest, **more)
+        found: Any = kind(create_env_fn, policy, sync=sync, **rest, **more)
+        return found  # type: ignore[no-any-return]
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
-        settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        backend: str | None = None,
+        num_collectors: int | None = None,
+        sync: bool | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+        **options: Unpack[CollectorOptions],
+    ) -> None:
+        settings = read_options(type(self).__name__, {**options}, without=WORKERS_ONLY)
         policy = without_steps(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
@@ -99,9 +107,6 @@ class Collector(BaseCollector):
         self.requested_frames_per_batch = steps * lanes
         self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
         self.frames_per_batch = self._backend.worker.layout.steps
-
-    for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]
 
     def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
         """Build the worker, with the weights it begins with. `cores`: those it collects on."""
@@ -204,26 +209,13 @@ class Collector(BaseCollector):
     def _wait_for_env(self, timeout: float) -> None:
         self._backend.wait_closed(timeout)
 
-    def stats(self) -> dict[str, Any]:
-        """Counts so far, and means over the last hundred finished episodes (None before the first one ends).
-
-        `collect_seconds` and `frames_per_second` are the collector's own time, without what the consumer does.
-        """
-        self._raise_background_error()
-        pipeline = self._pipeline
-        return {
-            "workers": 1,
-            "workers_alive": int(not self.closed),
-            "restarts": 0,
-            "frames": pipeline.frames,
-            "batches": pipeline.batches,
-            "total_frames": self.options.total,
-            "completed": pipeline.frames >= self.options.total,
-            "requested_frames_per_batch": self.requested_frames_per_batch,
-            "policy_version": self._weights.version,
-            "dropped_frames": 0,
-            **self._backend.worker.stats.summary(),
-        }
+    def episodes(self) -> list[dict[str, Any]]:
+        if not self._backend.worker.tells_episodes:
+            raise UsageError(
+                "episodes() of lanes on a device needs their rewards and ends on the host after each rollout: ask for "
+                "that with track_episodes=True when the collector is built"
+            )
+        return super().episodes()
 
     def __repr__(self) -> str:
         if not hasattr(self, "_backend") or not hasattr(self._backend, "worker"):

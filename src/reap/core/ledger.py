@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
-from reap.core.slot import CUT, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
@@ -20,7 +20,9 @@ Array = np.ndarray[Any, Any]
 
 # Columns that are the same in every row, or written after gaps are closed.
 _FLAGS = [("next", flag) for flag in FLAGS]
-_NOT_MOVED = {MASK, CUT, TRAJ_IDS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
+_TERMINATED = ("next", "terminated")
+_OURS = {MASK, CUT, TRAJ_IDS, EPISODE_RETURN, EPISODE_LENGTH}
+_NOT_MOVED = {*_OURS, VERSION, ("next", *VERSION), *((flag,) for flag in FLAGS), *_FLAGS}
 
 
 class TrajectoryIds:
@@ -106,7 +108,24 @@ class Ledger:
         )
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
-        self.stats.rollout(number, when, where, frames=frames, mask=frame, made=made, counted=counted)
+        so_far = self.stats.rollout(
+            number,
+            when,
+            where,
+            frames=frames,
+            mask=frame,
+            made=made,
+            counted=counted,
+            terminated=arrays[_TERMINATED][when, where, 0],
+            versions=arrays[VERSION][when, where] if version is None and VERSION in arrays else None,
+            so_far=EPISODE_RETURN in arrays,
+        )
+        if so_far is not None:
+            for key, values in ((EPISODE_RETURN, so_far.returns), (EPISODE_LENGTH, so_far.lengths)):
+                arrays[key][:steps] = values
+                arrays[key][steps:] = 0
+                if blank is not None:
+                    np.putmask(arrays[key], blank, 0)
         if CUT in arrays:
             self.write_cuts(arrays[CUT])
             if began is not None and mask is not None:

@@ -29,7 +29,7 @@ from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
-from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
+from reap.core.slot import CUT, EPISODE_COLUMNS, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
@@ -55,6 +55,8 @@ class Plan:
     reset_at_each_iter: bool = False
     track_traj_ids: bool = True
     track_policy_version: bool = False
+    track_episodes: bool = False  # columns with return and length of each frame's episode so far
+    gamma: float | None = None  # by which returns of episodes are discounted too
     tell_cuts: bool = False  # a column says where failures ended trajectories
     deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
     masked: bool = False  # a column says what is a frame, also where everything is
@@ -102,7 +104,7 @@ class Worker(AnyWorker):
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
             self.halting = self._played
-        self.stats: Stats = Stats(self.lanes)
+        self.stats: Stats = Stats(self.lanes, plan.gamma)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
@@ -135,6 +137,7 @@ class Worker(AnyWorker):
     def _layout(self) -> Layout:
         """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
         spec, plan = self.env.spec, self.plan
+        cuts = plan.tell_cuts or self.env.tells_cuts
         columns = columns_of(
             spec,
             self.policy,
@@ -142,7 +145,7 @@ class Worker(AnyWorker):
             mask=plan.masked or not plan.reset_when_done or self.halting is not None,
             version=plan.track_policy_version,
             compact=plan.compact,
-            cut=plan.tell_cuts or self.env.tells_cuts,
+            more=(EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {}),
         )
         if plan.compact:
             self._check_compact(columns)
@@ -235,7 +238,7 @@ class Worker(AnyWorker):
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
         self._before_rollout()
-        self.stats.begin()
+        times = self.loop.times = self.stats.begin(self.loop.version)
         before = self.stats.frames
         policy = self.random if random else None
         self._filling = slot if self.sorter is None else self._log
@@ -244,7 +247,7 @@ class Worker(AnyWorker):
         else:
             self._fill_sorted(slot, self.sorter, policy)
         self.env.driver = self.loop.me  # an env that was handed out takes our own steps for somebody's
-        self.stats.end()
+        self.stats.end(times)
         slot.state = State.FULL
         return self.stats.frames - before
 

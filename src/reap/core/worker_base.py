@@ -28,6 +28,7 @@ class AnyWorker:
     ledger: Any
     model: Any  # the policy as the user made it
     policy: Policy
+    tells_episodes = True  # whether it knows how each episode ended
 
     @property
     def version(self) -> int:

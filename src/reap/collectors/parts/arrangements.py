@@ -47,6 +47,11 @@ class Arrangement:
 
     cuts: ClassVar[bool] = False  # whether a batch may be cut at `total_frames`
 
+    @property
+    def dropped_frames(self) -> int:
+        """Frames of rollouts that were not delivered."""
+        return 0
+
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
         """Whether this rollout is delivered; its keys and ids are those of a delivered one then."""
         return True
@@ -101,6 +106,10 @@ class FirstCome(Arrangement):
 
     def __init__(self, backend: WorkerBackend, limit: LagLimit | None) -> None:
         self._backend, self._limit = backend, limit
+
+    @property
+    def dropped_frames(self) -> int:
+        return 0 if self._limit is None else self._limit.dropped_frames
 
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
         return self._limit is None or self._limit.keeps(batch, rollout, self._backend.version)

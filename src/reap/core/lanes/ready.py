@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from reap.core.ledger import Ledger
-from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import READY, Key
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +42,7 @@ class Sorter:
 
     def __init__(self, columns: Iterable[Key], lanes: int) -> None:
         self._lanes = lanes
-        ours = (TRAJ_IDS, CUT, _VERSION_NEXT)  # written when a batch is whole
+        ours = (TRAJ_IDS, CUT, EPISODE_RETURN, EPISODE_LENGTH, _VERSION_NEXT)  # written when a batch is whole
         keys = [key for key in delivered(columns) if key not in ours]
         self._roots = [key for key in keys if key[0] != "next"]
         self._nexts = [key for key in keys if key[0] == "next"]
