@@ -77,7 +77,9 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
 
     def serve(host: LocalWorkerServer) -> None:
-        leave_at(RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: host.control.leave)
+        leave_at(
+            RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: bool(host.control.leave)
+        )
         send(connection, host.about)
         host.serve(connection, free)
 
@@ -102,7 +104,7 @@ class _Interruptor:
 
     def collection_stopped(self) -> bool:
         """Asked after every step."""
-        return self.control.stop
+        return bool(self.control.stop)
 
     def start_collection(self) -> None:
         """Rollouts go on to their end."""
