@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import tempfile
 import time
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 _FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --hide-scrollbars"
 
 
@@ -22,24 +24,23 @@ class Browser:
         self._folder = tempfile.mkdtemp(prefix="browser-")
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        command = f'exec "$0" {_FLAGS} --user-data-dir="$1" --remote-debugging-pipe 3<&{theirs_in} 4>&{theirs_out}'
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (theirs_in, theirs_out)]  # above those it is to have
         self._process = subprocess.Popen(
-            ["sh", "-c", command, CHROMIUM, self._folder],
-            pass_fds=(theirs_in, theirs_out),
+            [CHROMIUM, *_FLAGS.split(), f"--user-data-dir={self._folder}", "--remote-debugging-pipe"],
+            pass_fds=(3, 4),
+            preexec_fn=lambda: [os.dup2(fd, number) for number, fd in enumerate(ends, 3)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        for fd in (theirs_in, theirs_out, *ends):
+            os.close(fd)
         self._calls, self._rest, self._session = 0, b"", None
         self.errors = []  # what scripts of the page raised
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-        self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def _call(self, method, **params):
         self._calls += 1

@@ -88,25 +88,16 @@ class Views:
         while len(samples) > 2 and samples[1].time < sample.time - WINDOW:
             samples.popleft()
 
-    @property
-    def latest(self) -> float:
-        """When the last sample was taken."""
-        return self._samples[-1].time
-
-    def view(self) -> dict[str, Any]:
-        """What is shown, as JSON has it."""
-        now = self._samples[-1]
+    def view(self, now: Sample | None = None) -> dict[str, Any]:
+        """What is shown, as JSON has it: how it is `now`, or was when the last sample was added."""
+        now = now or self._samples[-1]
         then, about = self._before(now), self.about
         earlier = {one.index: one for one in then.workers} if then is not None else {}
+        times = {one.index: _shares(self._seconds(one)) for one in now.workers}
         passed = now.time - then.time if then is not None else 0.0
-        workers = [self._worker(one, earlier.get(one.index), passed) for one in now.workers]
-        times = [
-            Times(one.index, one.lanes, one.steps, _shares(_since(one, earlier.get(one.index))))
-            for one in now.workers
-            if one.alive
-        ]
+        workers = [_worker(one, earlier.get(one.index), passed, times[one.index]) for one in now.workers]
         found = diagnose(
-            times,
+            [Times(one.index, one.lanes, one.steps, times[one.index]) for one in now.workers if one.alive],
             learner=self._learner(now, then),
             in_step=about.in_step,
             frames_per_batch=about.frames_per_batch,
@@ -139,7 +130,7 @@ class Views:
 
     def _before(self, now: Sample) -> Sample | None:
         """The sample that `now` is compared with: the oldest of the window; None: there is none."""
-        return self._samples[0] if len(self._samples) > 1 else None
+        return self._samples[0] if self._samples[0] is not now else None
 
     @staticmethod
     def _learner(now: Sample, then: Sample | None) -> float | None:
@@ -150,28 +141,30 @@ class Views:
             learner, collecting = learner - then.learner, collecting - then.collecting
         return learner / (learner + collecting) if learner + collecting > 0 else 0.0
 
-    @staticmethod
-    def _worker(one: WorkerSample, before: WorkerSample | None, passed: float) -> dict[str, Any]:
-        made = one.frames - before.frames if before is not None else 0
-        return {
-            "index": one.index,
-            "alive": one.alive,
-            "frames": one.frames,
-            "lanes": one.lanes,
-            "frames_per_second": max(made, 0) / passed if passed else 0.0,
-            "doing": one.doing,
-            "pid": one.pid,
-            "memory": one.memory,
-            "split": dict(zip(PARTS, _shares(_since(one, before)))),
-        }
+    def _seconds(self, one: WorkerSample) -> tuple[float, ...]:
+        """Seconds of a worker in the window: since its first report there, for what comes before is its start."""
+        for sample in self._samples:
+            for before in sample.workers:
+                if before.index == one.index and any(before.seconds) and before.seconds != one.seconds:
+                    since = tuple(new - old for new, old in zip(one.seconds, before.seconds))
+                    if min(since) > -1e-3:  # else it was started again meanwhile
+                        return tuple(max(part, 0.0) for part in since)
+        return (*one.seconds[:-1], 0.0)
 
 
-def _since(one: WorkerSample, before: WorkerSample | None) -> tuple[float, ...]:
-    """Its seconds since then; since the beginning, where it has reported nothing meanwhile or was started again."""
-    if before is None or one.seconds == before.seconds:
-        return one.seconds
-    since = tuple(new - old for new, old in zip(one.seconds, before.seconds))
-    return one.seconds if min(since) < -1e-3 else tuple(max(part, 0.0) for part in since)
+def _worker(one: WorkerSample, before: WorkerSample | None, passed: float, shares: Sequence[float]) -> dict[str, Any]:
+    made = one.frames - before.frames if before is not None else 0
+    return {
+        "index": one.index,
+        "alive": one.alive,
+        "frames": one.frames,
+        "lanes": one.lanes,
+        "frames_per_second": max(made, 0) / passed if passed else 0.0,
+        "doing": one.doing,
+        "pid": one.pid,
+        "memory": one.memory,
+        "split": dict(zip(PARTS, shares)),
+    }
 
 
 def _shares(seconds: Sequence[float]) -> tuple[float, ...]:

@@ -72,10 +72,12 @@ class Watch:
 
     def view(self) -> dict[str, Any]:
         """What the page shows, as a dictionary."""
-        if time.monotonic() - self._views.latest > EVERY / 2:
-            self._add_sample()
+        collector, now = self._collector(), None
+        if collector is not None and not self._over.is_set():
+            with contextlib.suppress(RuntimeError):
+                now = self._sample(collector)
         with self._lock:
-            return self._views.view()
+            return self._views.view(now)
 
     def stacks(self) -> dict[str, str]:
         """Where each worker is right now."""
