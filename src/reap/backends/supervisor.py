@@ -40,7 +40,7 @@ from reap._system.silence import Silence
 from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
-from reap.backends.base import Halted, Transport
+from reap.backends.base import Halted, Transport, WorkerActivity
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
@@ -332,6 +332,30 @@ class Supervisor:
             self.listen()
 
     # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now, as far as that can be seen from here."""
+        found = []
+        for worker in list(self.workers):
+            if worker.connection is not None and hasattr(worker, "about"):
+                near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
+                lanes = worker.about.lanes or worker.about.layout.lanes
+                found.append(
+                    WorkerActivity(worker.index, self._doing(worker), worker.child.pid if near else None, lanes)
+                )
+        return found
+
+    def _doing(self, worker: WorkerHandle) -> str:
+        if worker.dropped or worker.joining is not None:
+            return "has failed, and was dropped" if worker.dropped else "is being started again"
+        place = self.transport.place(worker)
+        if worker.about.layout.lanes == 1:
+            place.pop("lane", None)
+        if place:
+            return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
+        if worker.asked is not None:
+            return "answers a call"
+        return "collects" if worker.working else "waits"
 
     def stacks(self) -> dict[str, str]:
         """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
