@@ -440,7 +440,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self,
         *,
         workers: Sequence[int] | None = None,
-        num_rollouts: int = 3,
+        num_rollouts: int | None = None,
         warmup_rollouts: int = 1,
         save_path: str | Path | None = None,
         on_trace_ready: Callable[[Path], Any] | None = None,
@@ -448,7 +448,9 @@ class BaseCollector(IterableDataset[TensorDict]):
     ) -> None:
         """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
 
-        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        Before the first batch. The timeline shows the whole run, and what torch does the second and third rollout of
+        each worker, unless `num_rollouts` says how many both shall show.
+        `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
         """
         if self._pipeline.batches:
             raise WrongState("enable_profile comes before the first batch")
