@@ -122,9 +122,8 @@ class GymLanes(Env):
                 if self._info:
                     self._write_info(info, into, lane)
         except Exception as cause:
-            if isinstance(found, (tuple, list)) and len(found) != 2:
-                cause = _not_a_reset(found)
-            error = _raised_in(lane, cause, "env.reset raised")
+            wrong = isinstance(found, (tuple, list)) and len(found) != 2
+            error = _raised_in(lane, _not_a_reset(found) if wrong else cause, "env.reset raised")
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error, into)

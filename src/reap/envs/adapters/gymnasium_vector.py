@@ -22,13 +22,8 @@ from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
 from reap.envs.info import InfoKeys, info_leaves
-<<<<<<< HEAD
-from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
-=======
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
->>>>>>> types19
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 
