@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
@@ -65,7 +65,7 @@ _SHOWN = (
 T = TypeVar("T")
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(IterableDataset[TensorDict]):
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -136,18 +136,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDict]:
         return self.iterator()
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDict]:
         """Batches until `total_frames`; a new iterator goes on where the last one stopped.
 
-        With a replay buffer: None for each batch that was written.
+        With a replay buffer: None for each batch that was written, which type checkers are not told.
         """
         self._check_not_background()
         return self._iterate()
 
-    def _iterate(self) -> Iterator[TensorDictBase | None]:
+    def _iterate(self) -> Iterator[Any]:
         while not self.closed and self._pipeline.more():
             self._check_not_background()
             batch = self._collect()
@@ -155,14 +155,14 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 return
             yield batch
 
-    def next(self) -> TensorDictBase | None:
+    def next(self) -> TensorDict | None:
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
 
     def progress(
         self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
-    ) -> Iterator[TensorDictBase | None]:
+    ) -> Iterator[TensorDict]:
         """Iterate over batches and show how far it is: frames, frames per second, return, lag.
 
         >>> for batch in collector.progress(100_000):
@@ -440,7 +440,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         self,
         *,
         workers: Sequence[int] | None = None,
-        num_rollouts: int = 3,
+        num_rollouts: int | None = None,
         warmup_rollouts: int = 1,
         save_path: str | Path | None = None,
         on_trace_ready: Callable[[Path], Any] | None = None,
@@ -448,7 +448,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     ) -> None:
         """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
 
-        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        Before the first batch. The timeline shows the whole run, and what torch does the second and third rollout of
+        each worker, unless `num_rollouts` says how many both shall show.
+        `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
         """
         if self._pipeline.batches:
             raise WrongState("enable_profile comes before the first batch")

@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap._system.interrupts import Wakeup
 from reap._system.messages import until_ready
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
-from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, Wakeup
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
@@ -212,7 +213,7 @@ class RayConnection(MessageConnection):
         self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
     ) -> None:
         super().__init__(worker, sent)
-        self._ring = lambda _: wakeup.ring()  # holds on to nothing else: Ray may keep it for a while
+        self._ring = lambda _: wakeup.wake()  # holds on to nothing else: Ray may keep it for a while
         self._futures: deque[Any] = deque()
         self.actor, self.child = actor, _Actor(actor, *where)
         for _ in range(_ASKED):
@@ -223,7 +224,6 @@ class RayConnection(MessageConnection):
         self.orders += 1
 
     def send_weights(self, packed: Any) -> None:
-        """Send packed weights, as Ray knows them."""
         self.actor.take_weights.options(concurrency_group="weights").remote(packed)
 
     def _ask_message(self) -> None:
@@ -262,7 +262,6 @@ class RayActorTransport(MessageTransport):
         self._config, self._resources = dict(cluster), list(resources)
         self._ray: Any = None  # when connected
         self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
-        self._latest: Any = None  # weights, as Ray knows them
 
     def expect(self, resources: Sequence[Mapping[str, Any]]) -> None:
         """More workers will be launched, and ask this of the cluster."""
@@ -341,10 +340,6 @@ class RayActorTransport(MessageTransport):
         self._latest = self._ray.put(packed.numpy())
         for worker in self._workers:
             self.resend_weights(worker)
-
-    def resend_weights(self, worker: WorkerHandle) -> None:
-        if self._latest is not None:
-            ray_connection(worker).send_weights(self._latest)
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:
