@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from benchmarks.tutorials import DOCS, LINE, curve, script
+from benchmarks.tutorials import DOCS, LINE, LINES, curve, script
 
 LEAST = {
     "atari": 800,
     "dqn": 200,
     "multi-agent": -15,
     "offline": 400,
+    "ppo-plain-torch": 300,
     "ppo-torchrl": 400,
     "ray": 400,
     "recurrent": 350,
@@ -41,7 +42,7 @@ def test_a_curve_is_drawn_inside_its_picture():
 @pytest.mark.parametrize("page", LEAST)
 def test_a_tutorial_learns(page, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", script(page)], cwd=tmp_path, capture_output=True, text=True, timeout=880
+        [sys.executable, "-c", LINES + script(page)], cwd=tmp_path, capture_output=True, text=True, timeout=880
     )
     assert done.returncode == 0, done.stderr
     assert float(LINE.findall(done.stdout)[-1][2]) >= LEAST[page], done.stdout
