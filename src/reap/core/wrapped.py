@@ -80,6 +80,9 @@ class Wrapped(Env):
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return self._env.rebuild_lanes(replace)
 
+    def not_rebuilt(self) -> str:
+        return self._env.not_rebuilt()
+
     def restarts(self) -> int:
         return self._env.restarts()
 
