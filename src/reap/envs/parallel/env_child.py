@@ -38,7 +38,7 @@ from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
 ORDER = struct.Struct("iii")  # what, slot, step
-# a step of all lanes, of some; a message; new episodes in some; …; random actions for all
+# a step of all lanes, of some; a message; new episodes in some; are you done?; no more; random actions for all
 STEP, SOME, CALL, BEGIN, PING, END, DRAW = range(7)
 UNSEEDED = -1
 DONE, FAILED = b"\1", b"\2"
@@ -203,7 +203,7 @@ class EnvChild(abc.ABC):
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
     def _answered(self, what: int, token: int) -> bool:
-        """Whether this was a question after the orders before it, which are done."""
+        """Answer a PING, when the orders before it are done; returns whether it was one."""
         if what == PING:
             os.write(self._reply, bytes([PONG + token]))
         return what == PING
