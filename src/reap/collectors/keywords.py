@@ -50,6 +50,11 @@ class CommonOptions(TypedDict, total=False):
     """False leaves `("collector", "traj_ids")` out."""
     track_policy_version: Any
     """Stamp frames with the version of the weights that acted; a `PolicyVersion` counts along."""
+    track_episodes: bool
+    """Add `("collector", "episode_return")` and `("collector", "episode_length")`: return and length of each frame's
+    episode so far, the frame included."""
+    gamma: float | None
+    """Discount by which `episodes()` also gives a `discounted_return`; None: it does not. It changes no data."""
     exploration_type: InteractionType | str | None
     """How probabilistic policies sample; RANDOM by default."""
     compile_policy: bool | Mapping[str, Any] | None
@@ -86,6 +91,9 @@ class CommonOptions(TypedDict, total=False):
     failure_dir: Any
     """A directory; when an env raises, or what it returned is refused, a file there holds what
     `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md."""
+    workers: Literal["inline"] | None
+    """"inline": run the workers in this process, one after another, with the same data, so that `breakpoint()` and
+    debuggers work in envs and policies; None: where they belong. See docs/debugging.md."""
 
 
 class BatchedCollectorOptions(CommonOptions, total=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
@@ -76,6 +76,15 @@ class Wrapped(Env):
         """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
+
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        return self._env.rebuild_lanes(replace)
+
+    def restarts(self) -> int:
+        return self._env.restarts()
+
+    def dropped(self) -> Collection[int]:
+        return self._env.dropped()
 
     def explain(self) -> str:
         return self._env.explain()
