@@ -183,7 +183,7 @@ class WorkerConnection(Protocol):
         """Give permission to fill a slot; `random`: with random actions, where the worker does not know by itself."""
 
     def hear(self) -> tuple[list[Any], bool]:
-        """What it has said since, and whether it is gone and that was all."""
+        """Return what it has said since the last call, and whether it is gone, so that no more will come."""
 
 
 class WeightChannel(Protocol):

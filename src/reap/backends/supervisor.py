@@ -300,7 +300,7 @@ class Supervisor:
         next(worker.joining)
 
     def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
-        """Yields the numbers of calls; is sent the answers."""
+        """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
         about = yield FIRST
         if worker.begun and not about.layout.same_as(worker.about.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")

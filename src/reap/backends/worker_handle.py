@@ -43,7 +43,7 @@ class WorkerHandle:
 
     @property
     def reached(self) -> WorkerConnection:
-        """Its connection, which it has."""
+        """The connection of a worker that was launched."""
         if self.connection is None:
             raise RuntimeError(f"worker {self.index} was not launched")
         return self.connection

@@ -245,17 +245,20 @@ class WorkerServer:
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_reset(self, taken: int) -> Any:
+        """Begin new episodes; so many of its frames were taken. Returns the state it is in then."""
         self.worker.reset()
         self._count_on(taken)
         return self._saved_state()
 
     def do_set_seed(self, taken: int, seed: int, static: bool) -> Any:
+        """Seed the lanes and begin new episodes; returns the state it is in then, where that is kept."""
         self._forget()
         self._count_on(taken)
         self.worker.set_seed(seed, static=static)
         return self._saved_state()
 
     def do_state(self) -> dict[str, Any]:
+        """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
@@ -271,6 +274,7 @@ class WorkerServer:
         return state["resume"]
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
+        """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
@@ -328,6 +332,7 @@ class WorkerServer:
             self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
+        """Return the weights that act, by name."""
         self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -142,7 +142,7 @@ class Wrapped(Env):
 
 
 class WrappedOnDevice(DeviceEnv):
-    """The same for lanes on a device."""
+    """An env on a device around another, as `Wrapped` is elsewhere."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
         self._env = self.behind = env

@@ -103,7 +103,7 @@ class _Interruptor:
         self.control = control
 
     def collection_stopped(self) -> bool:
-        """Asked after every step."""
+        """Return whether rollouts are to end where they are; it is asked after every step."""
         return bool(self.control.stop)
 
     def start_collection(self) -> None:
@@ -238,7 +238,7 @@ class LocalWorkerServer(WorkerServer):
         self.settle()
 
     def do_run(self) -> None:
-        """From here on it needs no slots."""
+        """Make rollouts without being asked, from here on; its slot needs no permission any more."""
         self._free = True
 
     def do_look(self) -> None:

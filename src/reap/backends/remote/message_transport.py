@@ -279,7 +279,7 @@ class MessageTransport(Transport):
         """Each order says whether actions are random."""
 
     def cut_short(self, stop: bool) -> None:
-        """Rollouts are too far away to be cut short; no delivery asks for it."""
+        """Do nothing: rollouts are too far away to be cut short, whoever asks for it."""
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 
