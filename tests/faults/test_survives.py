@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -16,7 +17,7 @@ from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, Mult
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
-from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
@@ -113,7 +114,7 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
         batches += [c.next() for _ in range(12)]
         stats = c.stats()
         assert (stats["restarts"], stats["workers_alive"]) == (1, 2)
-        assert stats["frames"] == sum(batch.numel() for batch in batches)
+        assert stats["frames"] == sum(int(batch["collector", "mask"].sum()) for batch in batches)
     (failure,) = told
     assert (failure.worker, failure.action, failure.restarts) == (1, "restart", 1)
     assert "worker 1" in str(failure.cause)
@@ -123,7 +124,7 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
     assert check_lane(lanes[1], 1) <= 1  # of the asynchronous one's last rollouts some may have been on their way
     if kind is MultiSyncCollector:
         assert check_lane(lanes[1], 1) == 1
-        assert len(lanes[0]) == len(lanes[1])
+        assert len(lanes[0]) == len(lanes[1]) + (fault in ("raise", "oom"))  # that one was made anew in its place
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +156,33 @@ def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):
     lanes = by_lane(batches, kind)
     for lane in lanes:
         check_lane(lanes[lane], lane)
+
+
+def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_path):
+    """It answers, and dies before the others have."""
+    dropped = tmp_path / "dropped"
+
+    def own(view):
+        while view.worker_idx and not dropped.exists():
+            time.sleep(0.001)
+        return view.worker_idx
+
+    def kill_once_it_has_answered(worker):
+        while not worker.inbox:
+            time.sleep(0.001)
+        os.kill(worker.child.pid, signal.SIGKILL)
+
+    options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
+    with collect(MultiSyncCollector, [healthy(), healthy(), healthy()], frames_per_batch=9, **options) as c:
+        c.next()
+        killer = threading.Thread(target=kill_once_it_has_answered, args=[c._backend.workers[0]])
+        killer.start()
+        assert c.map_fn("apply", [(own,)] * 3) == [1, 2]
+        killer.join()
+        assert [name for name in c.state_dict() if name.startswith("worker")] == ["worker1", "worker2"]
+        assert not c.explain().startswith("workers")
+        with pytest.raises(WrongState, match="worker 0 has failed and was dropped"):
+            c.get_cached_weights(worker=0)
 
 
 def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):

@@ -72,18 +72,26 @@ class NestedRemoteWorker(RemoteWorker):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:
-        self.worker.mark_cut()
+        """All trajectories that were open in the workers before these have been cut."""
+        self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Of every worker, as a list."""
+        """Return what is at a path in every worker, as a list."""
         try:
             return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
         except Exception as error:
             return Raised.of(error, path)
 
+    def do_apply(self, path: str, packed: bytes) -> Any:
+        """Give the models at a path in every worker what a user's strategy has made of their weights."""
+        try:
+            self.worker.call("apply", path, packed)
+        except Exception as error:
+            return Raised.of(error, path)
+
     def do_hooks(self, packed: bytes) -> None:
         """Hooks run in the workers."""
-        self.worker.set_hooks(packed)
+        self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()
@@ -187,7 +195,7 @@ class _Processes:
         return self._backend.version
 
     def publish(self, weights: Any, version: int) -> None:
-        """New weights for all."""
+        """Send new weights to all workers."""
         self._backend.version = version - 1
         with self._named():
             self._backend.publish(weights)
@@ -198,7 +206,7 @@ class _Processes:
             tensor.copy_(value)
 
     def weights(self) -> Any:
-        """Those of the first."""
+        """Return the weights of the first worker; all have the same."""
         with self._named():
             return self._backend.weights_of(0)
 
@@ -210,18 +218,15 @@ class _Processes:
         with self._named():
             return self._backend.set_seed(seed, static=static)
 
-    def set_hooks(self, packed: bytes) -> None:
-        """Other hooks from now on."""
+    def call(self, name: str, *arguments: Any) -> None:
+        """Ask all of them the same."""
         with self._named():
-            self._backend.set_packed_hooks(packed)
-
-    def mark_cut(self) -> None:
-        """All trajectories that were open in the workers before these have been cut."""
-        self._backend.call("mark_cut", self._backend.supervisor.everyone())
+            self._backend.call(name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""
-        return list(self._backend.find(path, None if call is None else [call] * len(self._backend.workers)).values())
+        calls = None if call is None else [call] * len(self._backend.workers)
+        return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
         with self._named():

@@ -17,22 +17,23 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
-from reap._system.affinity import Cores, Masks, mask, staying_on
+from reap._system.affinity import Masks, mask
 from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
-from reap.backends.inline import InlineBackend
 from reap.collectors.keywords import BatchedCollectorOptions
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement
-from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
+from reap.collectors.plans import EnvMaker
 from reap.collectors.single import Collector
 from reap.core.policy import without_steps
 from reap.core.slot import VERSION
+from reap.core.worker import Plan
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
+_FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
 WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
@@ -113,19 +114,6 @@ def _checked_key(key: Any) -> Key:
     if not isinstance(key, (str, tuple)) or not key or not all(isinstance(part, str) and part for part in as_key(key)):
         raise WrongArgument(f"policy_version_key must be a key, a string or a tuple of them, or None; got {key!r}")
     return as_key(key)
-
-
-class _OnCores(InlineBackend):
-    """Whoever collects does it on these cores; None: wherever it is."""
-
-    def __init__(self, cores: Cores | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._cores = cores
-
-    def take(self, *, random: bool = False) -> Rollout:
-        if self._cores is None:
-            return super().take(random=random)
-        return staying_on(self._cores, functools.partial(super().take, random=random))
 
 
 class _FrameStream(Arrangement):
@@ -231,7 +219,6 @@ class AsyncBatchedCollector(Collector):
         settings = read_options(name, options, without=WITHOUT)
         policy = without_steps(policy)
         self._prepare(settings)
-        device, _ = settings.devices
         pool = functools.partial(
             AsyncEnvPool,
             list(create_env_fn),
@@ -246,27 +233,19 @@ class AsyncBatchedCollector(Collector):
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
+            **{name: getattr(settings, name) for name in _FAILURES},
         )
-        plan = plan_for(
-            settings,
-            EnvMaker(pool, None, None, settings.failure_dir),
-            PolicyMaker(policy, settings.policy_factory, device),
-            lambda lanes: settings.frames_per_batch,
-            device,
-        )
-        plan = dataclasses.replace(plan, stream=True)
-        self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
-        self._backend.start()
+        make_env = EnvMaker(pool, None, None, settings.failure_dir)
+        self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
         try:
             self._name_versions(policy_version, version_key)
         except BaseException:
             self._backend.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
-        if self._backend.worker.model is not policy:
-            self._weights.watch_policy(
-                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
-            )
+
+    def _planned(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
 
     def _shape(self) -> str:
         count = self._backend.worker.lanes

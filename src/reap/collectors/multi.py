@@ -140,7 +140,7 @@ class MultiCollector(BaseCollector):
         self._backend = self._make_backend(plans, settings)
         try:
             self._backend.start()
-            for text in sorted({text for remote in self._backend.workers for text in remote.about.told}):
+            for text in sorted({text for worker in self._backend.workers for text in worker.about.told}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
             self._begin()
             self._count_frames()
@@ -216,6 +216,7 @@ class MultiCollector(BaseCollector):
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
+        """Return what each worker is built from, packed for its journey."""
         packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
@@ -249,7 +250,7 @@ class MultiCollector(BaseCollector):
 
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
-        layouts = [remote.about.layout for remote in self._backend.workers]
+        layouts = [worker.about.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
@@ -277,7 +278,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._backend.uninterrupted():
             self._send_weights()
-            self._weights.used(1, background=self._runner is not None)
+            if self._runner is None:  # else `_count` says so
+                self._weights.used(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
@@ -394,8 +396,9 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, text in self._found("explain", each_call(self.num_workers, None, None)).items():
-            told.setdefault(text, []).append(worker)
+        for worker, found in self._found("explain", each_call(self.num_workers, None, None)).items():
+            texts = found if isinstance(found, list) else [found]  # of workers it has in processes of its own
+            told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
+from reap._system.affinity import Cores
 from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
@@ -96,35 +97,40 @@ class Collector(BaseCollector):
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
                 )
             (create_env_fn,) = create_env_fn
-        self._prepare(settings)
-        device, _ = settings.devices
-
-        plan = self._planned(
-            plan_for(
-                settings,
-                EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir),
-                PolicyMaker(policy, settings.policy_factory, device),
-                Steps(settings.frames_per_batch),
-                device,
+        if settings.on_failure == "drop":
+            raise UsageError(
+                "on_failure='drop' leaves out workers that fail, and a collector in this process has one; "
+                "'restart' makes envs that raise anew"
             )
+        self._prepare(settings)
+        make_env = EnvMaker(
+            create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir
         )
-        first = settings.first_weights if policy is None else None
-        source = policy if first is None else first
-        self._backend = InlineBackend(
-            plan,
-            source=source,
-            same_slot=settings.return_same_td,
-            transport=settings.transport,
-            strategy=settings.strategy(),
-        )
-        self._backend.start()
-        if first is not None:
-            self._backend.load(first[0] if by_worker(first) else first)
+        self._start_worker(policy, make_env, Steps(settings.frames_per_batch))
         lanes = self._backend.worker.lanes
         steps = -(-settings.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
         self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
         self.frames_per_batch = self._backend.worker.layout.steps
+
+    def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
+        """Build the worker, with the weights it begins with. `cores`: those it collects on."""
+        settings = self.options
+        device, _ = settings.devices
+        make_policy = PolicyMaker(policy, settings.policy_factory, device)
+        first = settings.first_weights if policy is None else None
+        self._backend = InlineBackend(
+            self._planned(plan_for(settings, make_env, make_policy, steps, device)),
+            source=policy if first is None else first,
+            same_slot=settings.return_same_td,
+            transport=settings.transport,
+            strategy=settings.strategy(),
+            cores=cores,
+            rebuild=settings.failures if settings.on_failure == "restart" else None,
+        )
+        self._backend.start()
+        if first is not None:
+            self._backend.load(first[0] if by_worker(first) else first)
         if self._backend.worker.model is not policy:
             self._weights.watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"

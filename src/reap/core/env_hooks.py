@@ -10,7 +10,7 @@ this class one by one, so whoever adds a hook must decide about it there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reap.core.resume import CannotResume
@@ -65,6 +65,29 @@ class EnvHooks:
     def filled(self) -> int:
         """Return how many positions of the next row hold a lane that is ready."""
         return self.spec.lanes
+
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.
+
+        `replace(lane, error, make)` decides about it, and returns what `make()` has made. The step is no frame of that
+        lane, which `step` returns among those that ended, not done.
+        """
+        return False
+
+    def not_rebuilt(self) -> str:
+        """Say why it cannot make the env of one lane anew."""
+        return (
+            f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
+            f"observations of fixed shapes, and no failure_dir"
+        )
+
+    def restarts(self) -> int:
+        """Return how many of those that step lanes were started again, or made anew, after a failure."""
+        return 0
+
+    def dropped(self) -> Collection[int]:
+        """Return the lanes that nobody steps any more, since what stepped them has failed."""
+        return ()
 
     def explain(self) -> str:
         """Say who steps the lanes, in a sentence."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
@@ -77,6 +77,18 @@ class Wrapped(Env):
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
 
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        return self._env.rebuild_lanes(replace)
+
+    def not_rebuilt(self) -> str:
+        return self._env.not_rebuilt()
+
+    def restarts(self) -> int:
+        return self._env.restarts()
+
+    def dropped(self) -> Collection[int]:
+        return self._env.dropped()
+
     def explain(self) -> str:
         return self._env.explain()
 
@@ -130,7 +142,7 @@ class Wrapped(Env):
 
 
 class WrappedOnDevice(DeviceEnv):
-    """The same for lanes on a device."""
+    """An env on a device around another, as `Wrapped` is elsewhere."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
         self._env = self.behind = env

@@ -23,7 +23,7 @@ from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
 from reap.envs.info import InfoKeys, info_leaves
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 
@@ -153,10 +153,8 @@ class VectorLanes(Env):
             row.reward[...] = reward
             if self._info:
                 self._write_info(info, row.next, slice(None))
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         if self._resetting is not None:
             np.logical_not(self._resetting, out=row.mask)
             self._resetting = None

@@ -25,7 +25,7 @@ from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomPolicy
 from reap.core.slot import FLAGS, FRAME, Row
 from reap.envs.torchrl.rows import TorchRLEnv
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError, WorkerRaised, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, show_keys
 
 _NUMBER: Key = ("_reward",)  # what statistics are made of
@@ -109,10 +109,8 @@ class TorchRLFrames(TorchRLEnv):
             over = self.ended(reached)
             row.rewards[1][0] = frame
             row.reward[:] = self._number(reached)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         row.done[:] = over
         self._ended = np.flatnonzero(over).tolist()
         return self._ended

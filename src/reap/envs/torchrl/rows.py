@@ -28,7 +28,7 @@ from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
-from reap.errors import ReapError, SpecMismatch, WorkerRaised
+from reap.errors import SpecMismatch, WorkerRaised, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, private, show
 
 
@@ -128,6 +128,14 @@ def give_spec(model: Any, env: Any) -> None:
             part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
 
 
+def not_rebuilt() -> str:
+    """Why an env inside one of TorchRL's is not made anew where it raises."""
+    return (
+        "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot be "
+        "told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
+    )
+
+
 class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
@@ -200,6 +208,9 @@ class TorchRLEnv(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
+
+    def not_rebuilt(self) -> str:
+        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.env)
@@ -282,10 +293,8 @@ class TorchRLRows(TorchRLEnv):
                     root.set(key, torch.from_numpy(array.copy()))
             stepped, self.root = self.env.step_and_maybe_reset(root)
             reached = stepped.get("next")
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         self._show(reached, row.next)
         for (key, shape), array in zip(self._rewards, row.rewards):
             array[...] = self._fit(key, reached.get(key), shape).reshape(array.shape)
