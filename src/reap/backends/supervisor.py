@@ -110,8 +110,9 @@ class Supervisor:
 
     def _started(self, worker: WorkerHandle) -> None:
         layout = worker.about.layout
-        made = "%s is there: %d lanes, rollouts of %d steps"
-        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
+        lanes = worker.about.lanes or layout.lanes
+        what = f"{lanes} lane{'s' * (lanes > 1)}"
+        record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
     @property
     def restarts(self) -> int:
