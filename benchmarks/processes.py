@@ -157,8 +157,9 @@ def replaced(budget: Budget, workload: Workload) -> list[Row]:
             collector.next()
             began = time.perf_counter()
             os.kill(collector._backend.workers[0].child.pid, signal.SIGKILL)
-            while not collector.next()["collector", "cut"].any():
-                pass
+            found: Any = collector.next()
+            while not found["collector", "cut"].any():
+                found = collector.next()
             told.append(time.perf_counter() - began)
     finally:
         collector.shutdown()

@@ -500,7 +500,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             f"| {WORDS.get(kind, kind)} | {made} | {number} | {one['faults']} ({died}) | {back} | {wait} | {kept} |"
         )
-    everything = sum((one["injected"] for one in kinds.values()), Counter())
+    everything: Counter[str] = sum((one["injected"] for one in kinds.values()), Counter())
     named = ", ".join(f"{count} × {name}" for name, count in everything.most_common())
     frames, failed = sum(one["frames"] for one in kinds.values()), sum(one["faults"] for one in kinds.values())
     lines += [
