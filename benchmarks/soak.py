@@ -44,9 +44,9 @@ import torch
 from benchmarks.machine import commit, describe, versions
 from reap import checkpoint
 from reap.backends.network.launchers import new_secret
-from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
-from reap.envs import GymEnv, ParallelEnv, SerialEnv
+from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv
 from reap.errors import NoSpace
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import full_disk, inject
@@ -55,6 +55,7 @@ LENGTHS = (3, 1, 5, 40)
 LANES = 4  # of each worker
 STEPS = 64  # of a rollout
 FAULTS = ("raise", "exit", "kill", "segfault", "oom", "hang", "stop", "disk", "descriptors")
+BY_LANE = ("batched", "ready")  # kinds whose lanes come as they are ready: in processes, in threads of processes
 
 
 class Unlucky(CountingEnv):
@@ -184,6 +185,18 @@ def make(kind: str, workers: int, every: float, told: list[Any], around: Surroun
         buffer = ReplayBuffer(storage=storage, batch_size=8)
         size = LANES * STEPS
         return MultiAsyncCollector(makers, EchoPolicy(), frames_per_batch=size, replay_buffer=buffer, **options), buffer
+    if kind in BY_LANE:
+        envs = [
+            (lambda n=n: Unlucky(n, every, around.notes) if n % LANES == 0 else CountingEnv(LENGTHS, n))
+            for n in range(workers * LANES)
+        ]
+        options["envs_per_worker"] = LANES
+        if kind == "batched":
+            options["env_backend"] = "multiprocessing"
+            return AsyncBatchedCollector(envs, EchoPolicy(), frames_per_batch=whole, **options), None
+        del options["total_frames"]
+        pool = AsyncEnvPool(envs, backend="multiprocessing", worker_threads=True, **options)
+        return Collector(pool, EchoPolicy(), frames_per_batch=whole), None
     if kind == "parallel":
         every_lane = [(lambda n=n: Unlucky(n, every, around.notes)) for n in range(workers)]
         del options["total_frames"]
@@ -368,8 +381,8 @@ def _soak(
 ) -> dict[str, Any]:
     told: list[Any] = []
     collector, buffer = make(kind, workers, every, told, around)
-    each = 1 if kind == "parallel" else LANES
-    witnesses = [Witness(w * each, each) for w in range(workers)]
+    each = 1 if kind in ("parallel", *BY_LANE) else LANES
+    witnesses = [Witness(n * each, each) for n in range(workers * (LANES if kind in BY_LANE else 1))]
     series: list[list[float]] = []
     began, longest, warm = time.monotonic(), 0.0, None
     policy = collector.policy
@@ -434,6 +447,10 @@ def watch(batch: Any, kind: str, witnesses: Sequence[Witness], each: int) -> Non
     if kind == "async":
         witnesses[batch.origin.worker].see(batch)
         return
+    if kind == "batched":
+        for lane, witness in enumerate(witnesses):
+            witness.see(batch[batch["env_index"] == lane].unsqueeze(0))
+        return
     for w, witness in enumerate(witnesses):
         witness.see(batch[w * each : (w + 1) * each])
 
@@ -458,8 +475,10 @@ WORDS = {
     "ray": "Ray",
     "rpc": "RPC",
     "nodes": "gloo, nodes",
+    "memmap": "into a memory-mapped buffer",
+    "batched": "`AsyncBatchedCollector`",
+    "ready": "`AsyncEnvPool`, threads of processes",
 }
-WORDS["memmap"] = "into a memory-mapped buffer"
 DEATHS = ("WorkerDied", "WorkerRaised", "WorkerSilent")
 
 
@@ -541,7 +560,7 @@ def write_docs(records: Sequence[Mapping[str, Any]], page: Path = Path("docs/fai
     page.write_text(re.sub(r"<!-- soak -->.*?<!-- end -->", lambda _: told, page.read_text(), flags=re.S))
 
 
-KINDS = ("sync", "async", "background", "memmap", "parallel", "gloo", "nodes", "rpc", "ray")
+KINDS = ("sync", "async", "background", "memmap", "parallel", *BY_LANE, "gloo", "nodes", "rpc", "ray")
 
 
 def main() -> None:

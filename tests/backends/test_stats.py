@@ -1,14 +1,17 @@
 """`stats()`: one shape in every collector, from its construction to after its end; one window of episodes."""
 
+import numpy as np
 import pytest
 
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector
-from reap.core.stats import EpisodeWindow, Stats
+from reap.core.measuring.episode_log import COLUMNS, DISCOUNTED, LENGTH, RETURN, TIME, WORKER, EpisodeLog
+from reap.core.stats import Stats
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing import CountingEnv, EchoPolicy
 from tests.faults.worlds import healthy
 
+SPLIT = {f"{what}_seconds" for what in ("env", "policy", "loop", "transport", "wait")}
 KEYS = {
     "workers",
     "workers_alive",
@@ -20,12 +23,15 @@ KEYS = {
     "requested_frames_per_batch",
     "policy_version",
     "dropped_frames",
+    "worker_frames",
     "episodes",
     "mean_return",
     "mean_length",
+    *(f"{what}_p{share}" for what in ("return", "length") for share in (10, 50, 90)),
     "nan_rewards",
     "collect_seconds",
     "frames_per_second",
+    *SPLIT,
 }
 KINDS = {
     "one process": lambda **o: Collector(healthy(), EchoPolicy(), **o),
@@ -53,7 +59,8 @@ def test_the_same_keys_from_the_beginning_to_after_the_end(kind):
     assert during.keys() == after.keys() == KEYS
     assert during["episodes"] > 0
     assert during["mean_return"] is not None
-    changed = {"workers_alive", "collect_seconds", "frames_per_second", "episodes", "mean_return", "mean_length"}
+    changed = {"workers_alive", "collect_seconds", "frames_per_second", "episodes", "worker_frames", *SPLIT}
+    changed |= {key for key in KEYS if "return" in key or "length" in key}
     assert {key: after[key] for key in KEYS - changed} == {key: during[key] for key in KEYS - changed}
     assert (after["workers"], after["workers_alive"]) == (workers, 0)
     assert after["episodes"] >= during["episodes"]
@@ -108,30 +115,61 @@ def test_the_window_of_workers_that_run_free():
     assert stats["worker_0/episodes"] + stats["worker_1/episodes"] == 400
 
 
-def test_a_window_keeps_the_last_hundred_by_their_ends():
-    import numpy as np
+def rows(times, values=None):
+    """Episodes that ended at these times, as a worker tells of them."""
+    found = np.zeros((len(times), len(COLUMNS)))
+    found[:, TIME] = times
+    found[:, RETURN] = times if values is None else values
+    found[:, LENGTH] = 2 * found[:, RETURN]
+    found[:, DISCOUNTED] = np.nan
+    return found
 
-    window = EpisodeWindow()
-    assert window.means() == {"mean_return": None, "mean_length": None}
-    even, odd = (np.array([[t, t, 2 * t] for t in range(begin, 300, 2)], np.float64) for begin in (0, 1))
-    window.add(even[-100:])
-    window.add(odd[-100:])
-    assert window.means() == {"mean_return": np.arange(200, 300).mean(), "mean_length": 2 * np.arange(200, 300).mean()}
-    assert window.ended_since()[:, 0].tolist() == list(range(200, 300))
-    assert len(window.ended_since()) == 0
-    window.add(even[:1], shift=1000.0)  # of another clock
-    assert window.ended_since()[:, 0].tolist() == [1000.0]
+
+def test_a_log_summarises_the_last_hundred_by_their_ends():
+    log = EpisodeLog()
+    assert set(log.summary().values()) == {None}
+    log.add(rows(np.arange(0, 300, 2)), 0)
+    log.add(rows(np.arange(1, 300, 2)), 1)
+    last, own = np.arange(200, 300), np.arange(1, 300, 2)[-100:]
+    found = log.summary()
+    assert (found["mean_return"], found["mean_length"]) == (last.mean(), 2 * last.mean())
+    assert [found[f"return_p{share}"] for share in (10, 50, 90)] == np.percentile(last, (10, 50, 90)).tolist()
+    assert [found[f"length_p{share}"] for share in (10, 50, 90)] == (2 * np.percentile(last, (10, 50, 90))).tolist()
+    assert log.summary(1)["mean_return"] == own.mean()
+    taken = log.take()
+    assert taken[:, TIME].tolist() == list(range(300))
+    assert taken[:, WORKER].tolist() == [0, 1] * 150
+    assert len(log.take()) == 0
+    log.add(rows([0.0]), 1, shift=1000.0)  # of another clock
+    assert log.take()[:, TIME].tolist() == [1000.0]
+    again = EpisodeLog()
+    again.load(log.state())
+    assert again.summary() == pytest.approx(log.summary())
+    assert len(again.take()) == 0  # nobody is told twice
+
+
+def test_episodes_nobody_asks_for_are_kept_up_to_a_limit_and_counted(monkeypatch):
+    from reap.core.measuring import episode_log
+
+    monkeypatch.setattr(episode_log, "KEPT", 10)
+    monkeypatch.setattr(episode_log, "_CHUNKS", 4)
+    log = EpisodeLog()
+    for t in range(25):
+        log.add(rows([float(t)]))
+    with pytest.warns(UserWarning, match="15 episodes were forgotten"):
+        found = log.records()
+    assert [one["return"] for one in found] == list(map(float, range(15, 25)))
+    log.add(rows([100.0]))
+    assert len(log.records()) == 1  # and it is not said again
 
 
 def test_what_nobody_was_told_of_is_told_once():
-    import numpy as np
-
     stats = Stats(1)
     for _ in range(2):
         stats.begin()
         stats.rollout(np.ones((6, 1)), np.array([1, 3]), np.array([0, 0]), frames=6)
         stats.end()
     told = stats.ended_since()
-    assert told[:, 1:].tolist() == [[2, 2], [2, 2], [4, 4], [2, 2]]
-    assert (np.diff(told[:, 0]) > 0).all()
+    assert told[:, [RETURN, LENGTH]].tolist() == [[2, 2], [2, 2], [4, 4], [2, 2]]
+    assert (np.diff(told[:, TIME]) > 0).all()
     assert len(stats.ended_since()) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -16,7 +17,7 @@ from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, Mult
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import ParallelEnv
-from reap.errors import UsageError, WorkerDied, WorkerRaised
+from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.failures import FailurePolicy, RestartBudget
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
@@ -113,7 +114,7 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
         batches += [c.next() for _ in range(12)]
         stats = c.stats()
         assert (stats["restarts"], stats["workers_alive"]) == (1, 2)
-        assert stats["frames"] == sum(batch.numel() for batch in batches)
+        assert stats["frames"] == sum(int(batch["collector", "mask"].sum()) for batch in batches)
     (failure,) = told
     assert (failure.worker, failure.action, failure.restarts) == (1, "restart", 1)
     assert "worker 1" in str(failure.cause)
@@ -123,7 +124,7 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
     assert check_lane(lanes[1], 1) <= 1  # of the asynchronous one's last rollouts some may have been on their way
     if kind is MultiSyncCollector:
         assert check_lane(lanes[1], 1) == 1
-        assert len(lanes[0]) == len(lanes[1])
+        assert len(lanes[0]) == len(lanes[1]) + (fault in ("raise", "oom"))  # that one was made anew in its place
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,6 +156,33 @@ def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):
     lanes = by_lane(batches, kind)
     for lane in lanes:
         check_lane(lanes[lane], lane)
+
+
+def test_what_was_answered_by_one_that_is_dropped_is_not_taken_for_anothers(tmp_path):
+    """It answers, and dies before the others have."""
+    dropped = tmp_path / "dropped"
+
+    def own(view):
+        while view.worker_idx and not dropped.exists():
+            time.sleep(0.001)
+        return view.worker_idx
+
+    def kill_once_it_has_answered(worker):
+        while not worker.inbox:
+            time.sleep(0.001)
+        os.kill(worker.child.pid, signal.SIGKILL)
+
+    options = {"on_failure": "drop", "on_restart": lambda failure: dropped.touch()}
+    with collect(MultiSyncCollector, [healthy(), healthy(), healthy()], frames_per_batch=9, **options) as c:
+        c.next()
+        killer = threading.Thread(target=kill_once_it_has_answered, args=[c._backend.workers[0]])
+        killer.start()
+        assert c.map_fn("apply", [(own,)] * 3) == [1, 2]
+        killer.join()
+        assert [name for name in c.state_dict() if name.startswith("worker")] == ["worker1", "worker2"]
+        assert not c.explain().startswith("workers")
+        with pytest.raises(WrongState, match="worker 0 has failed and was dropped"):
+            c.get_cached_weights(worker=0)
 
 
 def test_the_others_rows_stay_and_the_newcomer_has_the_latest_weights(tmp_path):
@@ -208,11 +236,48 @@ def test_too_many_restarts_are_told_with_the_cause():
 
 def test_a_budget_is_for_a_window():
     budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
-    assert [budget.spend(0) for _ in range(3)] == [True, True, False]
+    assert [budget.refusal(0) for _ in range(2)] == [None, None]
+    assert "max_restarts=2, restart_window=0.05" in budget.refusal(0)
     time.sleep(0.06)
-    assert budget.spend(0)
+    assert budget.refusal(0) is None
     assert budget.count == 3
-    assert not budget.spend(10), "one that is never there is not tried for ever"
+    assert "10 in a row" in budget.refusal(10), "one that is never there is not tried for ever"
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_the_limit_that_was_reached_is_the_one_that_is_told(parallel, tmp_path):
+    """Also where any number may be started again, one that is never there is given up."""
+
+    class NeverAgain(CountingEnv):
+        def __init__(self):
+            if (tmp_path / "built").exists():
+                raise OSError("the simulator is gone")
+            super().__init__(LENGTHS, 0)
+
+        def step(self, action):
+            (tmp_path / "built").touch()
+            raise OSError("the simulator has gone")
+
+    options = {"on_failure": "restart", "max_restarts": None}
+    if parallel:
+        c = Collector(ParallelEnv(1, NeverAgain, **options), EchoPolicy(), frames_per_batch=8)
+    else:
+        c = collect(MultiSyncCollector, [NeverAgain], **options)
+    with pytest.raises(WorkerRaised, match="the simulator is gone.*10 in a row.*never there") as caught:
+        c.next()
+    assert "max_restarts" not in str(caught.value)
+
+
+def test_a_worker_that_came_back_at_last_may_fail_again(tmp_path):
+    """How often it was tried before does not count any more."""
+    makers = [lambda: BuildsOnlyWithout(tmp_path, "raise")]
+    with collect(MultiSyncCollector, makers, on_failure="restart", max_restarts=None) as c:
+        for n in range(9):
+            (tmp_path / str(n)).touch()
+        for restarts in (10, 11):
+            os.kill(pids(c)[0], signal.SIGKILL)
+            c.next()
+            assert c.stats()["restarts"] == restarts
 
 
 @pytest.mark.parametrize("call", ["state_dict", "set_seed", "reset", "update"])

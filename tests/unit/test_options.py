@@ -492,7 +492,7 @@ def test_state_dict_layout():
     c.next()
     state = c.state_dict()
     usual = {"policy_state_dict", "env_state_dict", "frames", "iter", "traj_pool", "policy_version"}
-    assert set(state) == usual | {"resume"}  # what TorchRL has, and what it takes to go on
+    assert set(state) == usual | {"resume", "episodes"}  # what TorchRL has, and what it takes to go on
     assert (state["frames"], state["iter"]) == (12, 0)  # iter is the index of the last batch
     with pytest.raises(UsageError, match="lacks"):
         c.load_state_dict({"frames": 1})
@@ -544,10 +544,10 @@ def test_returns_and_lengths_are_those_of_the_episodes(lengths, steps, batches):
                     returns.append(open_[lane])
                     sizes.append(length[lane])
                     open_[lane], length[lane] = 0.0, 0
-    stats = c._backend.worker.stats
-    assert list(stats.returns) == pytest.approx(returns[-100:])
-    assert list(stats.lengths) == sizes[-100:]
-    assert stats.episodes == len(returns)
+    found = c.episodes()
+    assert [one["return"] for one in found] == pytest.approx(returns)
+    assert [one["length"] for one in found] == sizes
+    assert c.stats()["episodes"] == len(returns)
 
 
 def test_repr_says_what_will_be_collected():

@@ -35,7 +35,7 @@ def test_lengths_count_frames_only():
     c = Collector(CountingVector([(3,), (2,)], AutoresetMode.NEXT_STEP), EchoPolicy(), frames_per_batch=40)
     for _ in range(3):
         c.next()
-    assert set(c._backend.worker.stats.lengths) == {2, 3}
+    assert {one["length"] for one in c.episodes()} == {2, 3}
 
 
 def test_resting_lanes_show_the_policy_nothing_old():

@@ -49,7 +49,6 @@ class BackgroundRunner:
         self._lock = threading.RLock()
         self._silence = Silence(self._supervisor.silence.timeout)
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}  # where each worker was, and since when
-        self._ended: dict[int, int] = {}  # episodes of each worker that were counted
         self._watch_over = threading.Event()
         watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
         self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
@@ -115,8 +114,7 @@ class BackgroundRunner:
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
                 if told := self._words.stats(worker.index):
                     worker.tell(told)
-                ended, self._ended[worker.index] = self._words.ended(worker.index, self._ended.get(worker.index, 0))
-                self._backend.episodes.add(ended)
+                self._backend.episodes.add(self._words.take_ended(worker.index), worker.index)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)
 

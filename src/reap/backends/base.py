@@ -26,6 +26,8 @@ from torch import Tensor
 from reap._system.interrupts import Interrupts
 from reap._system.processes import BOOT
 from reap._system.silence import Silence
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.slot import Finals, Layout, Slot
 from reap.errors import WorkerDied, WorkerSilent
 from reap.spec import Key
@@ -54,12 +56,48 @@ class Halted(BaseException):
     """Raised by a take that was broken off on purpose, from another thread."""
 
 
+@dataclass(frozen=True)
+class WorkerReport:
+    """What is known of one worker."""
+
+    index: int
+    alive: bool
+    frames: int  # made, whether anybody has taken them or not
+    rollouts: int
+    size: int  # frames of a whole rollout
+    stats: Mapping[str, Any]  # its counts, by the names in `reap.core.stats.TOLD`
+
+
+@dataclass(frozen=True)
+class WorkerActivity:
+    """What one worker is doing right now, as far as that is known without asking it."""
+
+    index: int
+    text: str
+    pid: int | None  # of its own process, if that is on this machine
+    lanes: int
+
+
 class Backend(Protocol):
     """What every way of running workers can do."""
 
     @property
     def elsewhere(self) -> bool:
         """Whether `close` ends whatever a take waits for; else it is broken off after the step it is in."""
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """The episodes of all workers, as far as it is known here which have ended."""
+
+    @property
+    def restarts(self) -> int:
+        """How many workers were started again."""
+
+    def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
+        """What is known here of each worker; once it is closed, what was known then.
+
+        `clock`: when batches were made here, by which a worker that lives here waits.
+        """
 
     on_rollout: Callable[..., None] | None  # told worker, span, frames and version of each rollout
 
@@ -98,6 +136,12 @@ class Backend(Protocol):
 
         The ids it goes on with are above all that were ever given.
         """
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now. Nobody is asked; any thread may call it."""
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
 
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""

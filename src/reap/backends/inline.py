@@ -18,20 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout
+from reap.backends.base import Halted, Rollout, WorkerActivity, WorkerReport
 from reap.core.device.worker import DeviceWorker, device_worker
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.times import WorkClock
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
-from reap.errors import WorkerSilent, WrongState
+from reap.errors import UsageError, WorkerSilent, WrongState
+from reap.failures import FailurePolicy, RestartBudget
 from reap.weight_update import WeightTransport
 from reap.weights import local
 from reap.weights.strategy import extract
 
 
 class InlineBackend:
-    """The worker is here. `same_slot` hands out one slot again and again."""
+    """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
 
     def __init__(
         self,
@@ -41,13 +45,18 @@ class InlineBackend:
         same_slot: bool = False,
         transport: WeightTransport | None = None,
         strategy: Any = None,
+        cores: Cores | None = None,
+        rebuild: FailurePolicy | None = None,
     ) -> None:
+        self._cores = cores
+        self._rebuild = rebuild  # envs of single lanes that raise are made anew
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
         self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
+        self._episodes = EpisodeLog()
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
         self._inside: list[int] = []  # threads that are in the env
         self._closing = False  # whether the last of them closes it
@@ -85,15 +94,30 @@ class InlineBackend:
         except BaseException:
             env.close()
             raise
-        self.worker = there or Worker(self._plan, parts=(env, model), same_slot=self._same_slot)
+        rebuilds = None if self._rebuild is None else RestartBudget(self._rebuild)
+        why: str | None = "its lanes live on a device"
+        if there is not None:
+            self.worker = there
+        else:
+            self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
+            why = self.worker.rebuilds.why_not
+        if rebuilds is not None and why is not None:
+            self.worker.close()
+            raise UsageError(
+                f"on_failure='restart' makes envs that raise anew in this process: {why}; or take workers, which are "
+                f"replaced (MultiSyncCollector)"
+            )
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
         slot = self.filling = worker.pool.acquire()
-        began = time.perf_counter()
+        began = 0.0 if self.on_rollout is None else time.perf_counter()
         try:
             with self._in_env():
-                frames = worker.fill(slot, random=random)
+                if self._cores is None:
+                    frames = worker.fill(slot, random=random)
+                else:
+                    frames = staying_on(self._cores, functools.partial(worker.fill, slot, random=random))
         except BaseException:
             worker.pool.release(slot)
             raise
@@ -101,6 +125,25 @@ class InlineBackend:
             self.on_rollout(0, (began, time.perf_counter()), frames=frames, version=worker.loop.version)
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
+
+    @property
+    def restarts(self) -> int:
+        return self.worker.env.restarts()
+
+    @property
+    def episodes(self) -> EpisodeLog:
+        """The episodes of the worker, those that ended just now included."""
+        if hasattr(self, "worker"):
+            self._episodes.add(self.worker.ended_since())
+        return self._episodes
+
+    def reports(self, clock: WorkClock) -> list[WorkerReport]:
+        """What is known of the one worker."""
+        stats, layout = self.worker.stats, self.worker.layout
+        counts = stats.summary()
+        counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
+        size = layout.steps * layout.lanes
+        return [WorkerReport(0, not self._closed, stats.frames, stats.rollouts, size, counts)]
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         return Interrupts().held()
@@ -164,6 +207,7 @@ class InlineBackend:
             "traj_pool": {"traj_id": torch.tensor(self.worker.ledger.counter.next)},
             "policy_version": self.worker.loop.version,
             "resume": self.worker.open_state(why),
+            "episodes": self.episodes.state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,6 +221,19 @@ class InlineBackend:
             with self._in_env():
                 self.worker.resume(state["resume"])
         loop.version = int(state.get("policy_version", loop.version))
+        self.worker.ended_since()  # of the time before, which nobody asks for any more
+        if "episodes" in state:
+            self._episodes.load(state["episodes"])
+
+    def activity(self) -> list[WorkerActivity]:
+        at = getattr(self.worker.loop, "at", None)
+        text = "waits for the learner" if not self._inside else "collects" if at is None else f"is at step {at[0]}"
+        return [WorkerActivity(0, text, None, self.worker.lanes)]
+
+    def stacks(self) -> dict[str, str]:
+        inside = list(self._inside)
+        own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
+        return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
         """Close the env; while a thread is in it, that one does so, after the step it is in."""

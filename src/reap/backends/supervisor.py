@@ -37,13 +37,15 @@ from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
+from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
-from reap.backends.base import Halted, Transport
+from reap._system.worker_log import record
+from reap.backends.base import Halted, Transport, WorkerActivity
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import HELLO, Job, RolloutReady
-from reap.core.stats import EpisodeWindow
-from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
+from reap.core.measuring.episode_log import EpisodeLog
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
 FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -68,7 +70,7 @@ class Supervisor:
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
         self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
-        self.episodes = EpisodeWindow()
+        self.episodes = EpisodeLog()
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
         self.interrupts = Interrupts()
@@ -99,9 +101,14 @@ class Supervisor:
         return new
 
     def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        answers = self.answers(workers, FIRST, grace=BOOT)
-        for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
-            worker.about = about
+        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
+            self.workers[index].about = about
+            self._started(self.workers[index])
+
+    def _started(self, worker: WorkerHandle) -> None:
+        layout = worker.about.layout
+        made = "%s is there: %d lanes, rollouts of %d steps"
+        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -132,6 +139,9 @@ class Supervisor:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
                 see_to(functools.partial(self.transport.close, workers), LINGER if failed else None)
+                for worker in workers:
+                    if worker.connection is not None and not worker.dropped:
+                        record("end", str(worker.index), "worker %d was ended", worker.index)
                 self.interrupts.close()
             finally:
                 if alone:
@@ -170,6 +180,9 @@ class Supervisor:
             worker.busy_since = time.monotonic()
             if message == HELLO:
                 continue
+            if isinstance(message, EnvRebuilt):
+                self._count_rebuilt(worker, message)
+                continue
             if isinstance(message, Raised):
                 self._fail(worker, self.at(worker, message.unpack()))
                 return
@@ -193,7 +206,7 @@ class Supervisor:
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
         if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, shift=time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:
@@ -233,6 +246,7 @@ class Supervisor:
 
     def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
@@ -242,15 +256,22 @@ class Supervisor:
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif self._budget.spend(worker.in_a_row):
+        elif (why := self._budget.refusal(worker.in_a_row)) is None:
             self._start_again(worker, error)
         else:
-            self._failure = self._budget.spent(error)
+            self._failure = refused(error, why)
+
+    def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
+        """A worker has made one of its envs anew, and goes on; unless that was one too many."""
+        try:
+            self._budget.count_rebuilt(worker.index, self.at(worker, told.cause.unpack()), told.seconds)
+        except ReapError as error:
+            self._failure = self._failure or error
 
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
-            worker.failed_at, worker.in_a_row = time.monotonic(), 0
+            worker.failed_at = time.monotonic()
         worker.in_a_row += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
@@ -297,37 +318,85 @@ class Supervisor:
         if worker.asked == FIRST:  # its first words are what somebody waits for
             worker.asked = None
             worker.inbox.append(worker.about)
+        worker.in_a_row = 0
         worker.go_on()
+        self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
+    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
+        """Wait until those of these that were started again know what the others know."""
+        while any(self.workers[w].joining is not None for w in workers):
+            self.listen()
+
+    # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now, as far as that can be seen from here."""
+        found = []
+        for worker in list(self.workers):
+            if worker.connection is not None and hasattr(worker, "about"):
+                near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
+                lanes = worker.about.lanes or worker.about.layout.lanes
+                found.append(
+                    WorkerActivity(worker.index, self._doing(worker), worker.child.pid if near else None, lanes)
+                )
+        return found
+
+    def _doing(self, worker: WorkerHandle) -> str:
+        if worker.dropped or worker.joining is not None:
+            return "has failed, and was dropped" if worker.dropped else "is being started again"
+        place = self.transport.place(worker)
+        if worker.about.layout.lanes == 1:
+            place.pop("lane", None)
+        if place:
+            return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
+        if worker.asked is not None:
+            return "answers a call"
+        return "collects" if worker.working else "waits"
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
+        asked: dict[str, Callable[[], Any]] = {}
+        for worker in self.living:
+            if worker.connection is not None and not worker.child.gone():
+                asked[f"worker {worker.name}"] = worker.child.ask_stack
+                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
+        found: dict[str, str] = {}
+        for name, told in all_at_once(asked).items():
+            if isinstance(told, dict):
+                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
+            else:
+                found[name] = told or "(it does not answer)"
+        return found
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:
-        """Wait for what each says to this call."""
+    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
+        """Wait for what each says to this call, and return it by the number of the worker."""
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
-        return [worker.inbox.popleft() for worker in workers if worker.inbox]
+        return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Those that were dropped, or are while they are asked, give no answer.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
-            answers = [answer.value for answer in self.answers(workers, self.calls)]
-            workers = [worker for worker in workers if not worker.dropped]
-        for worker, answer in zip(workers, answers):
+            answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
+            names = {worker.index: worker.name for worker in workers}
+        for index, answer in answers.items():
             if isinstance(answer, Raised):
-                raise answer.unpack().at(worker=worker.name)
+                raise answer.unpack().at(worker=names[index])
         return answers
 
     def tell(self, name: str, *, wait: bool = True) -> None:
@@ -346,6 +415,12 @@ class Supervisor:
         """Tell a worker to make rollouts without being asked for each."""
         self.calls += 1
         worker.reached.call(dumps((self.calls, "run", ()), "run"))
+
+    def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
+        """These numbers, which are those of workers; else it raises."""
+        if unknown := [w for w in workers if not 0 <= w < len(self.workers)]:
+            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+        return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         """The same arguments for all workers."""
@@ -377,13 +452,14 @@ class Supervisor:
 
     def drain(self, within: float | None = None) -> None:
         """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
-        began, left = time.monotonic(), within
+        began, left, heard = time.monotonic(), within, False
         with self.talking, self.interrupts.held():
             while any(worker.working for worker in self.living):
-                self.listen(within=left)
-                left = None if within is None else max(began + within - time.monotonic(), 0)
-                if left == 0:
+                if left == 0 and heard:
                     raise NotReady(f"workers are still busy after {within} s")
+                self.listen(within=left)
+                heard = True
+                left = None if within is None else max(began + within - time.monotonic(), 0)
 
 
 def fresh_entropy() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from reap.backends.base import WorkerConnection
@@ -29,8 +29,8 @@ class WorkerHandle:
         self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
         self.asked: int | None = None  # the call it has not answered yet
         self._question = b""  # that call
-        self.stats: dict[str, Any] = Stats(0).summary()  # nothing so far
-        self._earlier = self.stats  # of those whose place it has taken
+        self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
+        self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
@@ -100,9 +100,10 @@ class WorkerHandle:
         """Nothing is expected of it any more."""
         self.dropped, self.joining, self.asked = True, None, None
         self.working.clear()
+        self.inbox.clear()  # what it has answered is of no use without it
 
-    def tell(self, stats: dict[str, Any]) -> None:
-        """What it has to say of its episodes so far."""
+    def tell(self, stats: Mapping[str, Any]) -> None:
+        """What it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 
     def uncount(self, frames: int) -> None:

@@ -17,13 +17,15 @@ from reap.backends.worker_view import WorkerView
 from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
+from reap.core.measuring.episode_log import Episodes
+from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
-from reap.core.stats import Episodes
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
+from reap.failures import RemoteRebuilds
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
@@ -95,13 +97,21 @@ class RolloutReady:
     slot: int
     frames: int
     version: int
-    stats: dict[str, Any]
+    stats: Mapping[str, Any]
     finals: Any = None
     loose: Mapping[Key, Any] = field(default_factory=dict)  # columns of references: their values travel by themselves
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
     state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
+
+
+@dataclass(frozen=True)
+class EnvRebuilt:
+    """The env of one lane has raised, and was made anew; said unasked."""
+
+    cause: Raised
+    seconds: float  # that it took
 
 
 HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
@@ -114,6 +124,9 @@ class WorkerServer:
     """
 
     interruptor: Any = None  # what may stop its rollouts
+    rebuilds: RemoteRebuilds | None = (
+        None  # by which envs that raise are made anew, where its owner can be told at once
+    )
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
@@ -123,6 +136,7 @@ class WorkerServer:
         self._tracer: RolloutTracer | None = None
         self._strategy = job.strategy
         self._saves = job.saves
+        self._clock, self._in_rollouts = WorkClock(), 0.0
         self._build(plan, job.workers)
         self._hooks: Hooks = job.hooks or (None, None)
         if writer is not None:
@@ -139,7 +153,8 @@ class WorkerServer:
         said: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as said:
-                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
+                rebuilds = self.rebuilds if plan.tell_cuts else None
+                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
             for one in said:
                 if not issubclass(one.category, PolicyWarning):
@@ -169,6 +184,7 @@ class WorkerServer:
     def _collect(self, slot: Slot, *, random: bool) -> int:
         """One rollout, brought where the writer says if there is one; returns the frames made."""
         before, after = self.hooks
+        self._clock.begin()
         if before is not None:
             self.doing = "in pre_collect_hook"
             before()
@@ -194,7 +210,7 @@ class WorkerServer:
             number,
             frames,
             worker.version,
-            worker.summary(),
+            self.counts(),
             finals,
             loose,
             self.since,
@@ -202,6 +218,18 @@ class WorkerServer:
             worker.ended_since(),
             self._open_state() if self._saves else None,
         )
+
+    def counts(self) -> dict[str, Any]:
+        """What it has counted so far, the time between rollouts included."""
+        found: dict[str, Any] = self.worker.summary()
+        own = self._clock.seconds(self._in_rollouts)
+        return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
+
+    def _handed_over(self) -> None:
+        """A rollout is where it belongs; from here on it waits."""
+        began, ended = self.worker.span
+        self._in_rollouts += ended - began
+        self._clock.end()
 
     def _forget(self) -> None:
         """What is held back belongs to the time before."""

@@ -73,7 +73,7 @@ class WorkerView:
     def stats(self) -> dict[str, Any]:
         """What it has counted."""
         stats = self._host.worker.stats
-        return {"frames": stats.frames, "batches": stats.rollouts, **stats.summary()}
+        return {"frames": stats.frames, "batches": stats.rollouts, **self._host.counts()}
 
     def state_dict(self) -> dict[str, Any]:
         """Its part of the collector's `state_dict`."""

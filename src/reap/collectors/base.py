@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
@@ -25,6 +25,7 @@ from reap._foreign.torch_internals import set_grad_enabled
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
 from reap._system.threads import wait_for_ends
+from reap.arguments import one_of
 from reap.backends.base import Backend, Halted, Rollout
 from reap.backends.local.pauses import Paused
 from reap.buffers.replay import ReplayBuffer
@@ -37,10 +38,13 @@ from reap.collectors.parts.profiling import ProfileConfig, Profiler
 from reap.collectors.parts.updaters import as_updater
 from reap.collectors.parts.weight_updates import WeightUpdates, Workers, models_in
 from reap.core.attribute_path import get_attribute
+from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
+from reap.core.stats import told
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
 from reap.progress import progress
+from reap.watching.watch import Watch
 
 _SHOWN = (
     "compact_obs",
@@ -61,7 +65,7 @@ _SHOWN = (
 T = TypeVar("T")
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(IterableDataset[TensorDict]):
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -85,6 +89,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
             self.replay_buffer.watch(options.timeout)
         self._listeners = self._pipeline.listeners
         self._runner: Runner | None = None  # who collects in the background
+        self._watch: Watch | None = None  # who serves a view of it
+        self._clock = WorkClock()  # when a batch is made here
         self._profiler = Profiler()
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
         self.postproc = options.postproc
@@ -130,18 +136,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDict]:
         return self.iterator()
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDict]:
         """Batches until `total_frames`; a new iterator goes on where the last one stopped.
 
-        With a replay buffer: None for each batch that was written.
+        With a replay buffer: None for each batch that was written, which type checkers are not told.
         """
         self._check_not_background()
         return self._iterate()
 
-    def _iterate(self) -> Iterator[TensorDictBase | None]:
+    def _iterate(self) -> Iterator[Any]:
         while not self.closed and self._pipeline.more():
             self._check_not_background()
             batch = self._collect()
@@ -149,14 +155,14 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 return
             yield batch
 
-    def next(self) -> TensorDictBase | None:
+    def next(self) -> TensorDict | None:
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
 
     def progress(
         self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
-    ) -> Iterator[TensorDictBase | None]:
+    ) -> Iterator[TensorDict]:
         """Iterate over batches and show how far it is: frames, frames per second, return, lag.
 
         >>> for batch in collector.progress(100_000):
@@ -231,7 +237,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         life, pipeline = self._life, self._pipeline
         if life.busy is not None:
             raise WrongState(f"this {type(self).__name__} is collecting already, in another thread or a hook")
-        began, graded = time.perf_counter(), torch.is_grad_enabled()
+        began, graded = self._clock.begin(), torch.is_grad_enabled()
         with life.collecting:
             try:
                 life.busy = threading.get_ident()
@@ -248,6 +254,7 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 life.busy = None
         if self._profiler.timeline is not None:
             self._profiler.timeline.waiting(began, time.perf_counter())
+        self._clock.end()
         out, pipeline.ready = pipeline.ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
@@ -384,13 +391,56 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
         if self._weights.updater is not None:
             self._weights.updater.init(*args, **kwargs)
 
+    # ---- what was seen --------------------------------------------------------------------------------------------
+
+    def episodes(self) -> list[dict[str, Any]]:
+        """Every episode that ended since the last call, in the order of their ends, as records.
+
+        >>> pandas.DataFrame(collector.episodes())        # return, length, lane, worker, policy_version, ended, seconds
+
+        With `gamma`, `discounted_return` too. Nobody is asked: workers report with each rollout, so that episodes of
+        rollouts may be among them which are not delivered yet. Of those nobody asks for, the last 100,000 are kept.
+        """
+        self.is_running()  # counts what is made in the background, and raises what went wrong there
+        return self._backend.episodes.records()
+
+    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+        """Counts so far, the last hundred episodes of all workers, and where the time went; see docs/statistics.md.
+
+        Args:
+            workers: "aggregate", "per_worker" (`worker_0/frames` and so on, with each one's own last hundred), "both".
+        """
+        one_of("workers", workers, ("aggregate", "per_worker", "both"))
+        self.is_running()  # counts what is made in the background, and raises what went wrong there
+        reports, pipeline, episodes = self._backend.reports(self._clock), self._pipeline, self._backend.episodes
+        alive = 0 if self.closed else sum(one.alive for one in reports)
+        found: dict[str, Any] = {"workers": len(reports), "workers_alive": alive, "restarts": self._backend.restarts}
+        if workers != "per_worker":
+            found |= {
+                "frames": pipeline.frames,
+                "batches": pipeline.batches,
+                "total_frames": self.options.total,
+                "completed": pipeline.frames >= self.options.total,
+                "requested_frames_per_batch": self.requested_frames_per_batch,
+                "policy_version": self._weights.version,
+                "dropped_frames": pipeline.arrangement.dropped_frames,
+                "worker_frames": sum(one.frames for one in reports),
+                **told([one.stats for one in reports], episodes),
+            }
+        if workers != "aggregate":
+            for one in reports:
+                counts = {"frames": one.frames, "batches": one.rollouts, "requested_frames_per_batch": one.size}
+                counts |= told([one.stats], episodes, one.index)
+                found.update({f"worker_{one.index}/{key}": value for key, value in counts.items()})
+        return found
+
     # ---- profiling ------------------------------------------------------------------------------------------------
 
     def enable_profile(
         self,
         *,
         workers: Sequence[int] | None = None,
-        num_rollouts: int = 3,
+        num_rollouts: int | None = None,
         warmup_rollouts: int = 1,
         save_path: str | Path | None = None,
         on_trace_ready: Callable[[Path], Any] | None = None,
@@ -398,7 +448,9 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     ) -> None:
         """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
 
-        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        Before the first batch. The timeline shows the whole run, and what torch does the second and third rollout of
+        each worker, unless `num_rollouts` says how many both shall show.
+        `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
         """
         if self._pipeline.batches:
             raise WrongState("enable_profile comes before the first batch")
@@ -462,9 +514,32 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)
 
-    def stats(self) -> dict[str, Any]:
-        """Counts and rates so far."""
-        raise NotImplementedError
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread that steps lanes, is right now: a stack by name.
+
+        >>> for name, stack in collector.stacks().items():
+        ...     print(name, stack, sep=": ")
+
+        Workers are not asked, so it works for one that is stuck, and from any thread. Nobody is interrupted.
+        """
+        self._life.check_open()
+        return self._backend.stacks()
+
+    def watch(self, port: int = 0) -> Watch:
+        """Serve a live view of this run on the loopback address, for a browser and for `reap watch PID`.
+
+        >>> print(collector.watch().url)
+
+        It shows frames per second and the activity of each worker, where the time goes and what limits the run, lag,
+        returns and memory. Only who knows the whole address sees it; it ends with the collector. See docs/watch.md.
+
+        Args:
+            port: where to listen; 0: anywhere.
+        """
+        self._life.check_open()
+        if self._watch is None:
+            self._watch = Watch(self, port)
+        return self._watch
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
@@ -631,6 +706,8 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 if first:
                     self._profiler.write(self._backend)
             finally:  # a file that cannot be written keeps nobody alive
+                if self._watch is not None:
+                    self._watch.close()
                 self._life.send_away(self._backend, close_env)
                 if close_env:
                     self._backend.close(failed=failed)

@@ -94,6 +94,8 @@ def plan_for(
         reset_at_each_iter=options.reset_at_each_iter,
         track_traj_ids=options.track_traj_ids,
         track_policy_version=bool(options.track_policy_version),
+        track_episodes=options.track_episodes,
+        gamma=options.gamma,
         deterministic=bool(options.deterministic),
         tell_cuts=options.on_failure == "restart",
         masked=options.on_failure == "drop",

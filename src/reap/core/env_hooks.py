@@ -10,7 +10,7 @@ this class one by one, so whoever adds a hook must decide about it there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reap.core.resume import CannotResume
@@ -66,9 +66,29 @@ class EnvHooks:
         """Return how many positions of the next row hold a lane that is ready."""
         return self.spec.lanes
 
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.
+
+        `replace(lane, error, make)` decides about it, and returns what `make()` has made. The step is no frame of that
+        lane, which `step` returns among those that ended, not done.
+        """
+        return False
+
+    def restarts(self) -> int:
+        """Return how many of those that step lanes were started again, or made anew, after a failure."""
+        return 0
+
+    def dropped(self) -> Collection[int]:
+        """Return the lanes that nobody steps any more, since what stepped them has failed."""
+        return ()
+
     def explain(self) -> str:
         """Say who steps the lanes, in a sentence."""
         return "reap steps it"
+
+    def stacks(self) -> dict[str, str]:
+        """Where each process or thread that steps lanes is right now, by name; none, if this one does."""
+        return {}
 
     def open_state(self) -> Any:
         """What the lanes are in the middle of, for the same env in another process to go on from; see core/resume.py.

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
+from reap.core.columns.episode_ends import EpisodeEnds
 from reap.core.env import Env
 from reap.core.ledger import Ledger
+from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import CUT, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Finals, Row, RowKeys, Slot
-from reap.errors import ReapError, SpecMismatch, WorkerRaised
+from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
+from reap.errors import ReapError, SpecMismatch, WorkerRaised, reraise
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
 
@@ -44,6 +46,7 @@ class RolloutLoop:
         self.env, self.policy, self.current, self.ledger = env, policy, current, ledger
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.version = 0
+        self.times: StepTimes | None = None  # times the steps of a rollout; None: of this one nobody does
         self.at = np.zeros(1, np.int64)  # the step it is at; elsewhere if somebody else is to see it
         spec = env.spec
         self.lanes = range(spec.lanes)
@@ -69,10 +72,8 @@ class RolloutLoop:
         """New episodes in `lanes`, at the border between two rollouts."""
         try:
             self.env.reset(lanes, self.current, seeds)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         chosen = list(lanes)
         self.due = sorted({*self.due}.difference(chosen))
         if self.ledger is not None:
@@ -90,9 +91,11 @@ class RolloutLoop:
         act, step, reset, at = policy.act, self.env.step, self.env.reset, self.at
         forget = policy.forget if policy.remembers else None
         after_step = self.env.after_step if self.env.has_after_step else None
+        if self.times is not None:
+            act, step, reset, after_step = self.times.around(act, step, reset, after_step)
         lanes: Sequence[int] = self.lanes
         resets = self.reset_when_done
-        ends = _Ends(slot, self._keys.observation)
+        ends = EpisodeEnds(slot, self._keys.observation)
         when, where, compact = ends.when, ends.where, ends.compact
         due: list[int] = []  # lanes that ended and are not reset in this rollout
         self.due = lanes  # if this rollout is broken off (Ctrl-C), nobody knows where the lanes are: begin anew
@@ -155,7 +158,7 @@ class RolloutLoop:
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
 
-    def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: _Ends, due: list[int]) -> None:
+    def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: EpisodeEnds, due: list[int]) -> None:
         """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""
         if steps < slot.layout.steps:  # a short rollout: `current` is not the last row's `after`
             for mine, last in zip(self.current, row.after):
@@ -164,41 +167,12 @@ class RolloutLoop:
             slot.finals = ends.finals(slot, steps, self.current)
         try:
             policy.end(slot, steps)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"the policy raised {cause!r}") from cause
+            reraise("the policy", cause)
         if self.ledger is not None:
             when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
             self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
         self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
-
-
-class _Ends:
-    """Where episodes ended in a rollout; of a compact slot, which has no column for it, also what they ended with."""
-
-    def __init__(self, slot: Slot, observation: Sequence[Key]) -> None:
-        self.when: list[int] = []  # steps
-        self.where: list[int] = []  # lanes
-        self.compact = {i: key for i, key in enumerate(observation) if ("next", *key) not in slot.arrays}
-        self._kept: list[tuple[int, list[int], list[np.ndarray[Any, Any]]]] = []
-
-    def keep(self, step: int, lanes: list[int], rows: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Keep the successors of these lanes: no later row has them as its observation."""
-        self._kept.append((step, lanes, [rows[i][lanes] for i in self.compact]))
-
-    def finals(self, slot: Slot, steps: int, current: Sequence[np.ndarray[Any, Any]]) -> Finals:
-        """All that was kept, and where the other lanes are now: the batch ends, their episodes do not."""
-        over = {lane for step, lane in zip(self.when, self.where) if step == steps - 1}
-        self.keep(steps - 1, [lane for lane in range(slot.layout.lanes) if lane not in over], current)
-        kept = self._kept
-        return Finals(
-            lane=np.array([lane for _, lanes, _ in kept for lane in lanes], np.int64),
-            step=np.repeat([t for t, _, _ in kept], [len(lanes) for _, lanes, _ in kept]),
-            values={key: np.concatenate([v[n] for _, _, v in kept]) for n, key in enumerate(self.compact.values())},
-            steps=slot.layout.steps,
-            size=slot.layout.batch_size,
-        )
 
 
 def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
@@ -219,9 +193,16 @@ def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
 
 
 def columns_of(
-    spec: EnvSpec, policy: Policy, *, ids: bool, mask: bool, version: bool, compact: bool = False, cut: bool = False
+    spec: EnvSpec,
+    policy: Policy,
+    *,
+    ids: bool,
+    mask: bool,
+    version: bool,
+    compact: bool = False,
+    more: Mapping[Key, Leaf] | None = None,
 ) -> dict[Key, Leaf]:
-    """Every column of a batch, flags first so that they lie side by side."""
+    """Every column of a batch, flags first so that they lie side by side; `more`: further ones."""
     check_names(spec, {READY} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
     taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
@@ -244,8 +225,7 @@ def columns_of(
         columns[TRAJ_IDS] = whole
     if mask or spec.rows != "whole":
         columns[MASK] = Leaf((), torch.bool)
-    if cut:
-        columns[CUT] = Leaf((), torch.bool)
+    columns.update(more or {})
     if version:
         columns[VERSION] = columns[("next", *VERSION)] = whole
     return columns

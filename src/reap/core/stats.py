@@ -1,194 +1,221 @@
 """Stats: what a worker has seen, counted once per rollout with whole-array arithmetic.
 
-worker ──► Stats ──► episodes that ended, how long ago ──► EpisodeWindow ──► means over the last hundred of all workers
+worker ──► Stats ──┬──► counts ──────────────────────────────────────────┐
+                   └──► episodes that ended ──► EpisodeLog ──► summary ──┴──► `collector.stats()`
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reap.core.columns.skipped_rows import running
+from reap.core.measuring.episode_log import (
+    COLUMNS,
+    DISCOUNTED,
+    KEPT,
+    LANE,
+    LENGTH,
+    RETURN,
+    SECONDS,
+    SUMMARY,
+    TERMINATED,
+    TIME,
+    VERSION,
+    EpisodeLog,
+    Episodes,
+    UntoldEpisodes,
+)
+from reap.core.measuring.times import EVERY, StepTimes
 
-RECENT = 100
+Array = np.ndarray[Any, Any]
 _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
-Episodes = np.ndarray[
-    Any, np.dtype[np.float64]
-]  # [n, 3]: when each ended (seconds, perf_counter), its return and length
+_OPEN = ("open_return", "open_discounted", "open_length")
 TOLD = (
     "episodes",
-    "mean_return",
-    "mean_length",
     "nan_rewards",
     "collect_seconds",
     "frames_per_second",
-)  # of a worker's summary, in this order
-_NONE: Episodes = np.zeros((0, 3))
+    "env_seconds",
+    "policy_seconds",
+    "transport_seconds",
+    "wait_seconds",
+)  # what a worker counts, in the order in which it travels
+_SPLIT = ("env_seconds", "policy_seconds", "loop_seconds", "transport_seconds", "wait_seconds")
 
 
-class EpisodeWindow:
-    """The last hundred episodes of several workers, in the order in which they ended."""
+class SoFar(NamedTuple):
+    """Of every frame of a rollout: return and length of its episode so far, itself included."""
 
-    def __init__(self) -> None:
-        self._kept = self._untold = _NONE
-
-    def add(self, episodes: Episodes, *, shift: float = 0.0) -> None:
-        """Episodes that have ended; `shift` is what their clock is behind ours."""
-        if not len(episodes):
-            return
-        new = episodes + (shift, 0.0, 0.0) if shift else episodes
-        self._kept = _latest(self._kept, new)
-        self._untold = _latest(self._untold, new)
-
-    def state(self) -> torch.Tensor:
-        """Those it holds, to go on from elsewhere: how long ago each ended, return and length."""
-        return torch.from_numpy(self._kept - (time.perf_counter(), 0.0, 0.0))
-
-    def load(self, state: torch.Tensor) -> None:
-        """Hold these, and no others."""
-        self._kept = state.numpy() + (time.perf_counter(), 0.0, 0.0)
-
-    def ended_since(self) -> Episodes:
-        """Those that were added since this was asked before, a hundred at most."""
-        found, self._untold = self._untold, _NONE
-        return found
-
-    def means(self) -> dict[str, Any]:
-        """Mean return and length (None before the first one ends)."""
-        _, returns, lengths = self._kept.T
-        some = len(returns) > 0
-        return {
-            "mean_return": float(returns.mean()) if some else None,
-            "mean_length": float(lengths.mean()) if some else None,
-        }
-
-
-def _latest(kept: Episodes, new: Episodes) -> Episodes:
-    both = np.concatenate([kept, new])
-    return both[np.argsort(both[:, 0], kind="stable")[-RECENT:]]
+    returns: Array  # [T, N]
+    lengths: Array
 
 
 class Stats:
-    """Counts of one worker: frames, episodes, recent returns and lengths, NaN rewards, seconds spent collecting."""
+    """Counts of one worker: frames, episodes, NaN rewards, seconds; and the episodes that nobody was told of.
 
-    def __init__(self, lanes: int) -> None:
-        self.frames = 0
-        self.rollouts = 0
-        self.episodes = 0
-        self.nan_rewards = 0
-        self.seconds = 0.0
-        self.returns: deque[float] = deque(maxlen=RECENT)
-        self.lengths: deque[int] = deque(maxlen=RECENT)
+    `gamma`: discount returns too, by this.
+    """
+
+    def __init__(self, lanes: int, gamma: float | None = None) -> None:
+        self.frames = self.rollouts = self.episodes = self.nan_rewards = 0
+        self.seconds = self.loaded_seconds = 0.0  # of these, what another worker had counted
+        self.gamma = gamma
         self.open_return = np.zeros(lanes)  # of episodes that have not ended
+        self.open_discounted = np.zeros(lanes)
         self.open_length = np.zeros(lanes, np.int64)
-        self._began = 0.0
+        self._open_since = np.full(lanes, time.perf_counter())
+        self._version, self._began = 0, 0.0
         self.span = (0.0, 0.0)  # of the last rollout
-        self._fresh = _NONE  # episodes that ended in the last rollout: when (as a share of it), return, length
-        self._untold = _NONE  # episodes that nobody was told of: when, return, length
+        self._untold = UntoldEpisodes()
+        self._times = StepTimes()
 
-    def begin(self) -> None:
-        """Note when a rollout starts."""
-        self._began = time.perf_counter()
+    def begin(self, version: int = 0) -> StepTimes | None:
+        """A rollout starts, with weights of this version; returns what times its steps, if they are to be timed."""
+        self._began, self._version = time.perf_counter(), version
+        return self._times if not self.rollouts or self.rollouts % EVERY == 1 else None
 
-    def end(self) -> None:
-        """A rollout is full."""
+    def end(self, times: StepTimes | None = None) -> None:
+        """A rollout is full; `times`: what its steps were timed by."""
         self.span = (self._began, time.perf_counter())
-        self.seconds += self.span[1] - self._began
-        if len(self._fresh):
-            self._fresh[:, 0] = self._began + self._fresh[:, 0] * (self.span[1] - self._began)
-            self._untold = np.concatenate([self._untold, self._fresh])[-RECENT:]
-            self._fresh = _NONE
+        seconds = self.span[1] - self._began
+        self.seconds += seconds
+        if times is not None:
+            times.end(seconds)
 
     def forget(self, lanes: Sequence[int]) -> None:
         """Episodes cut short by a reset are not counted."""
-        self.open_return[lanes] = 0.0
+        self.open_return[lanes] = self.open_discounted[lanes] = 0.0
         self.open_length[lanes] = 0
+        self._open_since[lanes] = time.perf_counter()
 
     def rollout(
         self,
-        reward: np.ndarray[Any, Any],
-        when: np.ndarray[Any, Any],
-        where: np.ndarray[Any, Any],
+        reward: Array,
+        when: Array,
+        where: Array,
         *,
         frames: int,
         mask: Any = None,
         made: Any = None,
         counted: Any = None,
-    ) -> None:
+        terminated: Any = False,
+        versions: Any = None,
+        so_far: bool = False,
+    ) -> SoFar | None:
         """Rewards `[T, N]` of one rollout, and where its episodes ended, in order of time.
 
         `mask` says what is a frame; or `made`, how many each lane made, where they are its first ones. `counted`: which
-        of the ends are ends of episodes; the others were cut.
+        of the ends are ends of episodes; the others were cut. `terminated` and `versions` are of the frames that ended
+        one. Returns what `so_far` asks for.
         """
         self.rollouts += 1
         self.frames += frames
         total = running(np.add, reward, np.empty(reward.shape))
         if not np.isfinite(total[-1]).all():
             self.nan_rewards += int(np.isnan(reward).sum())
-            running(np.add, np.where(np.isfinite(reward), reward, 0.0), total)  # one NaN must not spoil every return
-        count: np.ndarray[Any, Any] = (
-            np.arange(1, len(total) + 1)[:, None] if mask is None else np.cumsum(mask, axis=0, dtype=np.int32)
-        )
-        count = np.broadcast_to(count, total.shape)
-        in_all = count[-1] if made is None else made
-        if len(when):
-            order = np.argsort(where * len(total) + when, kind="stable")  # by lane, then by time
-            t, lane = when[order], where[order]
-            first = np.r_[True, lane[1:] != lane[:-1]]
-            before = np.where(first, -self.open_return[lane], np.r_[0.0, total[t, lane][:-1]])
-            began = np.where(first, -self.open_length[lane], np.r_[0, count[t, lane][:-1]])
-            returns, lengths = total[t, lane] - before, count[t, lane] - began
-            back = np.empty_like(order)
-            back[order] = np.arange(len(order))
-            recent = (back if counted is None else back[counted])[-RECENT:]  # in time, not by lane
-            self.returns.extend(returns[recent].tolist())
-            self.lengths.extend(lengths[recent].tolist())
-            at = (t[recent] + 1) / len(total)
-            self._fresh = np.stack([at, returns[recent], lengths[recent].astype(np.float64)], 1)
-            self.episodes += len(when) if counted is None else int(np.count_nonzero(counted))
-            last = np.r_[lane[1:] != lane[:-1], True]
-            open_return, open_length = total[-1] + self.open_return, self.open_length + in_all
-            open_return[lane[last]] = total[-1, lane[last]] - total[t[last], lane[last]]
-            open_length[lane[last]] = in_all[lane[last]] - count[t[last], lane[last]]
-            self.open_return, self.open_length = open_return, open_length
+            reward = np.where(np.isfinite(reward), reward, 0.0)
+            running(np.add, reward, total)  # one NaN must not spoil every return
+        if mask is None:
+            steps = np.arange(1, len(total) + 1)
+            count: Array = np.broadcast_to(steps[:, None], total.shape)
         else:
+            count = np.cumsum(mask, axis=0, dtype=np.int32)
+        discounted = found = None
+        if so_far or self.gamma is not None:
+            began = _Beginnings(total.shape, when, where)
+            lengths = count - began.before(count, -self.open_length)
+            if self.gamma is not None:
+                discounted = running(np.add, reward * self.gamma ** (lengths - 1.0), np.empty(total.shape))
+            if so_far:
+                found = SoFar(total - began.before(total, -self.open_return), lengths)
+        in_all = count[-1] if made is None else made
+        if not len(when):
             self.open_return += total[-1]
             self.open_length += in_all
+            if discounted is not None:
+                self.open_discounted += discounted[-1]
+            return found
+        lasted = time.perf_counter() - self._began
+        ends = _LaneEnds(when, where)
+        rows = np.empty((len(when), len(COLUMNS)))
+        rows[:, TIME] = self._began + (when + 1) * (lasted / len(total))
+        rows[:, LANE] = where
+        rows[:, TERMINATED] = terminated
+        rows[:, VERSION] = self._version if versions is None else versions
+        rows[ends.order, RETURN] = ends.since(total, total[-1], self.open_return)
+        rows[ends.order, LENGTH] = ends.since(count, in_all, self.open_length)
+        if discounted is None:
+            rows[:, DISCOUNTED] = np.nan
+        else:
+            rows[ends.order, DISCOUNTED] = ends.since(discounted, discounted[-1], self.open_discounted)
+        at = rows[ends.order, TIME]
+        rows[ends.order, SECONDS] = at - ends.previous(at, self._open_since)
+        self._open_since[where] = rows[:, TIME]  # in order of time: the last one stays
+        self.ended(rows if counted is None else rows[counted])
+        return found
 
-    def ended(self, returns: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], frames: int) -> None:
-        """One rollout of so many frames, whose episodes somebody else has found, in the order in which they ended."""
+    def ended(self, rows: Episodes) -> None:
+        """These episodes have ended, in this order."""
+        self.episodes += len(rows)
+        self._untold.add(rows[-KEPT:])
+
+    def mixed_rollout(
+        self,
+        lanes: Array,
+        totals: tuple[Array, Array, Array],
+        at: Array,
+        *,
+        frames: int,
+        terminated: Any,
+        versions: Any,
+    ) -> None:
+        """One rollout of so many frames, whose episodes somebody else has found, in the order of their ends.
+
+        `totals`: their returns, lengths and discounted returns. `at`: the frame each of them ended with.
+        """
         self.rollouts += 1
         self.frames += frames
-        self.episodes += len(returns)
-        self.returns.extend(returns[-RECENT:].tolist())
-        self.lengths.extend(lengths[-RECENT:].tolist())
-        recent = [np.asarray(values[-RECENT:], np.float64) for values in (returns, lengths)]
-        self._fresh = np.stack([np.arange(1, len(recent[0]) + 1) / max(len(recent[0]), 1), *recent], 1)
+        if not len(lanes):
+            return
+        rows = np.empty((len(lanes), len(COLUMNS)))
+        lasted = time.perf_counter() - self._began
+        rows[:, TIME] = self._began + (at + 1) * (lasted / frames)
+        rows[:, RETURN], rows[:, LENGTH], rows[:, DISCOUNTED] = totals
+        rows[:, LANE] = lanes
+        rows[:, TERMINATED] = terminated
+        rows[:, VERSION] = self._version if versions is None else versions
+        ends = _LaneEnds(at, lanes)
+        moments = rows[ends.order, TIME]
+        rows[ends.order, SECONDS] = moments - ends.previous(moments, self._open_since)
+        self._open_since[lanes] = rows[:, TIME]
+        self.ended(rows)
 
     def ended_since(self) -> Episodes:
-        """The last hundred episodes that ended since this was asked before: when, return and length of each."""
-        found, self._untold = self._untold, _NONE
-        return found
+        """The episodes that ended since this was asked before."""
+        return self._untold.take()
 
     def state(self) -> dict[str, Any]:
         """Everything that is counted, to count on from elsewhere."""
         numbers = {name: getattr(self, name) for name in _COUNTS}
-        lists = {name: list(getattr(self, name)) for name in ("returns", "lengths")}
-        opened = {name: torch.from_numpy(getattr(self, name).copy()) for name in ("open_return", "open_length")}
-        return {**numbers, **lists, **opened}
+        lasted = torch.from_numpy(time.perf_counter() - self._open_since)
+        return {**numbers, **{name: torch.from_numpy(getattr(self, name).copy()) for name in _OPEN}, "lasted": lasted}
 
     def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
         """Count on from there; `opened`: the episodes that were open go on too."""
         for name in _COUNTS:
             setattr(self, name, state[name])
-        self.returns, self.lengths = (deque(state[name], maxlen=RECENT) for name in ("returns", "lengths"))
+        self.loaded_seconds = self.seconds
         if opened:
-            self.open_return, self.open_length = (state[name].numpy().copy() for name in ("open_return", "open_length"))
+            for name in _OPEN:
+                if name in state:
+                    setattr(self, name, state[name].numpy().copy())
+            if "lasted" in state:
+                self._open_since = time.perf_counter() - state["lasted"].numpy()
 
     @classmethod
     def counted(cls, lanes: int, summary: Mapping[str, Any], *, frames: int, rollouts: int) -> Stats:
@@ -199,43 +226,103 @@ class Stats:
         return stats
 
     def summary(self) -> dict[str, Any]:
-        """The counts, and means over the last hundred episodes (None before the first one ends)."""
+        """The counts. What lies between rollouts is counted by whoever asks for them."""
         return {
             "episodes": self.episodes,
-            "mean_return": float(np.mean(self.returns)) if self.returns else None,
-            "mean_length": float(np.mean(self.lengths)) if self.lengths else None,
             "nan_rewards": self.nan_rewards,
             "collect_seconds": self.seconds,
             "frames_per_second": self.frames / self.seconds if self.seconds else 0.0,
+            **self._times.shares(self.seconds),
+            "transport_seconds": 0.0,
+            "wait_seconds": 0.0,
         }
 
 
-def numbers_of(stats: dict[str, Any]) -> list[float]:
-    """What a worker has to say about its episodes, as numbers."""
+class _LaneEnds:
+    """Ends of episodes in order of time, put lane by lane."""
+
+    def __init__(self, when: Array, where: Array) -> None:
+        self.order = order = np.argsort(where, kind="stable")
+        self._when, self._lane = when[order], where[order]
+        self._first = np.ones(len(order), bool)  # of its lane
+        np.not_equal(self._lane[1:], self._lane[:-1], out=self._first[1:])
+
+    def previous(self, values: Array, opened: Array) -> Array:
+        """Of each end, the value at the end before it in its lane; of the first, what the lane opened with."""
+        found = np.empty_like(values)
+        found[1:] = values[:-1]
+        found[self._first] = opened[self._lane[self._first]]
+        return found
+
+    def since(self, total: Array, in_all: Array, opened: Array) -> Array:
+        """How much of a running total `[T, N]` came between ends; `opened` is what is open, before and afterwards."""
+        at = total[self._when, self._lane]
+        found = at - self.previous(at, -opened)
+        opened += in_all
+        last = np.ones(len(at), bool)
+        last[:-1] = self._first[1:]
+        lanes = self._lane[last]
+        opened[lanes] = in_all[lanes] - at[last]
+        return found
+
+
+class _Beginnings:
+    """Where the episode of each row of a rollout began."""
+
+    def __init__(self, shape: tuple[int, ...], when: Array, where: Array) -> None:
+        row = np.zeros(shape, np.int64)  # the last row before it; counted from 1, so that 0 is before the rollout
+        inside = when + 1 < shape[0]
+        row[when[inside] + 1, where[inside]] = when[inside] + 1
+        self._row = running(np.maximum, row, row)
+
+    def before(self, total: Array, opened: Array) -> Array:
+        """A running total as it was before the episode of each row began; `opened`: of those that were open."""
+        there = np.take_along_axis(total, np.maximum(self._row - 1, 0), 0)
+        return np.where(self._row > 0, there, opened)
+
+
+def numbers_of(stats: Mapping[str, Any]) -> list[float]:
+    """What a worker has counted, as numbers."""
     return [np.nan if stats[name] is None else stats[name] for name in TOLD]
 
 
-def stats_of(numbers: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """The statistics encoded by `numbers_of`."""
+def stats_of(numbers: Array) -> dict[str, Any]:
+    """The counts encoded by `numbers_of`."""
     told = {name: None if np.isnan(value) else value for name, value in zip(TOLD, numbers.tolist())}
     return told | {name: int(told[name] or 0) for name in ("episodes", "nan_rewards")}
 
 
-def counted_on(before: Mapping[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    """The statistics of a worker that has taken the place of another, which had counted so much."""
-    if not before["episodes"] and not before["collect_seconds"]:
-        return stats
-    sums = {name: before[name] + stats[name] for name in ("episodes", "nan_rewards", "collect_seconds")}
-    latest = stats if stats["episodes"] else before
-    return {**stats, **sums, **{name: latest[name] for name in ("mean_return", "mean_length")}}
+def counted_on(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
+    """The counts of a worker that has taken the place of another, which had counted so much."""
+    return {**stats, **{name: _sum([before[name], stats[name]]) for name in TOLD if name != "frames_per_second"}}
 
 
-def together(stats: Sequence[Mapping[str, Any]], window: EpisodeWindow) -> dict[str, Any]:
-    """The workers' counts as one: sums of counts, means over the last episodes of all of them."""
+def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The counts of several workers as one: their sums, but for `collect_seconds`, the longest of them."""
+    found = {name: _sum([one[name] for one in stats]) for name in TOLD}
+    return found | {"collect_seconds": max((one["collect_seconds"] for one in stats), default=0.0)}
+
+
+def told(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None = None) -> dict[str, Any]:
+    """What `stats()` says of workers, or of one: counts, the last hundred episodes, and where the time went."""
+    counts = together(stats)
+    in_rollouts = sum(one["collect_seconds"] for one in stats)
+    split = {**counts, "loop_seconds": None}
+    if counts["env_seconds"] is not None:
+        split["loop_seconds"] = max(in_rollouts - counts["env_seconds"] - counts["policy_seconds"], 0.0)
+    known = {name: stats[0][name] for name in SUMMARY if len(stats) == 1 and name in stats[0]}
     return {
-        "episodes": sum(s["episodes"] for s in stats),
-        **window.means(),
-        "nan_rewards": sum(s["nan_rewards"] for s in stats),
-        "collect_seconds": max((s["collect_seconds"] for s in stats), default=0.0),
-        "frames_per_second": sum(s["frames_per_second"] for s in stats),
+        "episodes": counts["episodes"],
+        **log.summary(worker),
+        **known,  # where a worker cannot say how each of them ended
+        "nan_rewards": counts["nan_rewards"],
+        "collect_seconds": counts["collect_seconds"],
+        "frames_per_second": counts["frames_per_second"],
+        **{name: split[name] for name in _SPLIT},
     }
+
+
+def _sum(values: Sequence[float | None]) -> Any:
+    """None where nothing is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known or not values else None

@@ -29,10 +29,11 @@ from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
-from reap.core.slot import FRAME, MASK, Layout, Pool, Slot, State
+from reap.core.slot import CUT, EPISODE_COLUMNS, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
+from reap.failures import Rebuilds
 from reap.seeding import chain
 from reap.spec import EnvSpec, Key, Leaf, show_keys
 
@@ -55,6 +56,8 @@ class Plan:
     reset_at_each_iter: bool = False
     track_traj_ids: bool = True
     track_policy_version: bool = False
+    track_episodes: bool = False  # columns with return and length of each frame's episode so far
+    gamma: float | None = None  # by which returns of episodes are discounted too
     tell_cuts: bool = False  # a column says where failures ended trajectories
     deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
     masked: bool = False  # a column says what is a frame, also where everything is
@@ -77,6 +80,7 @@ class Worker(AnyWorker):
         parts: tuple[Env, Any] | None = None,
         same_slot: bool = False,
         ids: TrajectoryIds | None = None,
+        rebuilds: Any = None,
     ) -> None:
         self.plan = plan
         self.halting = plan.stop  # asked after every step
@@ -84,15 +88,16 @@ class Worker(AnyWorker):
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
         try:
-            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot)
+            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot, rebuilds)
         except BaseException:
             env.close()  # nobody will hold it
             raise
 
-    def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
+    def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool, budget: Any) -> None:
         self.model = model
         env.captures = plan.capture
         env.bind_policy(self.model)
+        self.rebuilds = Rebuilds(budget, env, plan)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
@@ -102,7 +107,7 @@ class Worker(AnyWorker):
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
             self.halting = self._played
-        self.stats: Stats = Stats(self.lanes)
+        self.stats: Stats = Stats(self.lanes, plan.gamma)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
@@ -113,7 +118,8 @@ class Worker(AnyWorker):
         self.random: Policy = RandomActions(spec.action, outputs, self.memory, self._draw, action_masks(spec))
         if self._noise is not None and self._draw is None:
             self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
-        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
+        skips = spec.rows == "skipping" or self.env.tells_cuts
+        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done, skips=skips)
         self.loop = RolloutLoop(
             self.env,
             self.policy,
@@ -123,6 +129,7 @@ class Worker(AnyWorker):
             reset_when_done=plan.reset_when_done,
             stop=self.halting,
         )
+        self.rebuilds.driver = self.loop.me
         self.layout = self._layout()
         if same_slot and self.layout.loose:
             raise UsageError(
@@ -135,14 +142,16 @@ class Worker(AnyWorker):
     def _layout(self) -> Layout:
         """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
         spec, plan = self.env.spec, self.plan
+        may_skip = self.env.tells_cuts or (plan.tell_cuts and not plan.compact)  # the same for all workers
+        cuts = plan.tell_cuts or self.env.tells_cuts
         columns = columns_of(
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=plan.masked or not plan.reset_when_done or self.halting is not None,
+            mask=plan.masked or not plan.reset_when_done or self.halting is not None or may_skip,
             version=plan.track_policy_version,
             compact=plan.compact,
-            cut=plan.tell_cuts or self.env.tells_cuts,
+            more=(EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {}),
         )
         if plan.compact:
             self._check_compact(columns)
@@ -156,6 +165,8 @@ class Worker(AnyWorker):
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
+            if self.env.tells_cuts and not stream:
+                columns[MASK] = Leaf((), torch.bool)  # of lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
             if self._quota is not None:
@@ -235,7 +246,7 @@ class Worker(AnyWorker):
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
         self._before_rollout()
-        self.stats.begin()
+        times = self.loop.times = self.stats.begin(self.loop.version)
         before = self.stats.frames
         policy = self.random if random else None
         self._filling = slot if self.sorter is None else self._log
@@ -244,7 +255,7 @@ class Worker(AnyWorker):
         else:
             self._fill_sorted(slot, self.sorter, policy)
         self.env.driver = self.loop.me  # an env that was handed out takes our own steps for somebody's
-        self.stats.end()
+        self.stats.end(times)
         slot.state = State.FULL
         return self.stats.frames - before
 
@@ -259,6 +270,7 @@ class Worker(AnyWorker):
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
+                sorter.dropped = self.env.dropped()
                 if self._quota is not None and self._quota.met:
                     break
             slot.clear_flags()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
@@ -77,8 +77,20 @@ class Wrapped(Env):
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
 
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        return self._env.rebuild_lanes(replace)
+
+    def restarts(self) -> int:
+        return self._env.restarts()
+
+    def dropped(self) -> Collection[int]:
+        return self._env.dropped()
+
     def explain(self) -> str:
         return self._env.explain()
+
+    def stacks(self) -> dict[str, str]:
+        return self._env.stacks()
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         self._env.set_policy_keys(outputs)

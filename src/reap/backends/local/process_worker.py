@@ -14,7 +14,7 @@ import contextlib
 import os
 import pickle
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,14 +30,18 @@ from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
-from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
+from reap.core.measuring.episode_log import UntoldEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.errors import ReapError
+from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
+_UNTOLD = 50  # milliseconds between looks whether there is room for episodes that the parent was not told of
 _LOOK = 2  # milliseconds between looks at a buffer that wants no more rows for now
 
 
@@ -72,17 +76,19 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     count = len(WorkerFiles._fields)
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
 
-    def serve(host: _ProcessWorkerServer) -> None:
-        leave_at(RolloutLoop.fill, WorkerServer._collect, _ProcessWorkerServer.serve, asked=lambda: host.control.leave)
+    def serve(host: LocalWorkerServer) -> None:
+        leave_at(
+            RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: bool(host.control.leave)
+        )
         send(connection, host.about)
-        host.serve(free)
+        host.serve(connection, free)
 
     def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
             send(connection, raised)
 
     live(
-        lambda: _ProcessWorkerServer(job, connection, files, buffer=given[count:]),
+        lambda: LocalWorkerServer(job, files, partial(send, connection), buffer=given[count:]),
         serve,
         tell=tell,
         doing=what_it_did,
@@ -98,7 +104,7 @@ class _Interruptor:
 
     def collection_stopped(self) -> bool:
         """Asked after every step."""
-        return self.control.stop
+        return bool(self.control.stop)
 
     def start_collection(self) -> None:
         """Rollouts go on to their end."""
@@ -124,14 +130,18 @@ class _Says:
         return self._stopped
 
 
-class _ProcessWorkerServer(WorkerServer):
-    """A worker and what ties it to the parent."""
+class LocalWorkerServer(WorkerServer):
+    """A worker and what ties it to its collector: memory that both see. What it tells unasked, it tells by `say`."""
 
-    def __init__(self, job: Job, connection: Connection, files: WorkerFiles, *, buffer: Sequence[int]) -> None:
-        self._connection, self._job, self._files = connection, job, files
+    settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
+
+    def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
+        self._job, self._files, self._say = job, files, say
         self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
+        self.rebuilds = RemoteRebuilds(self._tell_rebuilt)
+        self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
         if job.init is not None:
             job.init()
         plan = job.plan
@@ -144,9 +154,12 @@ class _ProcessWorkerServer(WorkerServer):
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 
-    def serve(self, free: int) -> None:
+    def _tell_rebuilt(self, error: ReapError, seconds: float) -> None:
+        self._say(EnvRebuilt(Raised.of(error, "the env"), seconds))
+
+    def serve(self, connection: Connection, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
-        calls = self._connection.fileno()
+        calls = connection.fileno()
         both, only_calls = select.poll(), select.poll()
         both.register(free, select.POLLIN)
         for poll in (both, only_calls):
@@ -155,21 +168,24 @@ class _ProcessWorkerServer(WorkerServer):
             poll = only_calls if self._free else both
             ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
             if calls in ready:
-                call, name, arguments = self._connection.recv()
-                send(self._connection, self.answer(call, name, arguments))
+                call, name, arguments = connection.recv()
+                send(connection, self.answer(call, name, arguments))
             elif self._free:
                 self._run_free()
             else:
                 data = os.read(free, 1)
                 if not data:
                     return
-                self._fill(self._slots[data[0]])
+                connection.send_bytes(self.fill(data[0]))
+                self._handed_over()
+                self._at[0] = NOWHERE
 
-    def _fill(self, slot: Slot) -> None:
+    def fill(self, index: int) -> bytes:
+        """Fill a slot: what is said of it, packed. The worker knows by itself whether its actions are random."""
+        slot = self._slots[index]
         claimed = self.control.claim(self._job.index, self._size, most=self.control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
-        self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
-        self._at[0] = NOWHERE
+        return dumps(full, "an observation") if full.loose else pickle.dumps(full)
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
@@ -181,19 +197,22 @@ class _ProcessWorkerServer(WorkerServer):
         if self.control.rest:
             return int(1000 * AGAIN)
         if self.control.claimed.sum() >= self.control.total:
-            return None
+            return _UNTOLD if self._untold else None
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
         words, index = self.control, self._job.index
+        if self._untold:
+            words.tell_ended(index, self._untold)
         if words.rest or self.writer is None or not self.writer.wanted:
             return
         self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
         before = words.claim(index, self._size, most=words.total)
         if before is not None:
             frames = self._collect(self._slots[0], random=before < words.random)
-            stats = self.worker.stats
-            words.finish(index, frames, self._size, stats.summary(), stats.ended_since())
+            self._untold.add(self.worker.ended_since())
+            words.finish(index, frames, self._size, self.counts(), self._untold)
+            self._handed_over()
         self._at[0] = NOWHERE
 
     @property
@@ -216,7 +235,7 @@ class _ProcessWorkerServer(WorkerServer):
             self._shared = SharedWeights(self._files.weights, memory.packing)
             if memory.begins:
                 self._shared.begin_with(self.tensors)
-        settle()
+        self.settle()
 
     def do_run(self) -> None:
         """From here on it needs no slots."""

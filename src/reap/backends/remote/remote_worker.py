@@ -239,6 +239,7 @@ class RemoteWorker(WorkerServer):
         else:
             self._slots.put(slot)
             self._parent.send(Message.of(full), _nothing)
+        self._handed_over()
 
     def _refresh(self) -> None:
         version = self._weights.refresh(self.tensors, self._at_least)

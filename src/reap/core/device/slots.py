@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reap.core.slot import FLAGS, TRAJ_IDS, VERSION, Layout, Slot
-from reap.core.stats import RECENT
+from reap.core.measuring.episode_log import NO_EPISODES, RECENT, Episodes
+from reap.core.slot import EPISODE_LENGTH, EPISODE_RETURN, FLAGS, TRAJ_IDS, VERSION, Layout, Slot
+from reap.core.stats import Stats
 from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf
 
 
@@ -92,9 +93,14 @@ class Lent:
 
 
 class DeviceStats:
-    """Counts of one worker; what only the device knows is fetched when `summary` asks."""
+    """Counts of one worker; what only the device knows is fetched when `summary` asks.
 
-    def __init__(self, lanes: int, device: torch.device) -> None:
+    `one_by_one`: the host's, of every episode, where that is asked for.
+    """
+
+    def __init__(self, lanes: int, device: torch.device, one_by_one: Stats | None = None) -> None:
+        self.one_by_one = one_by_one
+        self.loaded_seconds = 0.0
         self.frames = self.rollouts = 0
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)  # of one rollout: return, length, ends, NaNs
         self._in_all = torch.zeros_like(self._sums)
@@ -103,9 +109,11 @@ class DeviceStats:
         self._length = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._clock = _Clock(device)
 
-    def begin(self) -> None:
-        """Note that a rollout starts."""
+    def begin(self, version: int = 0) -> None:
+        """Note that a rollout starts, with weights of this version."""
         self._clock.start()
+        if self.one_by_one is not None:
+            self.one_by_one.begin(version)
 
     def end(self, frames: int) -> None:
         """A rollout of so many frames is full, and `rollout` has summed it."""
@@ -118,6 +126,12 @@ class DeviceStats:
         """Episodes cut short by a reset are not counted."""
         self._return.masked_fill_(mask, 0)
         self._length.masked_fill_(mask, 0)
+        if self.one_by_one is not None:
+            self.one_by_one.forget(mask.cpu().nonzero()[:, 0].tolist())
+
+    def ended_since(self) -> Episodes:
+        """The episodes that ended since this was asked before; none where nobody looks at them one by one."""
+        return NO_EPISODES if self.one_by_one is None else self.one_by_one.ended_since()
 
     def rollout(self, reward: Tensor, frames: Tensor, ends: Tensor) -> None:
         """Sum the rewards `[T, N]` of one rollout with so many `ends`.
@@ -146,27 +160,36 @@ class DeviceStats:
             if ends >= RECENT:
                 break
         seconds = self._clock.seconds()
+        summed = {"mean_return": returns / ends if ends else None, "mean_length": lengths / ends if ends else None}
         return {
+            **(summed if self.one_by_one is None else {}),
             "episodes": int(episodes),
-            "mean_return": returns / ends if ends else None,
-            "mean_length": lengths / ends if ends else None,
             "nan_rewards": int(nans),
             "collect_seconds": seconds,
             "frames_per_second": self.frames / seconds if seconds else 0.0,
+            "env_seconds": None,  # a device is given the work of both, and does it later
+            "policy_seconds": None,
+            "transport_seconds": 0.0,
+            "wait_seconds": 0.0,
         }
 
     def state(self) -> dict[str, Any]:
         """Everything that is counted, to count on from elsewhere."""
         opened = {"open_return": self._return.cpu(), "open_length": self._length.cpu()}
         sums = {"sums": self._in_all.cpu(), "recent": [one.cpu() for one in self._recent]}
-        return {"frames": self.frames, "rollouts": self.rollouts, "seconds": self._clock.seconds(), **sums, **opened}
+        each = {} if self.one_by_one is None else {"one_by_one": self.one_by_one.state()}
+        counts = {"frames": self.frames, "rollouts": self.rollouts, "seconds": self._clock.seconds()}
+        return {**counts, **sums, **opened, **each}
 
     def load(self, state: Mapping[str, Any], *, opened: bool) -> None:
         """Count on from there; `opened`: the episodes that were open go on too."""
         self.frames, self.rollouts = state["frames"], state["rollouts"]
         self._clock.go_on_at(state["seconds"])
+        self.loaded_seconds = state["seconds"]
         self._in_all.copy_(state["sums"])
         self._recent = deque([one.to(self._in_all.device) for one in state["recent"]], maxlen=RECENT)
+        if self.one_by_one is not None and "one_by_one" in state:
+            self.one_by_one.load(state["one_by_one"], opened=opened)
         if opened:
             self._return.copy_(state["open_return"])
             self._length.copy_(state["open_length"])
@@ -304,6 +327,21 @@ class DeviceLedger:
         for key in (VERSION, ("next", *VERSION)):
             if key in slot.arrays:
                 slot.arrays[key].fill_(version)  # type: ignore[attr-defined]
+
+    def account(self, slot: Slot, episodes: Stats) -> None:
+        """Every episode of a rollout that is over, found on the host: rewards and flags are copied there, each time."""
+        columns: Mapping[Key, Any] = slot.arrays
+        done, reward = columns[("next", "done")][..., 0], columns[self._reward]
+        number = reward.reshape(*done.shape, -1).to("cpu", torch.float64).mean(-1).numpy()
+        when, where = done.cpu().numpy().nonzero()
+        ended = columns[("next", "terminated")][..., 0].cpu().numpy()[when, where]
+        versions = columns[VERSION].cpu().numpy()[when, where] if VERSION in columns else None
+        found = episodes.rollout(
+            number, when, where, frames=number.size, terminated=ended, versions=versions, so_far=True
+        )
+        assert found is not None
+        columns[EPISODE_RETURN].copy_(torch.from_numpy(found.returns))
+        columns[EPISODE_LENGTH].copy_(torch.from_numpy(found.lengths))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -25,7 +25,8 @@ from reap.core.policies.recurrent_state import carry_of, needs_room
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop, columns_of
-from reap.core.slot import FLAGS, Pool, Slot, State
+from reap.core.slot import EPISODE_COLUMNS, FLAGS, Pool, Slot, State
+from reap.core.stats import Stats
 from reap.core.worker import Plan
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
@@ -63,8 +64,10 @@ class DeviceWorker(AnyWorker):
         self.halting: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
-        self.stats = DeviceStats(self.lanes, self.device)
+        one_by_one = Stats(self.lanes, plan.gamma) if plan.track_episodes else None
+        self.stats = DeviceStats(self.lanes, self.device, one_by_one)
         self.ledger = DeviceLedger(spec, self.device, self.stats)
+        self.tells_episodes = plan.track_episodes
         current: list[Any] = [
             torch.zeros(self.lanes, *leaf.shape, dtype=leaf.dtype, device=self.device)
             for leaf in spec.observation.values()
@@ -75,7 +78,14 @@ class DeviceWorker(AnyWorker):
         first = {key: value.to(self.device) for key, value in carry.items()}
         self.random = _Stepping(RandomActions(spec.action, self.policy.outputs, first, masks=action_masks(spec)))
         self.loop = RolloutLoop(env, _Stepping(self.policy), current=current, exploration=plan.exploration)
-        columns = columns_of(spec, self.policy, ids=plan.track_traj_ids, mask=False, version=plan.track_policy_version)
+        columns = columns_of(
+            spec,
+            self.policy,
+            ids=plan.track_traj_ids,
+            mask=False,
+            version=plan.track_policy_version,
+            more=EPISODE_COLUMNS if plan.track_episodes else None,
+        )
         look = BatchShape(contiguous=bool(plan.contiguous))
         self.layout = DeviceLayout(
             columns, plan.steps(self.lanes), self.lanes, batched=spec.batched, device=self.device, look=look
@@ -112,7 +122,7 @@ class DeviceWorker(AnyWorker):
     def fill(self, slot: Slot, *, random: bool = False) -> int:
         """One rollout into `slot`; returns the frames made."""
         self._before_rollout()
-        self.stats.begin()
+        self.stats.begin(self.version)
         policy = self.random.policy if random else self.policy
         if policy.remembers:
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
@@ -123,6 +133,8 @@ class DeviceWorker(AnyWorker):
         policy.end(slot, slot.layout.steps)
         self.ledger.stamp(slot, self.loop.stamp)
         frames = slot.layout.steps * self.lanes
+        if self.stats.one_by_one is not None:
+            self.ledger.account(slot, self.stats.one_by_one)
         self.stats.end(frames)
         slot.state = State.FULL
         return frames

@@ -6,13 +6,14 @@ stream   1 3 0 2 0 1 …  ──► the first F of them    lane by lane in order
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from reap.core.lanes.ready import Sorter
 from reap.core.ledger import Ledger
-from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import Key
 
 ENV_INDEX: Key = ("env_index",)
@@ -33,7 +34,7 @@ class Stream(Sorter):
         frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
-        for key in (*self._roots, *self._nexts):
+        for key in self._held[0][1]:
             column = self._held[0][1][key]
             if len(self._held) > 1:
                 column = np.concatenate([chunk[key] for _, chunk in self._held])
@@ -45,7 +46,7 @@ class Stream(Sorter):
         arrays[ENV_INDEX][...] = lanes
         if ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
-        ids = _account(ledger, lanes, arrays[("next", "done")][..., 0], arrays[ledger.reward])
+        ids = _account(ledger, lanes, arrays)
         if TRAJ_IDS in arrays:
             arrays[TRAJ_IDS][...] = ids
         if CUT in arrays:
@@ -56,38 +57,69 @@ class Stream(Sorter):
                 array[frames:] = -1 if key == TRAJ_IDS else 0
 
 
-def _account(ledger: Ledger, lanes: Array, done: Array, reward: Array) -> Array:
+def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
     """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
 
-    Put lane after lane, trajectories are segments; one pass over their borders finds them all.
+    Put lane after lane, trajectories are segments; one pass over their borders finds them all. Where a failure
+    has cut one off, what it had is not counted.
     """
-    frames, stats = len(lanes), ledger.stats
-    number = reward.reshape(frames, -1).mean(-1, dtype=np.float64)
+    frames, stats, done = len(lanes), ledger.stats, arrays[("next", "done")][..., 0]
+    number = arrays[ledger.reward].reshape(frames, -1).mean(-1, dtype=np.float64)
     if not np.isfinite(number).all():
         stats.nan_rewards += int(np.isnan(number).sum())
         number = np.where(np.isfinite(number), number, 0.0)
     order = np.argsort(lanes, kind="stable")
-    lane, over = lanes[order], done[order]
+    cut = arrays[CUT] if CUT in arrays else np.zeros(frames, bool)
+    lane, over, anew = lanes[order], done[order], cut[order]
     new_lane = np.r_[True, lane[1:] != lane[:-1]]
-    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]])
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | anew)
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
-    whose, open_before, ended = lane[starts], new_lane[starts], over[ends]
-    returns = np.add.reduceat(number[order], starts)
-    counts = lengths.copy()
-    returns[open_before] += stats.open_return[whose[open_before]]
-    counts[open_before] += stats.open_length[whose[open_before]]
-    in_time = np.flatnonzero(ended)[np.argsort(order[ends[ended]])]  # ended trajectories, in the order of their ends
-    stats.ended(returns[in_time], counts[in_time], frames)
+    whose, ended = lane[starts], over[ends]
+    first, anew = new_lane[starts], anew[starts]  # of its lane; after a failure
+    open_before = first & ~anew
+
+    def opened(values: Array) -> Array:
+        return np.where(open_before, values[whose], 0)
+
+    before = opened(stats.open_length)
+    place = np.arange(frames) - np.repeat(starts - before, lengths)  # of each frame in its episode
+    opened_with = opened(stats.open_return)
+    returns = np.add.reduceat(number[order], starts) + opened_with
+    counts = lengths + before
+    discounted = np.full(len(starts), np.nan)
+    if stats.gamma is not None:
+        weighed = number[order] * float(stats.gamma) ** place
+        discounted = np.add.reduceat(weighed, starts) + opened(stats.open_discounted)
+    closed = ended | np.r_[anew[1:] & ~first[1:], False]
+    in_time = np.flatnonzero(closed)[np.argsort(order[ends[closed]])]  # ended trajectories, in the order of their ends
+    whole = in_time[ended[in_time]]
+    at = order[ends[whole]]
+    stats.mixed_rollout(
+        whose[whole],
+        (returns[whole], counts[whole], discounted[whole]),
+        at,
+        frames=frames,
+        terminated=arrays[("next", "terminated")][at, 0],
+        versions=arrays[VERSION][at] if VERSION in arrays else None,
+    )
     last = np.r_[whose[1:] != whose[:-1], True]  # of each lane
-    stats.open_return[whose[last]] = np.where(ended, 0.0, returns)[last]
-    stats.open_length[whose[last]] = np.where(ended, 0, counts)[last]
+    for mine, values in zip(
+        (stats.open_return, stats.open_length, stats.open_discounted), (returns, counts, discounted)
+    ):
+        mine[whose[last]] = np.where(ended, 0, values)[last]
+    if EPISODE_RETURN in arrays:
+        arrays[EPISODE_LENGTH][order] = place + 1
+        total = np.cumsum(number[order])
+        total -= np.repeat(total[starts] - number[order][starts] - opened_with, lengths)
+        arrays[EPISODE_RETURN][order] = total
 
     ids = np.empty(len(starts), np.int64)
     ids[open_before] = ledger.ids[whose[open_before]]
+    ids[first & anew] = ledger.counter.take(int(np.count_nonzero(first & anew)))
     following = np.empty(len(starts), np.int64)
     following[in_time] = ledger.counter.take(len(in_time))
-    ids[1:][~open_before[1:]] = following[:-1][~open_before[1:]]
+    ids[1:][~first[1:]] = following[:-1][~first[1:]]
     ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
     column = np.empty(frames, np.int64)
     column[order] = np.repeat(ids, lengths)

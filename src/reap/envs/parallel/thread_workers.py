@@ -1,13 +1,14 @@
 """Lanes stepped by threads of this process: one per group. For envs that wait (for a simulator, a socket, a GPU).
 
 Threads share the interpreter: envs that compute in Python step one after another, whatever their number, and are better
-kept in processes. A thread cannot be ended from outside either: an env that hangs is reported, and its thread left
-behind when the workers are closed.
+kept in processes. A thread cannot be ended from outside either: an env that raised is made anew in its thread, but one
+that hangs is reported, and its thread left behind when the workers are closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -26,9 +27,22 @@ from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
-from reap.envs.parallel.env_child import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
+from reap.envs.parallel.env_child import (
+    BEGIN,
+    DRAW,
+    PING,
+    REBUILD,
+    UNSEEDED,
+    Rebuilt,
+    RebuiltLanes,
+    Traits,
+    advance,
+    begin_some,
+    built,
+)
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
-from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.errors import ReapError, SpecMismatch, WorkerRaised, WorkerSilent
+from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
 
@@ -40,10 +54,12 @@ class Orders(Protocol):
     def put(self, order: Any) -> None: ...
 
 
-class EnvThread:
-    """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
+class LaneGroup:
+    """Lanes, `[first, last)` of all, of one env. What it answers goes to `answers`: its number and an error."""
 
-    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
+    def __init__(
+        self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any, *, rebuild: bool = False
+    ) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
         self.silent = False  # whether it was found to be: nobody waits for it any more
@@ -52,27 +68,62 @@ class EnvThread:
         self.row: Row
         self.into: list[np.ndarray[Any, Any]] = []
         self.seeds = np.zeros(0, np.int64)
-        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
-        self.thread.start()
+        self.action: Mapping[Key, Leaf] = {}  # what actions look like
+        self._rebuild = rebuild  # whether envs that raise are made anew in their place
+        self.rebuilt: RebuiltLanes | None = None  # what is to be told of that
+        self._begin()
 
-    def _live(self) -> None:
-        wake_in_time()
+    def _begin(self) -> None:
+        """Build the env, somewhere, and say so."""
+        raise NotImplementedError
+
+    def _build(self) -> bool:
+        """Build the env; whether that has worked."""
         try:
-            env = self.env = built(self._makers, self._limit)
+            self.env = self._built()
         except BaseException as error:
             self.answers.put((self.number, _told(error), 0))
-            return
+            return False
+        self.answers.put((self.number, None, 0))
+        return True
+
+    def obey(self, order: tuple[int, Sequence[int] | None, int]) -> None:
+        """Do what is asked, and answer."""
         try:
-            self.answers.put((self.number, None, 0))
-            while (order := self.orders.get()) is not None:
-                try:
-                    self._obey(env, order[0], order[1])
-                except BaseException as error:
-                    self.answers.put((self.number, _told(error), 0))
-                else:
-                    self.answers.put((self.number, None, order[2]))
-        finally:
+            if order[0] == REBUILD:
+                self._anew()
+            else:
+                self._obey(self.env, order[0], order[1])
+        except self.lets_out:
+            raise
+        except BaseException as error:
+            self.answers.put((self.number, _told(error), 0))
+        else:
+            rebuilt = self.rebuilt
+            told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
+            self.answers.put((self.number, told, order[2]))
+
+    def _built(self) -> Env:
+        env = built(self._makers, self._limit)
+        self.rebuilt = RebuiltLanes(env) if self._rebuild else None
+        return env
+
+    def _anew(self) -> None:
+        """Put another env in the place of one that raised, at the beginning of an episode."""
+        env = self.env
+        with contextlib.suppress(Exception):  # it has failed before
             env.close()
+        new = self._built()
+        try:
+            joint_spec([env.spec, new.spec])
+            if new.spec.lanes != env.spec.lanes:
+                raise SpecMismatch(f"the env that was made anew has {new.spec.lanes} lanes, not {env.spec.lanes}")
+            new.expect(self.action)
+            begin_some(new, range(new.spec.lanes), self.into, self.seeds)
+        except BaseException:
+            new.close()
+            raise
+        self.env = new
 
     def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
@@ -81,17 +132,79 @@ class EnvThread:
         elif what == DRAW:
             env.draw(self.row)
         elif what != PING:
-            advance(env, chosen, self.row, self.into)
+            advance(env, chosen, self.row, self.into, self.rebuilt)
+
+    where = ""  # of its lanes, as errors tell it
+    lets_out: tuple[type[BaseException], ...] = ()  # what is not told as an answer
 
     @property
     def name(self) -> str:
         lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
-        return f"of {lanes} (thread {self.thread.name})"
+        return f"of {lanes} ({self.where})"
 
     def stack(self) -> str:
-        """Where the thread is right now."""
+        """Where its thread is right now."""
+        raise NotImplementedError
+
+    def let_end(self, timeout: float) -> bool:
+        """Wait so many seconds at most until its env is closed; whether it is."""
+        raise NotImplementedError
+
+
+class EnvThread(LaneGroup):
+    """Lanes in a thread of their own."""
+
+    def _begin(self) -> None:
+        self.where = f"thread reap-lanes-{self.number}"
+        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{self.number}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        wake_in_time()
+        if self._build():
+            try:
+                while (order := self.orders.get()) is not None:
+                    self.obey(order)
+            finally:
+                self.env.close()
+
+    def let_end(self, timeout: float) -> bool:
+        if self.thread is threading.current_thread():  # a finalizer runs anywhere
+            return True
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    def stack(self) -> str:
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+class InlineEnv(LaneGroup):
+    """Lanes that are stepped by whoever asks for it, at once: for a debugger."""
+
+    where, lets_out = "in this process", (KeyboardInterrupt,)
+    closed = False
+
+    def _begin(self) -> None:
+        self.orders = self
+        self._build()
+
+    def put(self, order: Any) -> None:
+        """Do it."""
+        if order is not None:
+            self.obey(order)
+        elif hasattr(self, "env") and not self.closed:
+            self.closed = True
+            self.env.close()
+
+    def get(self) -> None:
+        """Nobody waits for orders here."""
+
+    def let_end(self, timeout: float) -> bool:
+        return True
+
+    def stack(self) -> str:
+        return "(in this process: it is stepped by whoever asks for it)"
 
 
 def _told(error: BaseException) -> Exception:
@@ -113,18 +226,21 @@ class ThreadWorkers(LaneWorkers):
         timeout: float | None = None,
         limit: int | None = None,
         orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
+        kind: type[LaneGroup] = EnvThread,
+        on_failure: FailurePolicy | None = None,
+        rebuild: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(on_failure)
+        self._rebuild = rebuild or self.on_failure.action == "restart"  # envs that raise are made anew in their place
+        self._building = True
         self.timeout = timeout
-        self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Exception | Rebuilt | None, int]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
-        self.threads: list[EnvThread] = []
+        self.threads: list[LaneGroup] = []
         try:
-            for n, own in enumerate(makers):
-                self._away[n] = time.monotonic()
-                self.threads.append(EnvThread(n, own, limit, self.queue, orders(n)))
-                self.answered()  # one after another: imports that go in circles fail when threads meet in them
+            for n, own in enumerate(makers):  # one after another: imports that go in circles fail when threads meet
+                self._build(n, functools.partial(self._start, n, kind, own, limit, orders(n)))
             self.spec, self.bounds = joint_spec([worker.env.spec for worker in self.threads])
             self.traits = joint_traits([Traits(worker.env.has_after_step, worker.env.draws) for worker in self.threads])
         except BaseException:
@@ -136,6 +252,23 @@ class ThreadWorkers(LaneWorkers):
             worker.first, worker.last = first, last
             worker.into = [array[first:last] for array in self.first]
             worker.seeds = self._seeds[first:last]
+        self._building = False
+
+    def _build(self, n: int, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except WorkerSilent:  # its thread is still in there
+            raise
+        except ReapError as error:
+            if self.on_failure.chosen_for(error, building=True) != "restart":
+                raise
+            self.budget.replace(n, error, start)
+
+    def _start(self, n: int, kind: type[LaneGroup], makers: Any, limit: int | None, orders: Orders) -> None:
+        """Start a thread, and wait until its env is there."""
+        self._away[n] = time.monotonic()
+        self.threads[n:] = [kind(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
+        self.answered()
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
@@ -144,8 +277,11 @@ class ThreadWorkers(LaneWorkers):
         columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
         whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
         keys = RowKeys(self.spec)
+        if self._comebacks:
+            self.settle()
         for worker in self.threads:
             worker.env.expect(action)
+            worker.action = dict(action)
             spec = worker.env.spec
             layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
             own = Slot(layout, 0, {key: array[:, worker.first : worker.last] for key, array in whole.arrays.items()})
@@ -158,7 +294,7 @@ class ThreadWorkers(LaneWorkers):
         assert self._row is not None
         return self._row
 
-    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
@@ -177,13 +313,39 @@ class ThreadWorkers(LaneWorkers):
             except queue.Empty:
                 return []
         found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
+        if self.dropped:  # one that hung may answer after all
+            found = [one for one in found if self.bounds[one[0]][0] not in self.dropped]
         for group, error, _ in found:
-            if error is not None:
-                raise self._named(error, self.threads[group])
-        return [(group, token) for group, _, token in found]
+            if isinstance(error, Rebuilt):
+                self._count_rebuilt(group, error)
+            elif error is not None:
+                self._lose(group, self._named(error, self.threads[group]))
+        return [(group, token) for group, error, token in found if not isinstance(error, Exception)]
+
+    def _count_rebuilt(self, group: int, rebuilt: Rebuilt) -> None:
+        worker = self.threads[group]
+        for raised, seconds in rebuilt.told:
+            self.budget.count_rebuilt(group, self._named(raised.unpack(), worker), seconds)
+        self.cut.update(worker.first + lane for lane in rebuilt.cut)
+
+    def _lose(self, unit: int, error: ReapError) -> None:
+        if self._building:
+            raise error
+        if isinstance(error, WorkerSilent) and self.on_failure.action == "restart":
+            why = "no thread can be ended from outside, so that none can take its place: let envs that may hang be"
+            error.args = (f"{error.args[0]}\n({why} in processes, by backend='multiprocessing')", *error.args[1:])
+            raise error
+        super()._lose(unit, error)
+
+    def _retire(self, unit: int) -> None:
+        if self.on_failure.action == "drop":
+            self.threads[unit].orders.put(None)
+
+    def _start_again(self, unit: int) -> None:
+        self.threads[unit].orders.put((REBUILD, None, 0))
 
     @staticmethod
-    def _named(error: Exception, worker: EnvThread) -> ReapError:
+    def _named(error: Exception, worker: LaneGroup) -> ReapError:
         if not isinstance(error, ReapError):
             told = WorkerRaised(f"the env raised {error!r}")
             told.__cause__ = error
@@ -211,19 +373,14 @@ class ThreadWorkers(LaneWorkers):
             worker.orders.put(None)
         # Where one hangs, others may, too: somebody waits to be told of it.
         until = time.monotonic() + (SOON if any(worker.silent for worker in threads) else DEADLINE)
-        others = [
-            worker for worker in threads if worker.thread is not threading.current_thread()
-        ]  # a finalizer runs anywhere
-        for worker in others:
-            worker.thread.join(max(0.0, until - time.monotonic()))
-        for worker in others:
-            if worker.thread.is_alive():
-                warnings.warn(
-                    f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
-                    f"it is left behind, at:\n{worker.stack()}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+        left = [worker for worker in threads if not worker.let_end(max(0.0, until - time.monotonic()))]
+        for worker in left:
+            warnings.warn(
+                f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
+                f"it is left behind, at:\n{worker.stack()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

@@ -1,0 +1,1 @@
+"""What is measured while collecting: episodes one by one, and where the time goes."""
