@@ -192,8 +192,10 @@ class Supervisor:
         worker.working.pop(ready.slot, None)
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
-        if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
+        if ready.episodes is not None:
+            # The last moment of a rollout is, by our clock, now or earlier: the least of these differences is the best.
+            worker.clock_behind = min(worker.clock_behind, time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=worker.clock_behind)
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:

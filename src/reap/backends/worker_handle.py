@@ -31,6 +31,7 @@ class WorkerHandle:
         self._question = b""  # that call
         self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
         self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
+        self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
@@ -86,7 +87,7 @@ class WorkerHandle:
 
     def keep_counts(self) -> None:
         """Another takes its place, and counts from nothing."""
-        self._earlier = self.stats
+        self._earlier, self.clock_behind = self.stats, float("inf")
 
     def go_on(self) -> None:
         """The one that took its place is there: it is asked for what the other did not do."""

@@ -93,7 +93,10 @@ class EpisodeLog:
         new = episodes.copy()
         new[:, TIME] += shift
         new[:, WORKER] = worker
-        self._recent[worker] = _latest(self._recent.get(worker, NO_EPISODES), new)
+        before = self._recent.get(worker, NO_EPISODES)
+        if len(before):  # whatever is known of its clock, a worker's episodes stay in their order
+            np.maximum(new[:, TIME], before[-1, TIME], out=new[:, TIME])
+        self._recent[worker] = _latest(before, new)
         self._untold.add(new)
 
     def take(self) -> Episodes:
