@@ -32,6 +32,7 @@ class WorkerHandle:
         self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
         self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
         self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
+        self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
@@ -87,7 +88,7 @@ class WorkerHandle:
 
     def keep_counts(self) -> None:
         """Another takes its place, and counts from nothing."""
-        self._earlier, self.clock_behind = self.stats, float("inf")
+        self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
 
     def go_on(self) -> None:
         """The one that took its place is there: it is asked for what the other did not do."""
