@@ -32,7 +32,7 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 BELOW = {
     "core.capture": set(),
     "core.columns": set(),
-    "core.lanes": set(),
+    "core.lanes": {"core.measuring"},
     "core.measuring": set(),
     "core.policies": {"core.capture", "core.columns"},
     "core.device": {"core.measuring", "core.policies"},

@@ -17,6 +17,7 @@ from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, TorchEnv
 from reap.envs.transforms import (
     ClipReward,
     FlattenObservation,
+    FrameStack,
     GrayscaleResize,
     NormalizeObservation,
     NormalizeReward,
@@ -393,3 +394,114 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
 def test_what_cannot_be_is_told(make, error, told):
     with pytest.raises(error, match=told):
         make()
+
+
+# ---- stacks ---------------------------------------------------------------------------------------------------------
+
+
+class Seen(torch.nn.Module):
+    """Its action tells all it saw: the steps of the stacked frames as one number in base 10."""
+
+    def forward(self, observation):
+        return (observation[..., :, 2] * torch.tensor([100.0, 10.0, 1.0])).sum(-1, keepdim=True)
+
+
+def stacks_of(lengths, steps, size=3):
+    """Stacks `[lanes, steps, size, 3]` at the root and next, frame by frame."""
+    story = played(lengths, steps)
+    (first,) = next(story)
+    now = np.repeat(first[:, None], size, 1)
+    root, following = [], []
+    for seen, _, ended, fresh in story:
+        root.append(now.copy())
+        now = np.concatenate([now[:, 1:], seen[:, None]], 1)
+        following.append(now.copy())
+        if ended:
+            now[ended] = fresh[:, None]
+    return np.stack(root, 1).astype(np.float32), np.stack(following, 1).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [serial, lambda: ParallelEnv(3, makers())])
+@pytest.mark.parametrize("steps", [7, 1, 2])
+def test_a_policy_sees_stacks_and_a_batch_holds_each_frame_once(make, steps):
+    stack = FrameStack(3)
+    with Collector(TransformedEnv(make(), stack), Seen(), frames_per_batch=3 * steps) as c:
+        batches = [c.next() for _ in range(6)]
+    root, following = stacks_of(LENGTHS, 6 * steps)
+    frames = torch.cat([batch["frame", "observation"] for batch in batches], 1)
+    assert torch.equal(frames, torch.from_numpy(root[:, :, -1]))
+    assert "observation" not in batches[0].keys()
+    actions = torch.cat([batch["action"] for batch in batches], 1)[..., 0]
+    assert torch.equal(actions, torch.from_numpy((root[..., 2] * [100.0, 10.0, 1.0]).sum(-1).astype(np.float32)))
+    whole = [stack.restore(batch) for batch in batches]
+    assert torch.equal(torch.cat([one["observation"] for one in whole], 1), torch.from_numpy(root))
+    assert torch.equal(torch.cat([one["next", "observation"] for one in whole], 1), torch.from_numpy(following))
+    assert "frame" not in whole[0].keys()
+    assert "first" not in whole[0]["collector"].keys()
+
+
+def test_a_slot_has_room_for_one_stack():
+    plain = Collector(serial(), still, frames_per_batch=300)
+    c = Collector(
+        TransformedEnv(serial(), FrameStack(3)), lambda observation: observation[..., 0, :1], frames_per_batch=300
+    )
+    extra = c._backend.worker.layout.nbytes - plain._backend.worker.layout.nbytes
+    assert 0 < extra <= 3 * 3 * (3 * 3 * 4) + 3 * 64  # now, next and first, of three lanes; not three hundred
+
+
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+def test_stacks_of_workers_restored_on_their_way(kind):
+    stack = FrameStack(3)
+    factory = partial(lambda lengths: TransformedEnv(serial(lengths), stack), [(3, 1, 5), (2,)])
+    options = {"cat_results": 0} if kind is MultiSyncCollector else {}
+    with kind([factory, factory], Seen(), frames_per_batch=28, postproc=stack.restore, **options) as c:
+        batches = [c.next() for _ in range(4)]
+    if kind is MultiSyncCollector:
+        root, following = stacks_of([(3, 1, 5), (2,)], 28)
+        for name, want in (("observation", root), (("next", "observation"), following)):
+            got = torch.cat([batch[name] for batch in batches], 1)
+            assert torch.equal(got, torch.from_numpy(np.concatenate([want, want])))
+    else:
+        seen = batches[0]["observation"][..., 2] * torch.tensor([100.0, 10.0, 1.0])
+        assert torch.equal(seen.sum(-1, keepdim=True), batches[0]["action"])
+
+
+def test_frames_in_a_buffer_are_stored_once_and_stacked_when_sampled():
+    stack = FrameStack(3)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+    c = Collector(TransformedEnv(CountingEnv((9,)), stack), Seen(), frames_per_batch=27, replay_buffer=buffer)
+    c.next()
+    rows = buffer[:]
+    assert "first" not in rows["collector"].keys()
+    assert rows["frame", "observation"].shape == (27, 3)
+    whole = stack.restore(rows)
+    want = [t + max(t - 1, 0) + max(t - 2, 0) for t in range(9)] * 3
+    assert whole["observation"][:, :, 2].sum(-1).tolist() == want
+
+
+def test_stacks_go_on_bit_for_bit():
+    def make():
+        env = TransformedEnv(serial(), NormalizeObservation(), FrameStack(3))
+        return Collector(env, lambda observation: observation.sum((-2, -1))[..., None], frames_per_batch=15)
+
+    first, second = make(), make()
+    first.next()
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    want = [first.next() for _ in range(2)]
+    second.load_state_dict(state)
+    for batch in want:
+        got = second.next()
+        assert torch.equal(got["action"], batch["action"])
+        assert torch.equal(got["collector", "first", "observation"], batch["collector", "first", "observation"])
+
+
+def test_pictures_are_stacked_along_their_channels():
+    env = TransformedEnv(SerialEnv(2, partial(Pictures, (4,))), GrayscaleResize(10, 15), FrameStack(4))
+    assert env.observation_spec["pixels"].shape == (4, 10, 15)
+    batch = Collector(env, lambda pixels: pixels.float().mean((-3, -2, -1))[..., None], frames_per_batch=12).next()
+    assert batch["frame", "pixels"].shape == (2, 6, 1, 10, 15)
+    assert FrameStack(4).restore(batch)["pixels"].shape == (2, 6, 4, 10, 15)
+    with pytest.raises(SpecMismatch, match="put FrameStack last"):
+        TransformedEnv(serial(), FrameStack(2), NormalizeObservation("observation"))
+    with pytest.raises(UsageError, match="is stacked: leave it out"):
+        Collector(TransformedEnv(serial(), FrameStack(3)), Seen(), frames_per_batch=12, compact_obs=True)

@@ -17,6 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from reap.spec import Key, Leaf
+
+EPISODE_RETURN: Key = ("collector", "episode_return")  # of the episode of each frame, so far
+EPISODE_LENGTH: Key = ("collector", "episode_length")
+EPISODE_COLUMNS = {EPISODE_RETURN: Leaf((), torch.float64), EPISODE_LENGTH: Leaf((), torch.int64)}
 RECENT = 100  # episodes over which means and percentiles are taken
 KEPT = 100_000  # episodes that nobody has asked for: older ones are forgotten, and counted
 COLUMNS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from reap.envs.transforms.base import Transform, TransformedEnv
+from reap.envs.transforms.frame_stack import FrameStack
 from reap.envs.transforms.normalize import NormalizeObservation, NormalizeReward
 from reap.envs.transforms.observations import FlattenObservation, GrayscaleResize
 from reap.envs.transforms.rewards import ClipReward, RewardSum, ScaleReward, StepCounter, TimeLimit
@@ -10,6 +11,7 @@ from reap.envs.transforms.rewards import ClipReward, RewardSum, ScaleReward, Ste
 __all__ = [
     "ClipReward",
     "FlattenObservation",
+    "FrameStack",
     "GrayscaleResize",
     "NormalizeObservation",
     "NormalizeReward",

@@ -239,6 +239,9 @@ def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSp
             raise SpecMismatch(
                 f"{name}: keys names {show(absent[0])}; the env has the observations {show_keys(spec.observation)}"
             )
+    stacked = [key for key in found if spec.observation[key].once]
+    if stacked:
+        raise SpecMismatch(f"{name}: {show(stacked[0])} is stacked already; put FrameStack last")
     loose = [key for key in found if spec.observation[key].loose]
     if loose or not found:
         what = f"{show(loose[0])} has no fixed shape" if loose else "the env has no observation that is a tensor"
