@@ -63,7 +63,7 @@ bench-all: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks --all
 
 docs: $(VENV)/.with-docs
-	$(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 	@echo "site/index.html"
 
 clean:

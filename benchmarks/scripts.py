@@ -48,7 +48,7 @@ class Script:
 
         import reap.collectors
 
-        options = {"frames_per_batch": frames, "total_frames": -1}
+        options: dict[str, Any] = {"frames_per_batch": frames, "total_frames": -1}
         return {
             TORCHRL: torchrl.collectors.Collector(self.env(), self.wrapped(model), **options),
             REAP: reap.collectors.Collector((self.ours or self.env)(), model, **options),

@@ -7,17 +7,16 @@ drop      the others go on without it, until none is left
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reap._system.worker_log import record
 from reap.arguments import function, one_of, seconds, whole
 from reap.errors import ReapError, UsageError, WorkerDied, WrongArgument
 
-_log = logging.getLogger("reap")
 FailureAction = Literal["raise", "restart", "drop"]
 ACTIONS: tuple[FailureAction, ...] = ("raise", "restart", "drop")
 
@@ -63,9 +62,10 @@ class FailurePolicy:
         """Say in the log what happened, and tell whoever wants to know."""
         told = str(failure.cause).partition("\n")[0]
         if failure.action == "restart":
-            _log.warning("%s; started again after %.2f s (restart %d)", told, failure.seconds, failure.restarts)
+            text = "%s; started again after %.2f s (restart %d)"
+            record("restart", str(failure.worker), text, told, failure.seconds, failure.restarts)
         else:
-            _log.warning("%s; the others go on without it", told)
+            record("drop", str(failure.worker), "%s; the others go on without it", told)
         if self.tell is not None:
             self.tell(failure)
 
@@ -80,28 +80,30 @@ class RestartBudget:
         self._policy, self._lately = policy, deque[float]()
         self.count = 0
 
-    def spend(self, in_a_row: int) -> bool:
-        """Count one more, if that is allowed. `in_a_row`: so many in the same place were never there."""
+    def refusal(self, in_a_row: int) -> str | None:
+        """Count one more, if that is allowed; else why it is not.
+
+        `in_a_row`: so many in the same place were never there.
+        """
         if in_a_row >= IN_A_ROW:
-            return False
-        now, most = time.monotonic(), self._policy.max_restarts
-        while self._lately and now - self._lately[0] > self._policy.window:
+            return f"{in_a_row} in a row were started again in this place and were never there, and no more may be"
+        now, most, window = time.monotonic(), self._policy.max_restarts, self._policy.window
+        while self._lately and now - self._lately[0] > window:
             self._lately.popleft()
         if most is not None and len(self._lately) >= most:
-            return False
+            return (
+                f"{len(self._lately)} workers were started again within {window:g} s before it, and no more may be: "
+                f"max_restarts={most}, restart_window={window:g}"
+            )
         self._lately.append(now)
         self.count += 1
-        return True
+        return None
 
-    def spent(self, error: ReapError) -> ReapError:
-        """The error for the one that would have been too many."""
-        policy = self._policy
-        note = (
-            f"{len(self._lately)} workers were started again within {policy.window:g} s before it, and no more may be"
-        )
-        limits = f"max_restarts={policy.max_restarts}, restart_window={policy.window:g}"
-        error.args = (f"{error.args[0] if error.args else ''} ({note}: {limits})", *error.args[1:])
-        return error
+
+def refused(error: ReapError, why: str) -> ReapError:
+    """The error of a worker that is not started again."""
+    error.args = (f"{error.args[0] if error.args else ''} ({why})", *error.args[1:])
+    return error
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:

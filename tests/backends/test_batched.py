@@ -176,7 +176,7 @@ def test_resets_overlap():
         for _ in range(3):
             c.next()
         gate.set()
-        while not (zero := by_env([c.next()], 3)[0]).numel():
+        while not len(zero := by_env([c.next()], 3)[0]):
             pass
         assert zero["observation"][0].tolist() in ([0, 0, 1], [0, 1, 0])  # where it was before, or after
 

@@ -78,7 +78,7 @@ def test_who_steps_the_envs(options, workers, here):
 
 def test_the_signature_shows_every_option():
     names = list(inspect.signature(AsyncBatchedCollector).parameters)
-    assert names[:4] == ["create_env_fn", "policy", "max_batch_size", "min_batch_size"]
+    assert names[:4] == ["create_env_fn", "policy", "frames_per_batch", "max_batch_size"]
     assert {"env_backend", "envs_per_worker", "postproc", "replay_buffer"} <= {*names}
     assert "compact_obs" not in names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import time
 import timeit
 import warnings
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.parts.staleness import StalenessWatch
+from reap.collectors.placement import Placement
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.testing.backend import counting_lanes
 from reap.weight_update import NoWeightSyncScheme
@@ -447,6 +449,21 @@ def test_workers_in_the_background_that_are_sent_weights_at_last():
             collector.update_policy_weights_()
             adam(policy)()
             until(collector, 12 * 5)
+
+
+def test_rollouts_that_a_thread_asks_workers_for_are_counted_once(monkeypatch):
+    """As where the buffer is a Ray actor: two are too few to warn of."""
+    monkeypatch.setattr(Placement, "workers_go_on", False)
+    policy = Net()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4)
+    options = {"frames_per_batch": 12, "total_frames": 24, "replay_buffer": buffer}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with MultiSyncCollector([counting_lanes()], policy, **options) as collector:
+            adam(policy)()
+            collector.start()
+            while collector.stats()["frames"] < 24:
+                time.sleep(0.001)
 
 
 def test_a_thread_in_the_background():

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedSyncCollector
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WrongState
 from reap.testing import EchoPolicy, no_leaks
@@ -105,11 +105,12 @@ def test_weights_of_each_worker_before_the_collector():
     scheme.shutdown()
 
 
-def test_in_one_process_too():
+@pytest.mark.parametrize("kind", [Collector, AsyncBatchedCollector])
+def test_in_one_process_too(kind):
     scheme, policy = SharedMemWeightSyncScheme(), weighing(2.0)
     scheme.init_on_sender(model=policy)
     options = {"policy_factory": EchoPolicy, "weight_sync_schemes": {"policy": scheme}}
-    with Collector(healthy(), frames_per_batch=4, **options) as collector:
+    with kind([healthy()], frames_per_batch=4, **options) as collector:
         assert acted_with(collector.next()[None]) == [2.0]
         nn.init.constant_(policy.weight, 3.0)
         collector.update_policy_weights_()

@@ -249,7 +249,8 @@ def test_models_elsewhere_have_one_too():
         assert torch.equal(batch["reward_shifted"], batch["next", "reward"] + 10)
 
 
-def test_models_of_envs_in_workers_have_one_too():
+@pytest.mark.parametrize("nested", [False, True])
+def test_models_of_envs_in_workers_have_one_too(nested):
     from torchrl.envs import GymWrapper, RewardScaling, TransformedEnv
 
     class OfScaling:
@@ -263,9 +264,14 @@ def test_models_of_envs_in_workers_have_one_too():
         return TransformedEnv(GymWrapper(CountingEnv()), RewardScaling(0.0, 1.0))
 
     schemes = {"env.transform": SharedMemWeightSyncScheme(OfScaling())}
-    with MultiSyncCollector([scaled] * 2, Scaled(), frames_per_batch=8, weight_sync_schemes=schemes) as collector:
+    kind, options = MultiSyncCollector, {}
+    if nested:  # two workers inside each
+        kind, options = DistributedCollector, {"collector_class": "sync", "num_workers_per_collector": 2}
+    with kind([scaled] * 2, Scaled(), frames_per_batch=8, weight_sync_schemes=schemes, **options) as collector:
         collector.update_policy_weights_(RewardScaling(0.0, 5.0), model_id="env.transform")
-        assert [float(scale) for scale in collector.get_distant_attr("env.transform.scale")] == [5.0, 5.0]
+        scales = collector.get_distant_attr("env.transform.scale")
+        assert [float(one) for scale in scales for one in (scale if nested else [scale])] == [5.0] * (2 + 2 * nested)
+        assert collector.explain().count("policy") == 1  # all are run the same way
 
 
 def test_what_is_no_strategy():

@@ -32,6 +32,14 @@ def test_what_is_asked_of_no_worker_changes_none():
     Collector(CountingEnv(), policy, frames_per_batch=3).update_policy_weights_(worker_ids=[])
 
 
+@pytest.mark.parametrize(("old", "new"), [("devices", "device"), ("passing_devices", "storing_device")])
+def test_an_option_is_given_by_one_of_its_names(old, new):
+    with pytest.warns(DeprecationWarning), pytest.raises(UsageError, match=f"{old} and {new} are the same option"):
+        MultiSyncCollector([CountingEnv] * 2, frames_per_batch=8, **{old: "cpu", new: ["cpu", "cpu"]})
+    with pytest.warns(DeprecationWarning):
+        MultiSyncCollector([CountingEnv] * 2, frames_per_batch=8, **{old: "cpu", new: None}).shutdown()
+
+
 @pytest.mark.parametrize("bad", [[0, 4], [4, -1], [4.5, 4], ["4", 4], [True, 8]])
 def test_frames_of_each_worker_are_checked_here(bad):
     with pytest.raises(UsageError, match="frames_per_batch must be"):

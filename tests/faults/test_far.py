@@ -273,6 +273,10 @@ def test_wrong_arguments():
         ({"collector_kwargs": {"sync": True}}, "collector_kwargs holds 'sync'"),
         ({"launcher": "join", "secret_file": 3}, "secret_file must be a path, got 3"),
         ({"join_timeout": float("nan")}, "join_timeout"),
+        (
+            {"collector_class": "sync", "deterministic": True, "on_failure": "restart"},
+            "deterministic=True with on_failure='restart'.*collector_class",
+        ),
     ):
         with no_leaks(), pytest.raises(UsageError, match=words):
             DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8, **wrong)

@@ -378,3 +378,16 @@ def test_a_pool_by_hand_steps_torchrls_envs(backend):
     td = pool.rand_action(pool.reset())
     assert bool(((td["action"] >= 0.5) & (td["action"] <= 1.5)).all())
     pool.close()
+
+
+def test_a_draw_that_was_broken_off_before_it_was_sent_is_not_waited_for():
+    """Ctrl-C may come between any two lines."""
+    with Collector(Processes(2, Walk, timeout=5.0), None, frames_per_batch=8) as collector:
+        lanes = collector._backend.worker.env
+        assert lanes.draws
+        for _ in range(3):
+            for process in lanes.remotes:
+                process.owes = True
+            batch = collector.next()
+            follows = torch.where(batch["next", "done"], 0, batch["observation"] + batch["action"])
+            assert torch.equal(batch["observation"][:, 1:], follows[:, :-1])

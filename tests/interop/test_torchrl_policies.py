@@ -248,6 +248,27 @@ def test_recurrent_modules_need_no_primer_here(net):
         assert_identical(ours, theirs)
 
 
+@pytest.mark.parametrize("net", [modules.LSTMModule, modules.GRUModule])
+def test_recurrent_modules_are_captured(net):
+    """A GRU asks whether an episode begins in any lane; whatever the answer, its state is the same."""
+    made = {}
+    for library in ("torchrl", "reap"):
+        env = TransformedEnv(SerialEnv(3, lambda: GymEnv("CartPole-v1")), InitTracker())
+        torch.manual_seed(0)
+        policy = recurrent(net)
+        env.append_transform(policy[0].make_tensordict_primer())
+        env.set_seed(1)
+        collector = LIBRARIES[library].collectors.Collector(env, policy, frames_per_batch=120, total_frames=480)
+        torch.manual_seed(1)
+        made[library] = [batch.clone() for batch in collector]
+        if library == "reap":
+            assert "policy TensorDictSequential: it is captured" in collector.explain()
+        collector.shutdown()
+    assert sum(int(batch["is_init"].sum()) for batch in made["reap"]) > 6  # episodes begin, in some of the lanes
+    for ours, theirs in zip(made["reap"], made["torchrl"]):
+        assert_identical(ours, theirs)
+
+
 @pytest.mark.parametrize("takes", ["columns", "tensordict"])
 def test_names_of_outputs_beside_steps_kept_whole(takes):
     """An env with text: its steps are kept as TorchRL makes them, and what the policy returns is in them."""

@@ -53,7 +53,10 @@ from reap.weights.shared import Packing, SharedWeights
 FILES = {"torch": torch_internals, "tensordict": tensordict_internals, "torchrl": torchrl_internals}
 FRAMES = 12
 # Names that concern these worlds alone, and no others.
-_DISTRIBUTED = ("_Options", "_devices", "_timeout", "_channels", "_transports", "_init", "_init_rpc_states")
+_DISTRIBUTED = (
+    *("_Options", "_devices", "_timeout", "_channels", "_transports", "_init", "_init_rpc_states"),
+    "_update_group_membership",
+)
 APART = ("gloo", "rpc", "parallel")
 
 
@@ -188,9 +191,13 @@ def an_agent() -> list[Any]:
     with tempfile.TemporaryDirectory() as folder, torch_internals.on_loopback("TP_SOCKET_IFNAME"):
         store = FileStore(f"{folder}/store", 1)
         try:
-            torch_internals.start_rpc_agent(store, "me", 0, 1, {"rpc_timeout": 20, **torch_internals.ON_ONE_MACHINE})
+            agent = torch_internals.start_rpc_agent(
+                store, "me", 0, None, {"rpc_timeout": 20, **torch_internals.ON_ONE_MACHINE}
+            )
         except MissingDependency:
             return [turns(torch.ones(2, 2))]
+        if torch_internals.can_introduce_rpc_agents():
+            torch_internals.introduce_rpc_agent(agent, "nobody", 1, gone=True)
         found = rpc.rpc_sync("me", turns, args=(torch.ones(2, 2),))
         rpc.shutdown(graceful=False)
     return [found]

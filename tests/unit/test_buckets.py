@@ -129,3 +129,13 @@ def test_what_cannot_be_recorded_says_so():
         Collector(make, None, frames_per_batch=4, cudagraph_policy=True)
     with pytest.raises(UsageError, match="cudagraph_policy needs the policy on a CUDA device, this one is on cpu"):
         AsyncBatchedCollector([make] * 2, EchoPolicy(), frames_per_batch=4, cudagraph_policy=True)
+
+
+def test_how_a_policy_runs_is_told_wherever_its_lanes_are():
+    for kind in (Collector, AsyncBatchedCollector):
+        policy = TensorDictModule(nn.Linear(3, 1), ["observation"], ["action"])
+        with kind([lambda: GymEnv(CountingEnv())], policy, frames_per_batch=4) as collector:
+            collector.next()
+            assert collector.explain().splitlines()[-1] == (
+                "policy TensorDictModule: it runs flat, without TensorDicts"
+            )

@@ -125,8 +125,10 @@ BETWEEN_MACHINES = {"_transports": ["uv"], "_channels": ["basic"]}
 ON_ONE_MACHINE = {"_transports": ["shm"], "_channels": ["cma", "basic"]}
 
 
-def start_rpc_agent(store: Any, own: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
-    """Start this process's agent of `torch.distributed.rpc`; returns when all are there.
+def start_rpc_agent(store: Any, own: str, rank: int, size: int | None, options: Mapping[str, Any]) -> Any:
+    """Start this process's agent of `torch.distributed.rpc`, and return it when all are there.
+
+    `size` None: nobody else is waited for, and others are made known to it one by one, by `introduce_rpc_agent`.
 
     Not by `init_rpc`: that has all agents call one another, and gloo besides, before anything is done. Where torch does
     not take one of the options above, its agents choose for themselves.
@@ -143,7 +145,23 @@ def start_rpc_agent(store: Any, own: str, rank: int, size: int, options: Mapping
     known = inspect.signature(rpc.TensorPipeRpcBackendOptions).parameters
     made = rpc.TensorPipeRpcBackendOptions(**{name: value for name, value in options.items() if name in known})
     begin_gradients(rank)
-    start(TensorPipeAgent(store, own, rank, size, made, {}, []))
+    agent = TensorPipeAgent(store, own, rank, size, made, {}, [])
+    start(agent)
+    return agent
+
+
+def can_introduce_rpc_agents() -> bool:
+    """Whether an agent can be told of others that come later, and of those that are gone."""
+    from torch.distributed.rpc import TensorPipeAgent  # type: ignore[attr-defined]
+
+    return hasattr(TensorPipeAgent, "_update_group_membership")
+
+
+def introduce_rpc_agent(agent: Any, name: str, number: int, *, gone: bool = False) -> None:
+    """Let an agent know another, whose address is in its store by this name; `gone`: let it forget that one."""
+    from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
+
+    agent._update_group_membership(WorkerInfo(name, number), [], {}, not gone)
 
 
 # The guard inside torch.inference_mode. It is entered and left by C, in which Python lets no Ctrl-C in: a mode that was

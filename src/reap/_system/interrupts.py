@@ -26,6 +26,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._usual: Any = None  # the caller's handler, while ours is in its place
         self._came = False
+        self.woken = False  # whether `wake` was called
         self._ours = self._theirs = -1
 
     def open(self) -> Interrupts:
@@ -42,6 +43,7 @@ class Interrupts:
 
     def wake(self) -> None:
         """End a wait in any thread, for another reason than Ctrl-C."""
+        self.woken = True
         if self._theirs >= 0:
             os.write(self._theirs, b"!")
 
@@ -75,6 +77,20 @@ class Interrupts:
             signal.signal(signal.SIGINT, usual)
             if self._take():
                 usual(signal.SIGINT, None)
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Inside `held`: here they come at any moment, as they would without us. Code of the user's runs here."""
+        usual = self._usual
+        if usual is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.let_in()
+        signal.signal(signal.SIGINT, usual)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, self._arrive)
 
     def let_in(self) -> None:
         """Here the one that waits may come, if there is one."""

@@ -46,6 +46,7 @@ from reap._system.pickling import Packed
 from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
+from reap._system.stacks import STACK_FILE, ask_process, processes_below, told_after
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
 
@@ -117,7 +118,7 @@ class Child:
             self.sentinel, tell = os.pipe()
             undo.callback(os.close, self.sentinel)
             try:
-                self._stack = anonymous_file("reap-stack")
+                self._stack = anonymous_file(STACK_FILE)
                 undo.callback(os.close, self._stack)
                 if start == "spawn":
                     self._own = ForkServer(())
@@ -217,14 +218,12 @@ class Child:
         """Where every thread of the child is right now; empty if it does not even answer signals."""
         told = os.fstat(self._stack).st_size  # when it was asked before
         self.signal(signal.SIGUSR1)
-        deadline = time.monotonic() + patience
-        text = ""
-        while time.monotonic() < deadline:  # a signal handler in another process: there is nothing to wait on
-            before, text = text, self.stack(told)
-            if text and text == before:
-                break
-            time.sleep(0.02)
-        return text
+        return told_after(lambda: self.stack(told).encode(), patience)
+
+    def ask_stacks(self) -> dict[str, str]:
+        """The same of all processes of reap's that it has started, by name: those of its lanes."""
+        below = processes_below(self.pid) if self.pid else {}
+        return {f"{name} (pid {pid})": ask_process(pid) for pid, name in below.items()}
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it is there."""

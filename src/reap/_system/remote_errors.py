@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 import traceback
 
+from reap._system.debugging import debugger_left
 from reap._system.pickling import dumps
 from reap.errors import ReapError, WorkerRaised
 
@@ -28,9 +29,7 @@ class Raised:
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> Raised:
         """The message for what was just caught; foreign errors are told as raised by `doing`."""
-        if not isinstance(error, ReapError):
-            foreign, error = error, WorkerRaised(f"{doing} raised {error!r}")
-            error.__cause__ = foreign
+        error = debugger_left(error) or as_reap_error(error, doing)
         text = "".join(traceback.format_exception(error.__cause__ or error))
         return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
 
@@ -45,6 +44,15 @@ class Raised:
             cause.__cause__ = RemoteTraceback(self.text)
         error.__cause__ = cause if cause is not None else RemoteTraceback(self.text)
         return error
+
+
+def as_reap_error(error: BaseException, doing: str) -> ReapError:
+    """An error of reap's own: this one, or one that says that `doing` raised it."""
+    if isinstance(error, ReapError):
+        return error
+    told = WorkerRaised(f"{doing} raised {error!r}")
+    told.__cause__ = error
+    return told
 
 
 def _error_bytes(error: BaseException | None) -> bytes:

@@ -8,15 +8,14 @@ Of several that are silent, the one that has been so for longest is told of: the
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from reap._system.worker_log import record
 from reap.errors import WorkerSilent
 
 LOGGED_AFTER = 60.0  # seconds without a word, where no timeout was given
-_log = logging.getLogger("reap")
 
 
 class _Process(Protocol):
@@ -44,6 +43,7 @@ class Silence:
 
     def __init__(self, timeout: float | None) -> None:
         self.timeout = timeout
+        self.watched = True  # False: nobody is asked, however long it takes
         self._logged: dict[int, float] = {}  # the silence of each worker that is in the log already, by its beginning
 
     @property
@@ -53,6 +53,8 @@ class Silence:
 
     def patience(self, workers: Iterable[tuple[_Worker, float | None]]) -> float | None:
         """Seconds until something may have to be done; None: never, as things are."""
+        if not self.watched:
+            return None
         begun = [s for worker, s in workers if s is not None and self._logged.get(worker.index) != s]
         if begun:
             return max(0.0, min(begun) + self.limit - time.monotonic())
@@ -60,6 +62,8 @@ class Silence:
 
     def check(self, workers: Iterable[tuple[W, float | None]]) -> tuple[W, WorkerSilent] | None:
         """The one that has been silent for longer than `timeout`, and the error for it."""
+        if not self.watched:
+            return None
         now = time.monotonic()
         silent = [(s, worker) for worker, s in workers if s is not None and now - s >= self.limit]
         for since, worker in sorted(silent, key=lambda one: one[0]):
@@ -74,7 +78,8 @@ class Silence:
 def log(who: str, seconds: float, stack: str) -> None:
     """Write into the log that somebody is silent."""
     where = stack or "(it does not answer signals)"
-    _log.warning("%s sent nothing for %.0f s; with timeout=None it is waited for. Its stack:\n%s", who, seconds, where)
+    text = "%s sent nothing for %.0f s; with timeout=None it is waited for. Its stack:\n%s"
+    record("slow", who, text, who, seconds, where)
 
 
 def frozen_first(workers: Sequence[W]) -> list[W]:

@@ -181,8 +181,8 @@ class BackgroundRunner:
         try:
             workers = [worker for worker in supervisor.living if worker.joining is None]
             reports = supervisor.call("statistics", {worker.index: () for worker in workers})
-            for worker, seen in zip(workers, reports):
-                supervisor.statistics.report(worker.index, seen)
+            for index, seen in reports.items():
+                supervisor.statistics.report(index, seen)
             for worker in workers:
                 supervisor.share_statistics(worker)
         except ReapError as error:

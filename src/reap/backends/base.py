@@ -24,6 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from reap._system.interrupts import Interrupts
+from reap._system.processes import BOOT
 from reap._system.silence import Silence
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -126,6 +127,9 @@ class Backend(Protocol):
         The ids it goes on with are above all that were ever given.
         """
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
+
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
 
@@ -183,6 +187,7 @@ class Transport(Protocol):
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
     grows: ClassVar[bool]  # whether further workers can be launched later
+    startup_grace: float = BOOT  # seconds more than usual until one that is launched again says its first word
 
     def place(self, worker: WorkerHandle) -> dict[str, int]:
         """In which step and lane a worker is, as far as that can be known from outside."""

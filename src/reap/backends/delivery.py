@@ -205,7 +205,7 @@ class AsReady(Delivery):
         arrived = self._supervisor.arrived
         for _ in range(len(arrived)):
             worker, ready = arrived.popleft()
-            if worker.index not in workers or ready.since == call:
+            if worker.index not in workers or ready.since >= call:  # higher: it was started again meanwhile
                 arrived.append((worker, ready))
             else:
                 worker.uncount(ready.frames)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
 from reap.backends.base import Halted, Rollout, WorkerReport
@@ -33,7 +34,7 @@ from reap.weights.strategy import extract
 
 
 class InlineBackend:
-    """The worker is here. `same_slot` hands out one slot again and again."""
+    """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
 
     def __init__(
         self,
@@ -43,7 +44,9 @@ class InlineBackend:
         same_slot: bool = False,
         transport: WeightTransport | None = None,
         strategy: Any = None,
+        cores: Cores | None = None,
     ) -> None:
+        self._cores = cores
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
@@ -96,7 +99,10 @@ class InlineBackend:
         began = 0.0 if self.on_rollout is None else time.perf_counter()
         try:
             with self._in_env():
-                frames = worker.fill(slot, random=random)
+                if self._cores is None:
+                    frames = worker.fill(slot, random=random)
+                else:
+                    frames = staying_on(self._cores, functools.partial(worker.fill, slot, random=random))
         except BaseException:
             worker.pool.release(slot)
             raise
@@ -201,6 +207,11 @@ class InlineBackend:
         self.worker.ended_since()  # of the time before, which nobody asks for any more
         if "episodes" in state:
             self._episodes.load(state["episodes"])
+
+    def stacks(self) -> dict[str, str]:
+        inside = list(self._inside)
+        own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
+        return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
     def close(self, *, failed: bool = False) -> None:
         """Close the env; while a thread is in it, that one does so, after the step it is in."""

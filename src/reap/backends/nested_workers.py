@@ -73,7 +73,8 @@ class NestedRemoteWorker(RemoteWorker):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:
-        self.worker.mark_cut()
+        """All trajectories that were open in the workers before these have been cut."""
+        self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
         """Of every worker, as a list."""
@@ -82,9 +83,16 @@ class NestedRemoteWorker(RemoteWorker):
         except Exception as error:
             return Raised.of(error, path)
 
+    def do_apply(self, path: str, packed: bytes) -> Any:
+        """In every worker."""
+        try:
+            self.worker.call("apply", path, packed)
+        except Exception as error:
+            return Raised.of(error, path)
+
     def do_hooks(self, packed: bytes) -> None:
         """Hooks run in the workers."""
-        self.worker.set_hooks(packed)
+        self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
         self._refresh()
@@ -215,18 +223,15 @@ class _Processes:
         with self._named():
             return self._backend.set_seed(seed, static=static)
 
-    def set_hooks(self, packed: bytes) -> None:
-        """Other hooks from now on."""
+    def call(self, name: str, *arguments: Any) -> None:
+        """Ask all of them the same."""
         with self._named():
-            self._backend.set_packed_hooks(packed)
-
-    def mark_cut(self) -> None:
-        """All trajectories that were open in the workers before these have been cut."""
-        self._backend.call("mark_cut", self._backend.supervisor.everyone())
+            self._backend.call(name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
         """What is at a path, or what it returns when called, in each."""
-        return self._backend.find(path, None if call is None else [call] * len(self._backend.workers))
+        calls = None if call is None else [call] * len(self._backend.workers)
+        return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
         with self._named():

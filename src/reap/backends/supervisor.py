@@ -37,14 +37,16 @@ from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
+from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
+from reap._system.worker_log import record
 from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import StatisticsPool
-from reap.errors import NotReady, ReapError, SpecMismatch, WorkerDied
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
 FIRST = 0  # the number of what workers say unasked, when they start
 
@@ -101,9 +103,14 @@ class Supervisor:
         return new
 
     def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        answers = self.answers(workers, FIRST, grace=BOOT)
-        for worker, about in zip([worker for worker in workers if not worker.dropped], answers):
-            worker.about = about
+        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
+            self.workers[index].about = about
+            self._started(self.workers[index])
+
+    def _started(self, worker: WorkerHandle) -> None:
+        layout = worker.about.layout
+        made = "%s is there: %d lanes, rollouts of %d steps"
+        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -134,6 +141,9 @@ class Supervisor:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
                 see_to(functools.partial(self.transport.close, workers), LINGER if failed else None)
+                for worker in workers:
+                    if worker.connection is not None and not worker.dropped:
+                        record("end", str(worker.index), "worker %d was ended", worker.index)
                 self.interrupts.close()
             finally:
                 if alone:
@@ -239,6 +249,7 @@ class Supervisor:
 
     def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
@@ -248,17 +259,17 @@ class Supervisor:
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif self._budget.spend(worker.in_a_row):
+        elif (why := self._budget.refusal(worker.in_a_row)) is None:
             self._start_again(worker, error)
         else:
-            self._failure = self._budget.spent(error)
+            self._failure = refused(error, why)
 
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
-            worker.failed_at, worker.in_a_row = time.monotonic(), 0
+            worker.failed_at = time.monotonic()
         worker.in_a_row += 1
-        self._causes[worker.index] = error
+        earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
         worker.keep_counts()
@@ -268,8 +279,9 @@ class Supervisor:
             self.transport.launch([worker])
         except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
             self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
+            self._failure.__cause__ = earlier
             return
-        worker.busy_since = time.monotonic() + BOOT
+        worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
 
@@ -303,37 +315,61 @@ class Supervisor:
         if worker.asked == FIRST:  # its first words are what somebody waits for
             worker.asked = None
             worker.inbox.append(worker.about)
+        worker.in_a_row = 0
         worker.go_on()
+        self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
         seconds, cause = time.monotonic() - worker.failed_at, self._causes.pop(worker.index)
         self.on_failure.report(WorkerFailure(worker.index, cause, "restart", self.restarts, seconds))
 
+    def wait_for_newcomers(self, workers: Sequence[int]) -> None:
+        """Wait until those of these that were started again know what the others know."""
+        while any(self.workers[w].joining is not None for w in workers):
+            self.listen()
+
+    # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
+        asked: dict[str, Callable[[], Any]] = {}
+        for worker in self.living:
+            if worker.connection is not None and not worker.child.gone():
+                asked[f"worker {worker.name}"] = worker.child.ask_stack
+                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
+        found: dict[str, str] = {}
+        for name, told in all_at_once(asked).items():
+            if isinstance(told, dict):
+                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
+            else:
+                found[name] = told or "(it does not answer)"
+        return found
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> list[Any]:
-        """Wait for what each says to this call."""
+    def answers(self, workers: Sequence[WorkerHandle], call: int, grace: float = 0.0) -> dict[int, Any]:
+        """Wait for what each says to this call, and return it by the number of the worker."""
         for worker in workers:
             worker.expect_answer(call, grace)
         while not all(worker.inbox or worker.dropped for worker in workers):
             self.listen()
-        return [worker.inbox.popleft() for worker in workers if worker.inbox]
+        return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Those that were dropped, or are while they are asked, give no answer.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))
-            answers = [answer.value for answer in self.answers(workers, self.calls)]
-            workers = [worker for worker in workers if not worker.dropped]
-        for worker, answer in zip(workers, answers):
+            answers = {index: answer.value for index, answer in self.answers(workers, self.calls).items()}
+            names = {worker.index: worker.name for worker in workers}
+        for index, answer in answers.items():
             if isinstance(answer, Raised):
-                raise answer.unpack().at(worker=worker.name)
+                raise answer.unpack().at(worker=names[index])
         return answers
 
     def tell(self, name: str, *, wait: bool = True) -> None:
@@ -352,6 +388,12 @@ class Supervisor:
         """Tell a worker to make rollouts without being asked for each."""
         self.calls += 1
         worker.reached.call(dumps((self.calls, "run", ()), "run"))
+
+    def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
+        """These numbers, which are those of workers; else it raises."""
+        if unknown := [w for w in workers if not 0 <= w < len(self.workers)]:
+            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(self.workers) - 1}")
+        return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
         """The same arguments for all workers."""
@@ -393,13 +435,14 @@ class Supervisor:
 
     def drain(self, within: float | None = None) -> None:
         """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
-        began, left = time.monotonic(), within
+        began, left, heard = time.monotonic(), within, False
         with self.talking, self.interrupts.held():
             while any(worker.working for worker in self.living):
-                self.listen(within=left)
-                left = None if within is None else max(began + within - time.monotonic(), 0)
-                if left == 0:
+                if left == 0 and heard:
                     raise NotReady(f"workers are still busy after {within} s")
+                self.listen(within=left)
+                heard = True
+                left = None if within is None else max(began + within - time.monotonic(), 0)
 
 
 def fresh_entropy() -> int:

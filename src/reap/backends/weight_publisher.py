@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from reap._system.pickling import dumps
 from reap.backends.base import WeightChannel
@@ -23,6 +23,14 @@ from reap.weight_update import WeightTransport
 from reap.weights.local import as_named, by_worker, detached, fitting
 from reap.weights.shared import Packing
 from reap.weights.strategy import Extracted
+
+
+class _Given(NamedTuple):
+    """Weights that a worker was given by itself."""
+
+    data: bytes
+    version: int
+    names: frozenset[str]  # of what is in it
 
 
 class WeightPublisher:
@@ -38,8 +46,8 @@ class WeightPublisher:
         self.version = 0
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
         self._lock = threading.Lock()  # inside `talking`, if both are held
-        self._own: dict[int, tuple[bytes, int]] = {}  # weights a worker was given by itself since, and their version
-        self._loaded: tuple[bytes, int] | None = None  # those of a state that was loaded since, for who comes later
+        self._own: dict[int, tuple[_Given, ...]] = {}  # since then, what earlier ones hold and later ones leave out too
+        self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later
 
     @property
     def packing(self) -> Packing | None:
@@ -79,9 +87,7 @@ class WeightPublisher:
         chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
-        unknown = [w for w in chosen if not 0 <= w < len(workers)]
-        if unknown:
-            raise UsageError(f"there is no worker {unknown[0]}; they are 0 to {len(workers) - 1}")
+        supervisor.check_numbers(chosen)
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
         for w in chosen:
             if not own and not workers[w].about.weighs:
@@ -92,13 +98,17 @@ class WeightPublisher:
             if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
                 raise supervisor.death(worker)
         channel = None if per_worker or worker_ids is not None or own else self._channel
-        # A synchronous batch has one version: nobody publishes while it is filled.
-        turn = contextlib.nullcontext() if channel is not None and not self._in_step else supervisor.talking
-        with turn, self._lock, supervisor.interrupts.held():
+        # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
+        # on its way to weights of its own, which would be older than these.
+        at_once = channel is not None and not (self._in_step or self._own or self._loaded)
+        with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
             version = self.version + 1
             if channel is not None:
-                channel.publish(fitting(given, channel.packing.shapes, workers[0].about.needed), version)
-                self._own, self._loaded = {}, None
+                fits = fitting(given, channel.packing.shapes, workers[0].about.needed)
+                if not at_once:
+                    supervisor.wait_for_newcomers(list(self._own))
+                channel.publish(fits, version)
+                self._own, self._loaded = {}, ()
             else:
                 self._send({w: given[w] if per_worker else given for w in chosen}, version)
             self.version = version
@@ -109,7 +119,7 @@ class WeightPublisher:
         self._send(weights, self.version)
 
     def _send(self, weights: Mapping[int, Any], version: int) -> None:
-        packed: dict[int, tuple[bytes, int]] = {}
+        packed: dict[int, _Given] = {}
         for w, given in weights.items():
             about = self._supervisor.workers[w].about
             sent: Any = given
@@ -117,25 +127,34 @@ class WeightPublisher:
                 if about.packing is not None:
                     fitting(given, about.packing.shapes, about.needed)
                 sent = as_named(given)  # a module may hold what cannot travel
-            packed[w] = dumps(sent, "weights"), version
-        self._load(packed)
-        self._keep(packed)
+            packed[w] = _packed(sent, version)
+        supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
+        with supervisor.talking, supervisor.interrupts.held(), self._kept(packed):
+            supervisor.wait_for_newcomers(list(packed))  # they may be reading weights of their own, where these will be
+            calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
+            supervisor.call("load_weights", calls)
 
-    def _load(self, packed: Mapping[int, tuple[bytes, int]]) -> None:
-        transport, workers = self._supervisor.transport, self._supervisor.workers
-        calls = {w: (transport.pass_weights(workers[w], data), version) for w, (data, version) in packed.items()}
-        self._supervisor.call("load_weights", calls)
-
-    def _keep(self, packed: Mapping[int, tuple[bytes, int]]) -> None:
+    @contextlib.contextmanager
+    def _kept(self, packed: Mapping[int, _Given]) -> Iterator[None]:
+        """Workers are given these inside; whoever takes their place meanwhile is given them too. Not if one refuses."""
+        before = self._own
         if self._workers_come_later:
-            self._own.update(packed)
+            added = {w: (*_rest(before.get(w, self._loaded), one.names), one) for w, one in packed.items()}
+            self._own = {**before, **added}
+        try:
+            yield
+        except UsageError:
+            self._own = before
+            raise
 
-    def states_loaded(self, states: Mapping[int, Mapping[str, Any]], version: int) -> None:
-        """Workers have loaded these states, weights among them."""
+    @contextlib.contextmanager
+    def loading(self, states: Mapping[int, Mapping[str, Any]], version: int) -> Iterator[None]:
+        """Workers load these states inside, weights among them."""
         held = {w: state["policy_state_dict"] for w, state in states.items() if state.get("policy_state_dict")}
-        if self._workers_come_later:
-            self._keep({w: (dumps(weights, "weights"), version) for w, weights in held.items()})
-            self._loaded = self._own.get(0)
+        kept = {w: _packed(weights, version) for w, weights in held.items()} if self._workers_come_later else {}
+        with self._kept(kept):
+            yield
+            self._loaded = self._own.get(0, ())
 
     def known(self, worker: int) -> dict[str, Any] | None:
         """The weights this worker would be given now; None: nobody here knows them."""
@@ -151,7 +170,17 @@ class WeightPublisher:
     def _workers_come_later(self) -> bool:
         return self._supervisor.transport.grows or self._supervisor.on_failure.action == "restart"
 
-    def own_of(self, worker: WorkerHandle) -> tuple[Any, int] | None:
+    def own_of(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
         """What a worker that comes later is told of weights that were given to it alone, or loaded for all."""
-        own = self._own.get(worker.index, self._loaded)
-        return None if own is None else (self._supervisor.transport.pass_weights(worker, own[0]), own[1])
+        for one in self._own.get(worker.index, self._loaded):
+            yield self._supervisor.transport.pass_weights(worker, one.data), one.version
+
+
+def _packed(weights: Any, version: int) -> _Given:
+    names = frozenset[str]() if isinstance(weights, Extracted) else frozenset(map(str, weights))
+    return _Given(dumps(weights, "weights"), version, names)
+
+
+def _rest(given: Sequence[_Given], names: frozenset[str]) -> Iterator[_Given]:
+    """Of these, those that hold something else too. (What a user's strategy has made has no names, and is whole.)"""
+    return (one for one in given if one.names - names)

@@ -128,7 +128,7 @@ class WorkerBackend:
             seed, static = self._seeds[worker.index]
             again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
-        if (own := self._weights.own_of(worker)) is not None:
+        for own in self._weights.own_of(worker):
             yield "load_weights", own
         if worker.begun and not goes_on:
             yield "mark_cut", ()
@@ -204,18 +204,22 @@ class WorkerBackend:
             supervisor.drain(within)
             return self.delivery.settle()
 
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process of its lanes, is right now, by name."""
+        return self.supervisor.stacks()
+
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
-        """Ask workers (by number) something, all at once; they answer between two rollouts."""
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Ask workers (by number) something, all at once; they answer between two rollouts, each by its number."""
         return self.supervisor.call(name, arguments)
 
-    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> list[Any]:
+    def find(self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None) -> dict[int, Any]:
         """What is at `path` in each worker; or what it returns when called, with arguments of each worker's own."""
-        living = self.supervisor.living
-        packed = [None if calls is None else dumps(calls[worker.index], "arguments") for worker in living]
+        living = [worker.index for worker in self.supervisor.living]
+        packed = {w: None if calls is None else dumps(calls[w], "arguments") for w in living}
         try:
-            return self.call("find", {worker.index: (path, one) for worker, one in zip(living, packed)})
+            return self.call("find", {w: (path, one) for w, one in packed.items()})
         except ReapError as error:
             if calls is None and isinstance(error.__cause__, AttributeError):
                 raise error.__cause__ from error  # a wrong name, as it would be here
@@ -231,14 +235,10 @@ class WorkerBackend:
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
-        self.set_packed_hooks(dumps(dict(new), " and ".join(new)))
+        self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
         hooks: Hooks = changed(self._alike.get("hooks"), new)
         self._alike["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
-
-    def set_packed_hooks(self, packed: bytes) -> None:
-        """The same, with hooks that somebody has packed already."""
-        self.call("hooks", self.supervisor.everyone(packed))
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,12 @@ class WorkerBackend:
 
     def weights_of(self, worker: int) -> Any:
         """What a worker's policy holds now."""
-        return self.call("weights", {worker: ()})[0]
+        workers = self.supervisor.check_numbers([worker])
+        answers = self.call("weights", dict.fromkeys(workers, ()))
+        if not answers:
+            living = ", ".join(str(one.index) for one in self.supervisor.living)
+            raise WrongState(f"worker {worker} has failed and was dropped; there are workers {living}")
+        return answers[worker]
 
     # ---- seeds and state ------------------------------------------------------------------------------------------
 
@@ -295,12 +300,12 @@ class WorkerBackend:
 
     def state_dict(self) -> dict[str, Any]:
         """Env states, trajectory ids, counts and weights of all workers."""
-        states = self.call("state", self.supervisor.everyone())
         each, lost = {}, np.zeros(2, np.int64)
-        for worker, state in zip(self.supervisor.living, states):
+        for w, state in self.call("state", self.supervisor.everyone()).items():
+            worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
-            each[f"worker{worker.index}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            each[f"worker{w}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 
@@ -355,8 +360,8 @@ class WorkerBackend:
                 frames, rollouts = supervisor.waiting(worker)
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
-            self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
-            self._weights.states_loaded(own, self.version)
+            with self._weights.loading(own, self.version):
+                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
             self._load_statistics(state)
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +374,7 @@ class WorkerBackend:
             as_tensors(merged([found for one in parts if (found := as_moments(one)) is not None], _shape(parts)))
             for parts in zip(state.get("statistics", []), *lost)
         ]
-        self.supervisor.statistics.load(former, dict(zip(range(len(reports)), reports)))
+        self.supervisor.statistics.load(former, reports)
 
 
 def _is_gone(name: str, workers: int) -> bool:

@@ -102,6 +102,7 @@ class WorkerHandle:
         """Nothing is expected of it any more."""
         self.dropped, self.joining, self.asked = True, None, None
         self.working.clear()
+        self.inbox.clear()  # what it has answered is of no use without it
 
     def tell(self, stats: Mapping[str, Any]) -> None:
         """What it has counted so far."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.utils.data import IterableDataset
 from typing_extensions import Self
@@ -64,7 +64,7 @@ _SHOWN = (
 T = TypeVar("T")
 
 
-class BaseCollector(IterableDataset):  # type: ignore[type-arg]
+class BaseCollector(IterableDataset[TensorDict]):
     """Iterates over batches of experience. See `Collector`."""
 
     options: Options
@@ -134,18 +134,18 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDict]:
         return self.iterator()
 
-    def iterator(self) -> Iterator[TensorDictBase | None]:
+    def iterator(self) -> Iterator[TensorDict]:
         """Batches until `total_frames`; a new iterator goes on where the last one stopped.
 
-        With a replay buffer: None for each batch that was written.
+        With a replay buffer: None for each batch that was written, which type checkers are not told.
         """
         self._check_not_background()
         return self._iterate()
 
-    def _iterate(self) -> Iterator[TensorDictBase | None]:
+    def _iterate(self) -> Iterator[Any]:
         while not self.closed and self._pipeline.more():
             self._check_not_background()
             batch = self._collect()
@@ -153,14 +153,14 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
                 return
             yield batch
 
-    def next(self) -> TensorDictBase | None:
+    def next(self) -> TensorDict | None:
         """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
 
     def progress(
         self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
-    ) -> Iterator[TensorDictBase | None]:
+    ) -> Iterator[TensorDict]:
         """Iterate over batches and show how far it is: frames, frames per second, return, lag.
 
         >>> for batch in collector.progress(100_000):
@@ -509,6 +509,17 @@ class BaseCollector(IterableDataset):  # type: ignore[type-arg]
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)
+
+    def stacks(self) -> dict[str, str]:
+        """Where each worker, and each process or thread that steps lanes, is right now: a stack by name.
+
+        >>> for name, stack in collector.stacks().items():
+        ...     print(name, stack, sep=": ")
+
+        Workers are not asked, so it works for one that is stuck, and from any thread. Nobody is interrupted.
+        """
+        self._life.check_open()
+        return self._backend.stacks()
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""

@@ -15,23 +15,25 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from typing_extensions import Self, Unpack
 
-from reap._system.affinity import Cores, Masks, mask, staying_on
+from reap._system.affinity import Masks, mask
 from reap.arguments import flag, one_of
 from reap.backends.base import Rollout
-from reap.backends.inline import InlineBackend
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
+from reap.collectors.keywords import BatchedCollectorOptions
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement
-from reap.collectors.plans import EnvMaker, PolicyMaker, plan_for
+from reap.collectors.plans import EnvMaker
 from reap.collectors.single import Collector
 from reap.core.policy import without_steps
 from reap.core.slot import VERSION
+from reap.core.worker import Plan
 from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
-_WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
+WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
     "reset_when_done",
@@ -113,19 +115,6 @@ def _checked_key(key: Any) -> Key:
     return as_key(key)
 
 
-class _OnCores(InlineBackend):
-    """Whoever collects does it on these cores; None: wherever it is."""
-
-    def __init__(self, cores: Cores | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._cores = cores
-
-    def take(self, *, random: bool = False) -> Rollout:
-        if self._cores is None:
-            return super().take(random=random)
-        return staying_on(self._cores, functools.partial(super().take, random=random))
-
-
 class _FrameStream(Arrangement):
     """Frames in the order in which they came. `version_key`: what their version is called, if not as everywhere."""
 
@@ -145,6 +134,7 @@ class _FrameStream(Arrangement):
         return super().split(batch[order])
 
 
+@shows_options(without=WITHOUT)
 class AsyncBatchedCollector(Collector):
     """Collects from many envs at once; the policy decides about those that are ready.
 
@@ -177,7 +167,7 @@ class AsyncBatchedCollector(Collector):
         **options: see `reap.collectors.options.Options`.
     """
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         """Always this one: `backend` says where envs live, not which collector it is."""
         return object.__new__(cls)
 
@@ -199,9 +189,10 @@ class AsyncBatchedCollector(Collector):
         device_config: Any = None,
         policy_version: int = 0,
         policy_version_key: AnyKey | None = "policy_version",
-        **options: Any,
+        **keywords: Unpack[BatchedCollectorOptions],
     ) -> None:
         name = type(self).__name__
+        options: dict[str, Any] = {**keywords}
         fewest, most = _batch_sizes(server_config, min_batch_size, max_batch_size, options.get("server_timeout"))
         if device_config is not None:
             options.update(_devices(device_config, options))
@@ -224,16 +215,15 @@ class AsyncBatchedCollector(Collector):
                 raise UsageError("yield_completed_trajectories delivers one episode at a time; leave the others out")
             options.update(trajs_per_batch=1, traj_format="cat")
         options.setdefault("track_policy_version", True)
-        settings = read_options(name, options, without=_WITHOUT)
+        settings = read_options(name, options, without=WITHOUT)
         policy = without_steps(policy)
         self._prepare(settings)
-        device, _ = settings.devices
         pool = functools.partial(
             AsyncEnvPool,
             list(create_env_fn),
-            backend=env_backend or backend or "threading",
+            backend=settings.workers or env_backend or backend or "threading",
             envs_per_worker=envs_per_worker,
-            worker_threads=worker_threads,
+            worker_threads=worker_threads and settings.workers is None,
             min_ready=fewest,
             max_ready=most,
             create_env_kwargs=settings.create_env_kwargs,
@@ -241,31 +231,19 @@ class AsyncBatchedCollector(Collector):
             max_frames_per_traj=settings.max_frames_per_traj,
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
-            worker_affinity=worker_affinity,
+            worker_affinity=None if settings.workers == "inline" else worker_affinity,
         )
-        plan = plan_for(
-            settings,
-            EnvMaker(pool, None, None, settings.failure_dir),
-            PolicyMaker(policy, settings.policy_factory, device),
-            lambda lanes: settings.frames_per_batch,
-            device,
-        )
-        plan = dataclasses.replace(plan, stream=True)
-        self._backend = _OnCores(cores, plan, source=policy, transport=settings.transport, strategy=settings.strategy())
-        self._backend.start()
+        make_env = EnvMaker(pool, None, None, settings.failure_dir)
+        self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
         try:
             self._name_versions(policy_version, version_key)
         except BaseException:
             self._backend.close()
             raise
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
-        if self._backend.worker.model is not policy:
-            self._weights.watch_policy(
-                policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
-            )
 
-    for _made in (__new__, __init__):
-        _made.__signature__ = signature(__init__, without=_WITHOUT)  # type: ignore[union-attr]
+    def _planned(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, stream=True)
 
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""

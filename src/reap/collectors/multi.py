@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from reap._system.pickling import Packed, pack_bytes
 from reap.arguments import MOST_LANES, whole
@@ -26,11 +26,12 @@ from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.worker_backend import WorkerBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import Sink
-from reap.collectors.options import Options, listed, read_options, signature
+from reap.collectors.keywords import MultiCollectorOptions
+from reap.collectors.options import Options, listed, read_options, shows_options
 from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWorkers, LagLimit
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
-from reap.collectors.placement import Placement
+from reap.collectors.placement import InlinePlacement, Placement
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
@@ -40,9 +41,11 @@ from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, Wr
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
-_PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
+WITHOUT = frozenset({"interruptor", "return_same_td"})  # they are for a worker in this process
+PER_WORKER = ("create_env_kwargs", "policy_factory", "device", "policy_device", "env_device", "storing_device")
 
 
+@shows_options(without=WITHOUT)
 class MultiCollector(BaseCollector):
     """Collects with several worker processes.
 
@@ -62,7 +65,7 @@ class MultiCollector(BaseCollector):
 
     _backend: WorkerBackend
     _sync: bool | None = None
-    _placement = Placement()  # where the workers live
+    _placement: Placement = Placement()  # where the workers live
 
     def __new__(
         cls,
@@ -87,17 +90,20 @@ class MultiCollector(BaseCollector):
         *,
         sync: bool | None = None,
         num_workers: int | None = None,
-        **options: Any,
+        **keywords: Unpack[MultiCollectorOptions],
     ) -> None:
         name = type(self).__name__
+        options: dict[str, Any] = {**keywords}
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
-        each = {key: _each(key, options.pop(key, None), count) for key in _PER_WORKER}
+        each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
         for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
             if old in options:
                 warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+                if any(one is not None for one in each[new]):
+                    raise UsageError(f"{old} and {new} are the same option; give one")
                 each[new] = _each(old, options.pop(old), count)
         asked = options.get("frames_per_batch")
         if asked is None:
@@ -106,6 +112,8 @@ class MultiCollector(BaseCollector):
         if listed(asked):
             asked = sum(frames) if self._sync else max(frames)
         settings = read_options(name, {**options, "frames_per_batch": asked})
+        if settings.workers == "inline":
+            self._placement = InlinePlacement(self._placement)
         if settings.interruptor is not None or settings.return_same_td:
             one = "interruptor" if settings.interruptor is not None else "return_same_td"
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
@@ -145,9 +153,6 @@ class MultiCollector(BaseCollector):
             "Call update_policy_weights_() after training, or give update_at_each_batch=True",
             count,
         )
-
-    for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made)  # type: ignore[union-attr]
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Where the workers live."""
@@ -272,7 +277,8 @@ class MultiCollector(BaseCollector):
             return super()._finish()
         with self._backend.uninterrupted():
             self._send_weights()
-            self._weights.used(1, background=self._runner is not None)
+            if self._runner is None:  # else `_count` says so
+                self._weights.used(1, background=False)
             made = self._pipeline.frames
             random = made < self.options.random_frames
             rollout = self._backend.take(random=random, most=self.options.total - made)
@@ -389,15 +395,22 @@ class MultiCollector(BaseCollector):
 
     def explain(self) -> str:
         told: dict[str, list[int]] = {}
-        for worker, text in enumerate(self.map_fn("explain")):
-            told.setdefault(text, []).append(worker)
+        for worker, found in self._found("explain", each_call(self.num_workers, None, None)).items():
+            texts = found if isinstance(found, list) else [found]  # of workers it has in processes of its own
+            told.setdefault("\n".join(dict.fromkeys(texts)), []).append(worker)
         if len(told) == 1:
             return next(iter(told))
         return "\n".join(f"workers {', '.join(map(str, workers))}:\n{text}" for text, workers in told.items())
 
     def get_distant_attr(self, attr: str) -> list[Any]:
+        return list(self._found(attr).values())
+
+    def _found(
+        self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+    ) -> dict[int, Any]:
+        """What is at `path` in each worker, by its number; or what it returns when called."""
         self._check_open()
-        return self._between(lambda: self._backend.find(attr))
+        return self._between(lambda: self._backend.find(path, calls))
 
     def map_fn(
         self,
@@ -415,7 +428,7 @@ class MultiCollector(BaseCollector):
         if method_name == "reset":  # what was made before it is not delivered any more
             self.reset()
             return [None] * len(calls)
-        return self._between(lambda: self._backend.find(method_name, calls))
+        return list(self._found(method_name, calls).values())
 
     def _of_first(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
@@ -469,22 +482,28 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
+@shows_options(without=WITHOUT)
 class AsyncCollector(MultiAsyncCollector):
     """One worker in the background: it collects the next batch while you use this one.
 
     >>> collector = AsyncCollector(make_env, policy, frames_per_batch=200, total_frames=1000)
     """
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        num_workers: int | None = None,
+        **options: Unpack[MultiCollectorOptions],
+    ) -> None:
         if listed(create_env_fn):
             if len(create_env_fn) != 1:
                 raise WrongArgument(f"AsyncCollector has one worker, got {len(create_env_fn)} envs")
             (create_env_fn,) = create_env_fn
-        if whole("num_workers", options.pop("num_workers", None), none=True) not in (None, 1):
+        if whole("num_workers", num_workers, none=True) not in (None, 1):
             raise UsageError("AsyncCollector has one worker; MultiAsyncCollector takes num_workers")
         super().__init__([create_env_fn], policy, **options)
-
-    __init__.__signature__ = signature(__init__)  # type: ignore[attr-defined]
 
 
 def _lag_limit(options: Options) -> LagLimit | None:

@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 import numbers
 import os
+import re
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict.nn import InteractionType
@@ -67,6 +69,7 @@ _FLAGS = (
     "update_at_each_batch",
     "hooks_in_workers",
 )
+T = TypeVar("T")
 # Accepted so that scripts run unchanged: they tune another implementation and change nothing in the data.
 _WITHOUT_EFFECT = ("use_buffers", "no_cuda_sync", "auto_register_policy_transforms")
 
@@ -143,6 +146,8 @@ class Options:
         worker_idx: a number of your own for this collector, kept as its `worker_idx`.
         failure_dir: a directory; when an env raises, or what it returned is refused, a file there holds what
             `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md.
+        workers: "inline": run the workers in this process, one after another, with the same data, so that
+            `breakpoint()` and debuggers work in envs and policies; None: where they belong. See docs/debugging.md.
     """
 
     frames_per_batch: int
@@ -200,6 +205,7 @@ class Options:
     hooks_in_workers: bool = False
     worker_idx: int | None = None
     failure_dir: Any = None
+    workers: Literal["inline"] | None = None
 
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
@@ -302,6 +308,7 @@ class Options:
                         f"'env' and 'postproc', like 'env.transform[0].module'"
                     )
         seconds("timeout", self.timeout)
+        one_of("workers", self.workers, ("inline",), none=True)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
         self._check_failures()
 
@@ -428,13 +435,49 @@ def listed(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
-def signature(
-    init: Callable[..., Any], *, without: Set[str] = frozenset(), more: Mapping[str, str] | None = None
-) -> inspect.Signature:
-    """`init`'s own parameters followed by every option it takes, for `help` and editors.
+def option_docs() -> dict[str, str]:
+    """What each option means, by name: the lines under "Args:" above, each as one."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in inspect.cleandoc(Options.__doc__ or "").partition("Args:\n")[2].splitlines():
+        begun = re.match(r" {4}(\w+): (.*)", line)
+        if begun is not None:
+            name, found[begun[1]] = begun[1], begun[2]
+        elif name:
+            found[name] += f" {line.strip()}"
+    return found
 
-    `more` names keywords, with their annotations, that it takes besides; they are None by default.
+
+def shows_options(
+    *, without: Set[str] = frozenset(), more: type | None = None, defaults: Mapping[str, Any] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Decorate a collector: `help`, `inspect.signature` and notebooks show every option it takes, with its meaning.
+
+    Editors and type checkers, which run nothing, find the same in `reap.collectors.keywords`. `without` names options
+    it does not take; `more` is a TypedDict with keywords that it takes besides, and `defaults` what they are by
+    default, where that is not None.
     """
+
+    def decorate(cls: type[T]) -> type[T]:
+        shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
+        for made in {"__new__", "__init__"} & vars(cls).keys():
+            getattr(cls, made).__signature__ = shown
+        if cls.__doc__ is not None and (head := cls.__doc__.partition("    **options: see")[0]) != cls.__doc__:
+            lines = [
+                textwrap.fill(f"{name}: {text}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+                for name, text in option_docs().items()
+                if name not in without
+            ]
+            cls.__doc__ = head.rstrip(" ") + "\n".join([*lines, "    "])
+        return cls
+
+    return decorate
+
+
+def _signature(
+    init: Callable[..., Any], without: Set[str], more: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> inspect.Signature:
+    """`init`'s own parameters and every option it takes, what must be given first."""
     own = [p for p in inspect.signature(init).parameters.values() if p.kind is not p.VAR_KEYWORD]
     keyword = inspect.Parameter.KEYWORD_ONLY
     shown = [
@@ -447,5 +490,11 @@ def signature(
         for f in dataclasses.fields(Options)
         if f.name not in without
     ]
-    besides = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in (more or {}).items()]
-    return inspect.Signature(own + shown + besides)
+    known = {f.name for f in dataclasses.fields(Options)} | {p.name for p in own}
+    besides = [
+        inspect.Parameter(name, keyword, default=defaults.get(name), annotation=getattr(kind, "__forward_arg__", kind))
+        for name, kind in more.items()
+        if name not in known
+    ]
+    front = [p for p in own if p.kind is not keyword]
+    return inspect.Signature([*front, *shown[:1], *own[len(front) :], *shown[1:], *besides])

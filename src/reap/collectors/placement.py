@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from reap._system.pickling import pack
 from reap.backends.base import Transport
+from reap.backends.local.inline_workers import InlineTransport
 from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.nested_workers import NestedWorkers
 from reap.buffers.replay import ReplayBuffer
-from reap.collectors.buffer_writers import WriteOptions, WriterMaker
+from reap.collectors.buffer_writers import WriteOptions, Writer, WriterMaker
 from reap.collectors.options import Options
 from reap.errors import UsageError
 
@@ -53,3 +54,42 @@ class Placement:
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
         """What runs inside each of so many workers, if that is more than one loop."""
         return None
+
+
+class InlinePlacement(Placement):
+    """Workers are in this process, wherever those of the placement it stands for would be."""
+
+    workers_go_on = False  # a thread of this process takes their rollouts, one after another
+
+    def __init__(self, instead_of: Placement) -> None:
+        self._of = instead_of
+        self.pack, self.preempts = instead_of.pack, instead_of.preempts  # type: ignore[misc, method-assign]
+        self.each, self.update_interval = instead_of.each, instead_of.update_interval
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the other one knows."""
+        return getattr(self._of, name)
+
+    def workers_write(self, buffer: Any) -> bool:
+        return self._of.workers_write(buffer) and super().workers_write(buffer)
+
+    def transport(self, plans: Sequence[Any], options: Options) -> Transport:
+        return InlineTransport()
+
+    def writer(self, options: Options) -> Any:
+        return None if super().writer(options) is None else _WriterHere(options)
+
+    def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
+        if self._of.nested_workers(options, workers) is not None:
+            raise UsageError("workers='inline' has one loop in each worker; leave collector_class out while you debug")
+        return None
+
+
+class _WriterHere:
+    """Makes a worker's writer: its own copies of hooks and postproc, the collector's own buffer."""
+
+    def __init__(self, options: Options) -> None:
+        self._packed, self._buffer = pack(WriteOptions.of(options), "postproc"), options.replay_buffer
+
+    def __call__(self, fds: Sequence[int], worker: int) -> Writer:
+        return Writer(self._packed.unpack(), self._buffer)

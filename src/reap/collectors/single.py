@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from typing_extensions import Self, Unpack
 
+from reap._system.affinity import Cores
 from reap.arguments import MOST_LANES, mapping, whole
 from reap.backends.inline import InlineBackend
 from reap.collectors.base import BaseCollector
 from reap.collectors.buffer_writers import mark_truncated
+from reap.collectors.keywords import CollectorOptions
 from reap.collectors.multi import MultiCollector
-from reap.collectors.options import WORKERS_ONLY, listed, read_options, signature
+from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
 from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
@@ -27,14 +30,10 @@ from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 from reap.weights.local import by_worker
 
-_FRONT_DOOR = {  # where it runs: by annotation
-    "backend": "str | None",
-    "num_collectors": "int | None",
-    "sync": "bool | None",
-    "backend_options": "Mapping[str, Any] | None",
-}
+_FRONT_DOOR = ("backend", "num_collectors", "sync", "backend_options")  # where it runs
 
 
+@shows_options(without=WORKERS_ONLY)
 class Collector(BaseCollector):
     """Collects experience in this process.
 
@@ -57,9 +56,9 @@ class Collector(BaseCollector):
 
     _backend: InlineBackend
 
-    def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Any:
+    def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Self:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
-        named = options.keys() & _FRONT_DOOR.keys()
+        named = options.keys() & {*_FRONT_DOOR}
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
@@ -74,11 +73,21 @@ class Collector(BaseCollector):
         else:
             create_env_fn = [create_env_fn] * (count or 1)
         kind = MultiCollector if backend == "process" else _remote_collector(backend)
-        return kind(create_env_fn, policy, sync=sync, **rest, **more)
+        found: Any = kind(create_env_fn, policy, sync=sync, **rest, **more)
+        return found  # type: ignore[no-any-return]
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
-        options = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
-        settings = read_options(type(self).__name__, options, without=WORKERS_ONLY)
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        backend: str | None = None,
+        num_collectors: int | None = None,
+        sync: bool | None = None,
+        backend_options: Mapping[str, Any] | None = None,
+        **options: Unpack[CollectorOptions],
+    ) -> None:
+        settings = read_options(type(self).__name__, {**options}, without=WORKERS_ONLY)
         policy = without_steps(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
@@ -89,41 +98,37 @@ class Collector(BaseCollector):
                 )
             (create_env_fn,) = create_env_fn
         self._prepare(settings)
-        device, _ = settings.devices
-
-        plan = self._planned(
-            plan_for(
-                settings,
-                EnvMaker(create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir),
-                PolicyMaker(policy, settings.policy_factory, device),
-                Steps(settings.frames_per_batch),
-                device,
-            )
+        make_env = EnvMaker(
+            create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir
         )
-        first = settings.first_weights if policy is None else None
-        source = policy if first is None else first
-        self._backend = InlineBackend(
-            plan,
-            source=source,
-            same_slot=settings.return_same_td,
-            transport=settings.transport,
-            strategy=settings.strategy(),
-        )
-        self._backend.start()
-        if first is not None:
-            self._backend.load(first[0] if by_worker(first) else first)
+        self._start_worker(policy, make_env, Steps(settings.frames_per_batch))
         lanes = self._backend.worker.lanes
         steps = -(-settings.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
         self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
         self.frames_per_batch = self._backend.worker.layout.steps
+
+    def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
+        """Build the worker, with the weights it begins with. `cores`: those it collects on."""
+        settings = self.options
+        device, _ = settings.devices
+        make_policy = PolicyMaker(policy, settings.policy_factory, device)
+        first = settings.first_weights if policy is None else None
+        self._backend = InlineBackend(
+            self._planned(plan_for(settings, make_env, make_policy, steps, device)),
+            source=policy if first is None else first,
+            same_slot=settings.return_same_td,
+            transport=settings.transport,
+            strategy=settings.strategy(),
+            cores=cores,
+        )
+        self._backend.start()
+        if first is not None:
+            self._backend.load(first[0] if by_worker(first) else first)
         if self._backend.worker.model is not policy:
             self._weights.watch_policy(
                 policy, "its copy on policy_device still acts", "Call update_policy_weights_() after training"
             )
-
-    for _made in (__new__, __init__):
-        _made.__signature__ = signature(_made, without=WORKERS_ONLY, more=_FRONT_DOOR)  # type: ignore[union-attr]
 
     def _planned(self, plan: Plan) -> Plan:
         """The plan its worker is built from, for those who know more of it than options say."""

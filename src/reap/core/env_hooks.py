@@ -75,6 +75,10 @@ class EnvHooks:
         """Say who steps the lanes, in a sentence."""
         return "reap steps it"
 
+    def stacks(self) -> dict[str, str]:
+        """Where each process or thread that steps lanes is right now, by name; none, if this one does."""
+        return {}
+
     def open_state(self) -> Any:
         """What the lanes are in the middle of, for the same env in another process to go on from; see core/resume.py.
 

@@ -2,10 +2,16 @@
 
     as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
                       FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
+                      CapturedPolicy    any module: its torch calls, recorded and replayed (policies/captured_policy.py)
                       CallPolicy        a module or function of observation tensors (policies/call_policy.py)
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
 
-`as_policy` (policies/as_policy.py) chooses among them.
+`as_policy` (policies/as_policy.py) chooses among them. Around the one it chose there may be another, a `PolicyAround`:
+
+    Bucketed        of lanes that come as they are ready, so few sizes that each can be recorded (policies/buckets.py)
+    PerLanePolicy   a TensorDictPolicy of such lanes, each with a memory of its own (policies/per_lane_policy.py)
+    LaneByLane      a policy per lane, with random numbers of its own (policies/lane_by_lane.py)
+    RootPolicy      a TensorDictPolicy on the TensorDict that a TorchRL env carries (envs/torchrl/root_policy.py)
 """
 
 from __future__ import annotations
@@ -93,6 +99,36 @@ class Policy:
 
     def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
         """Remember what `open_state` returned."""
+
+
+class PolicyAround(Policy):
+    """A policy that shows another one rows in its own way, and is run as that one is."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.inputs, self.outputs, self.inner = policy.inputs, policy.outputs, policy.inner
+
+    @property
+    def written(self) -> Sequence[Key]:
+        return self.policy.written
+
+    def explain(self) -> str:
+        return self.policy.explain()
+
+    def begin(self, slot: Slot) -> None:
+        self.policy.begin(slot)
+
+    def end(self, slot: Slot, steps: int) -> None:
+        self.policy.end(slot, steps)
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        self.policy.forget(lanes)
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        return self.policy.open_state()
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self.policy.load_open_state(state)
 
 
 class RandomActions(Policy):

@@ -59,12 +59,8 @@ class Layout:
             if leaf.loose:
                 continue
             self.offsets[key] = end
-            length = (
-                (1 if leaf.once else steps)
-                * lanes
-                * int(np.prod(leaf.shape, dtype=np.int64))
-                * numpy_dtype(leaf.dtype).itemsize
-            )
+            rows, numbers = 1 if leaf.once else steps, int(np.prod(leaf.shape, dtype=np.int64))
+            length = rows * lanes * numbers * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
 

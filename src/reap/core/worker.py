@@ -148,9 +148,7 @@ class Worker(AnyWorker):
             mask=plan.masked or not plan.reset_when_done or self.halting is not None,
             version=plan.track_policy_version,
             compact=plan.compact,
-            more=more
-            | (EPISODE_COLUMNS if plan.track_episodes else {})
-            | ({CUT: Leaf((), torch.bool)} if cuts else {}),
+            more=more,
         )
         if plan.compact:
             self._check_compact(columns)

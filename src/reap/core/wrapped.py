@@ -84,6 +84,9 @@ class Wrapped(Env):
     def explain(self) -> str:
         return self._env.explain()
 
+    def stacks(self) -> dict[str, str]:
+        return self._env.stacks()
+
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         self._env.set_policy_keys(outputs)
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
+from reap._system.debugging import refuse_breakpoints
 from reap._system.fork_server.orphans import MARK, mark_of
 from reap._system.pickling import Packed
 from reap._system.process_state import adopt, finish_sharing
@@ -60,6 +61,7 @@ def run_child(connection_fd: int, stack_fd: int, fds: Sequence[int], tracker: in
         connection = Connection(connection_fd)
         prctl(SET_NAME, connection.recv_bytes()[:15])  # what `ps` shows
         adopt(connection.recv_bytes())
+        refuse_breakpoints()  # in the environment that was just adopted
         packed.data = connection.recv_bytes()
         os.environ[MARK] = mark_of(os.getpid(), server)
         target = _unpacked(packed)

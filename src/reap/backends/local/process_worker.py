@@ -14,7 +14,7 @@ import contextlib
 import os
 import pickle
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -74,17 +74,17 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     count = len(WorkerFiles._fields)
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
 
-    def serve(host: _ProcessWorkerServer) -> None:
-        leave_at(RolloutLoop.fill, WorkerServer._collect, _ProcessWorkerServer.serve, asked=lambda: host.control.leave)
+    def serve(host: LocalWorkerServer) -> None:
+        leave_at(RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: host.control.leave)
         send(connection, host.about)
-        host.serve(free)
+        host.serve(connection, free)
 
     def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
             send(connection, raised)
 
     live(
-        lambda: _ProcessWorkerServer(job, connection, files, buffer=given[count:]),
+        lambda: LocalWorkerServer(job, files, buffer=given[count:]),
         serve,
         tell=tell,
         doing=what_it_did,
@@ -126,11 +126,13 @@ class _Says:
         return self._stopped
 
 
-class _ProcessWorkerServer(WorkerServer):
-    """A worker and what ties it to the parent."""
+class LocalWorkerServer(WorkerServer):
+    """A worker and what ties it to its collector: memory that both see."""
 
-    def __init__(self, job: Job, connection: Connection, files: WorkerFiles, *, buffer: Sequence[int]) -> None:
-        self._connection, self._job, self._files = connection, job, files
+    settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
+
+    def __init__(self, job: Job, files: WorkerFiles, *, buffer: Sequence[int]) -> None:
+        self._job, self._files = job, files
         self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
@@ -147,9 +149,9 @@ class _ProcessWorkerServer(WorkerServer):
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 
-    def serve(self, free: int) -> None:
+    def serve(self, connection: Connection, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
-        calls = self._connection.fileno()
+        calls = connection.fileno()
         both, only_calls = select.poll(), select.poll()
         both.register(free, select.POLLIN)
         for poll in (both, only_calls):
@@ -158,22 +160,24 @@ class _ProcessWorkerServer(WorkerServer):
             poll = only_calls if self._free else both
             ready = {fd for fd, _ in poll.poll(self._rest() if self._free else None)}
             if calls in ready:
-                call, name, arguments = self._connection.recv()
-                send(self._connection, self.answer(call, name, arguments))
+                call, name, arguments = connection.recv()
+                send(connection, self.answer(call, name, arguments))
             elif self._free:
                 self._run_free()
             else:
                 data = os.read(free, 1)
                 if not data:
                     return
-                self._fill(self._slots[data[0]])
+                connection.send_bytes(self.fill(data[0]))
+                self._handed_over()
+                self._at[0] = NOWHERE
 
-    def _fill(self, slot: Slot) -> None:
+    def fill(self, index: int) -> bytes:
+        """Fill a slot: what is said of it, packed. The worker knows by itself whether its actions are random."""
+        slot = self._slots[index]
         claimed = self.control.claim(self._job.index, self._size, most=self.control.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
-        self._connection.send_bytes(dumps(full, "an observation") if full.loose else pickle.dumps(full))
-        self._handed_over()
-        self._at[0] = NOWHERE
+        return dumps(full, "an observation") if full.loose else pickle.dumps(full)
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
         frames = super()._rollout(slot, random=random)
@@ -223,7 +227,7 @@ class _ProcessWorkerServer(WorkerServer):
             self._shared = SharedWeights(self._files.weights, memory.packing)
             if memory.begins:
                 self._shared.begin_with(self.tensors)
-        settle()
+        self.settle()
 
     def do_run(self) -> None:
         """From here on it needs no slots."""

@@ -14,54 +14,34 @@ import functools
 import os
 import selectors
 import signal
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
 from reap._system.conversation import Conversation
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import pack
 from reap._system.processes import DEADLINE, LAST_STEP, Child, StartMethod, end
 from reap._system.silence import Silence
-from reap.backends.base import Transport, WorkerConnection
-from reap.backends.local.process_worker import WorkerFiles, WorkerMemory, run_worker
-from reap.backends.local.shared_counters import NOWHERE, SharedCounters
+from reap.backends.base import WorkerConnection
+from reap.backends.local.local_transport import LocalTransport
+from reap.backends.local.process_worker import run_worker
 from reap.backends.worker_handle import WorkerHandle
-from reap.core.shared_slots import SharedFile, SharedSlots
-from reap.core.slot import Layout, Slot
-from reap.weight_update import WeightTransport
-from reap.weights.shared import Packing, SharedWeights
 
 _LAST_WORDS = 0.2  # seconds a worker that has raised something has to close its env
 
 
-class SharedMemoryTransport(Transport):
-    """Reaches workers that are children of this process. `buffer`: descriptors their writers need."""
-
-    weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "per_worker", "none")
-    grows: ClassVar[bool] = False
+class SharedMemoryTransport(LocalTransport):
+    """Reaches workers that are children of this process."""
 
     def __init__(self, *, start_method: StartMethod = "forkserver", buffer: Sequence[int] = ()) -> None:
-        self._start_method, self._buffer = start_method, tuple(buffer)
+        super().__init__(buffer=buffer)
+        self._start_method = start_method
         self._selector: selectors.BaseSelector | None = None
-        self._opened: list[SharedFile] = []
-        self._files: list[WorkerFiles] = []  # by worker
-        self._memory: dict[int, tuple[Layout, int, int, bool]] = {}  # of each worker: where its slots are
-        self.counters: SharedCounters  # once it is open
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
-        common, weights, counters = (self._file(name) for name in ("slots", "weights", "counters"))
-        for _ in workers:
-            self._files.append(WorkerFiles(common, self._file("slots"), weights, counters, self._file("weights")))
-        self.counters = SharedCounters(counters, len(workers))
-        self.counters.step[:] = self.counters.lane[:] = NOWHERE
+        super().open(workers, interrupts, silence)
         self._selector = selectors.DefaultSelector()
         self._selector.register(interrupts.open(), selectors.EVENT_READ)
-
-    def _file(self, name: str) -> SharedFile:
-        self._opened.append(SharedFile(f"reap-{name}"))
-        return self._opened[-1]
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         jobs = [worker.job for worker in workers if worker.job is not None]
@@ -84,10 +64,7 @@ class SharedMemoryTransport(Transport):
         connection = worker.connection
         if isinstance(connection, ProcessConnection):
             connection.retire()
-        self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
-
-    def cannot_restart(self) -> str | None:
-        return None
+        self.nowhere(worker)
 
     def wait(self, seconds: float | None) -> list[int]:
         assert self._selector is not None
@@ -96,51 +73,6 @@ class SharedMemoryTransport(Transport):
         for connection in found.values():
             connection.flush()
         return list(found)
-
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
-        step = int(self.counters.step[worker.index])
-        if step < 0:
-            return {}
-        lane = 0 if worker.about.layout.lanes == 1 else int(self.counters.lane[worker.index])
-        return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
-
-    def let_be_random(self, frames: int) -> None:
-        self.counters.random = frames
-
-    def cut_short(self, stop: bool) -> None:
-        self.counters.stop = stop
-
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
-    def common_slots(self, workers: Sequence[WorkerHandle], whole: Layout, count: int) -> Callable[[int], Slot]:
-        first = 0
-        for worker in workers:
-            self._memory[worker.index] = whole, count, first, True
-            first += worker.about.layout.lanes
-        return SharedSlots(self._files[0].common, whole, count).slot
-
-    def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
-        for worker in workers:
-            own = worker.about.layout
-            self._memory[worker.index] = own, count, 0, False
-            shared = SharedSlots(self._files[worker.index].own, own, count)
-            worker.slots = {index: shared.slot(index) for index in range(count)} if here else {}
-
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
-        layout, count, first, common = self._memory[worker.index]
-        begins = worker.index == 0 and not worker.begun  # later ones find the latest weights there
-        return (WorkerMemory(layout, count, first, common=common, packing=packing, begins=begins),)
-
-    def weight_channel(self, packing: Packing, needed: Sequence[str]) -> SharedWeights:
-        return SharedWeights(self._files[0].weights, packing)
-
-    def pass_weights(self, worker: WorkerHandle, data: bytes) -> int:
-        room = self._files[worker.index].packed.map(len(data))  # a write would end at 2 GiB
-        room[:] = np.frombuffer(data, np.uint8)
-        return len(data)
-
-    def resend_weights(self, worker: WorkerHandle) -> None:
-        """Not needed: it reads what is in the block."""
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -156,8 +88,7 @@ class SharedMemoryTransport(Transport):
         end([connection.child for connection in connections], patience=LAST_STEP, deadline=DEADLINE)
         if self._selector is not None:
             self._selector.close()
-        for file in self._opened:
-            file.close()
+        self.close_files()
 
 
 class ProcessConnection(WorkerConnection):

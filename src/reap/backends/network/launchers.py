@@ -91,9 +91,19 @@ class NodePool:
         self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, ring)
 
     def gather(
-        self, jobs: Sequence[bytes], transport: str, more: Any, on_end: Callable[[NodeProcess], None], wait: Any
-    ) -> Any:
-        """Wait for as many places as there are jobs (`wait` returns now and then), and start all."""
+        self,
+        jobs: Sequence[bytes],
+        transport: str,
+        more: Sequence[Any],
+        on_end: Callable[[NodeProcess], None],
+        wait: Any,
+        *,
+        spares: bool = False,
+    ) -> list[NodeProcess]:
+        """Wait for as many places as there are jobs (`wait` returns now and then), and start all.
+
+        `spares`: whoever came and is not needed stays, and may be needed later.
+        """
         registry, until = self.registry, time.monotonic() + self._nodes.patience
         while (found := registry.places) < len(jobs):
             self.check()
@@ -103,9 +113,24 @@ class NodePool:
                     f"{self._nodes.patience:.0f} s (join_timeout)"
                 )
             wait(min(1.0, max(0.0, until - time.monotonic())))
-        node_processes = [registry.start(index, transport, job, more, on_end) for index, job in enumerate(jobs)]
-        registry.dismiss_rest()
+        node_processes = [registry.start(i, transport, job, more[i], on_end) for i, job in enumerate(jobs)]
+        if not spares:
+            registry.dismiss_rest()
         return node_processes
+
+    def replace(
+        self, index: int, job: bytes, transport: str, more: Any, on_end: Callable[[NodeProcess], None]
+    ) -> NodeProcess:
+        """Start another in the place of one that ended: at once if there is room for it, else when a node has come."""
+        if self.registry.nobody_came:
+            raise ConnectionError("nobody here can start another")
+        found = self.registry.start(index, transport, job, more, on_end, self._nodes.patience)
+        if self.registry.wanted:
+            self.send_for_one()
+        return found
+
+    def send_for_one(self) -> None:
+        """Have another node come, if that is our affair; else somebody starts one, or nobody does."""
 
     def check(self) -> None:
         """Raise if some will never come."""
@@ -122,7 +147,7 @@ class _Submitted(NodePool):
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
         folder = Path(conf.pop("folder")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        executor = make_executor(folder, conf)
+        self._executor = executor = make_executor(folder, conf)
         if executor.cluster != "local" and nodes.listen == LOOPBACK:
             raise UsageError(
                 f"launcher 'submitit': name the address that {executor.cluster} nodes reach, listen='10.…'"
@@ -130,16 +155,22 @@ class _Submitted(NodePool):
         self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
         new_secret(self._secret_file)
         super().__init__(nodes, read_secret(self._secret_file), store, ring)
-        registry = self.registry
         try:
             with executor.batch():
-                self._jobs = [
-                    executor.submit(join, registry.host, registry.port, str(self._secret_file)) for _ in range(count)
-                ]
+                self._jobs = [self._submit() for _ in range(count)]
         except BaseException:
             super().close(0.0)
             self._secret_file.unlink()
             raise
+
+    def _submit(self) -> Any:
+        return self._executor.submit(join, self.registry.host, self.registry.port, str(self._secret_file))
+
+    def send_for_one(self) -> None:
+        try:
+            self._jobs = [job for job in self._jobs if not job.done()] + [self._submit()]
+        except Exception as error:  # of whatever kind submitit, or who schedules jobs, has
+            raise ConnectionError(f"no other job could be submitted: {error}") from error
 
     def check(self) -> None:
         for job in self._jobs:

@@ -51,7 +51,7 @@ class NodeAgent:
         self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
         self._tunnel = Tunnel(host, port, secret, "store")
         self._wire = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, Child] = {}  # by the number that the collector gave each
 
     def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
         self._news.put((words, data))
@@ -65,9 +65,9 @@ class NodeAgent:
         try:
             while why is None:
                 wait([self._wake, *(child.sentinel for child in self._children.values())])
-                for index in [index for index, child in self._children.items() if child.gone()]:
-                    child = self._children.pop(index)
-                    self._wire.say(gone=index, how=child.how_it_ended(), stack=child.stack())
+                for number in [number for number, child in self._children.items() if child.gone()]:
+                    child = self._children.pop(number)
+                    self._wire.say(gone=number, how=child.how_it_ended(), stack=child.stack())
                     child.release()
                 while why is None and not self._news.empty():
                     self._wake.recv(1)
@@ -84,21 +84,21 @@ class NodeAgent:
 
     def _obey(self, words: Mapping[str, Any], data: bytes) -> str | None:
         match words:
-            case {"start": index, "transport": transport, "run": run, "more": more}:
+            case {"start": number, "index": index, "transport": transport, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
                 target = functools.partial(
                     _run, transport=_TRANSPORTS[transport], job=data, index=index, address=address, more=more
                 )
                 child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
-                self._children[index] = child
+                self._children[number] = child
                 child.line.finish()
-                self._wire.say(pid=index, number=child.pid)
-            case {"signal": index, "number": number}:
-                if index in self._children:
-                    self._children[index].signal(number)
-            case {"ask": index}:
-                stack = self._children[index].ask_stack() if index in self._children else ""
-                self._wire.say(stack=index, text=stack)
+                self._wire.say(born=number, pid=child.pid)
+            case {"signal": number, "which": which}:
+                if number in self._children:
+                    self._children[number].signal(which)
+            case {"ask": number}:
+                stack = self._children[number].ask_stack() if number in self._children else ""
+                self._wire.say(stack=number, text=stack)
             case {"end": why}:
                 return str(why)
         return None

@@ -1,7 +1,7 @@
 """NodeConnection: what a node and a collector tell each other, and how each knows that the other is there.
 
-    {"start": 3, "transport": "gloo"} + bytes ──►        ◄── {"pid": 3, "number": 4711}
-    {"signal": 3, "number": 15}          ──►        ◄── {"gone": 3, "how": "was killed by SIGKILL", "stack": ""}
+    {"start": 3, "transport": "gloo"} + bytes ──►        ◄── {"born": 3, "pid": 4711}
+    {"signal": 3, "which": 15}           ──►        ◄── {"gone": 3, "how": "was killed by SIGKILL", "stack": ""}
     {"beat": 0}  every second            ──►        ◄── {"beat": 0}
 
 Words are JSON. Bytes are sealed with a key that only the two know: they may hold pickles. A side that hears nothing for

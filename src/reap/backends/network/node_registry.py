@@ -1,7 +1,10 @@
 """NodeRegistry: where nodes report to a collector, and what is known here of the workers they run.
 
-door ──► "node"   a wire: workers are started, watched, ended        (see wire.py)
+door ──► "node"   a wire: workers are started, watched, ended        (see node_connection.py)
      └─► "store"  the collector's store, which listens on the loopback address
+
+A worker is started in a free place: of a node that came, or of one whose worker has ended. One that is to take the
+place of another may have to wait for a node to come.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
@@ -31,7 +35,7 @@ class _RegisteredNode:
     def __init__(self, visitor: Visitor, registry: NodeRegistry) -> None:
         self._reception = registry
         self.host, self.listen, self.free = visitor.host, visitor.host, 0
-        self.node_processes: dict[int, NodeProcess] = {}
+        self.node_processes: dict[int, NodeProcess] = {}  # by number
         self.wire = NodeConnection(visitor, self._hear, self._end)
 
     def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
@@ -39,26 +43,29 @@ class _RegisteredNode:
             case {"workers": workers, "listen": listen}:
                 self.free, self.listen = workers, listen
                 self._reception.came(self)
-            case {"pid": index, "number": number}:
-                self.node_processes[index].born(number)
-            case {"gone": index, "how": how, "stack": stack}:
-                self.node_processes[index].ended(how, stack)
-            case {"stack": index, "text": text}:
-                self.node_processes[index].told(text)
+            case {"born": number, "pid": pid}:
+                self.node_processes[number].born(pid)
+            case {"gone": number, "how": how, "stack": stack}:
+                self.node_processes.pop(number).ended(how, stack)
+                self._reception.vacated(self)
+            case {"stack": number, "text": text} if number in self.node_processes:
+                self.node_processes[number].told(text)
 
     def _end(self, why: str) -> None:
-        self.free = 0
-        for node_process in self.node_processes.values():
-            node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
         self._reception.left(self)
+        for node_process in list(self.node_processes.values()):
+            node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
+        self.wire.close()
+        self._reception.ring()
 
 
 class NodeProcess:
-    """A worker of a node: what `Child` is for one of this machine."""
+    """A worker of a node: what `Child` is for one of this machine. `number`: by which its node knows it."""
 
-    def __init__(self, index: int, node: _RegisteredNode, on_end: Callable[[], None]) -> None:
-        self.index, self._node, self._on_end = index, node, on_end
-        self.where = f" at {node.host}"
+    def __init__(self, index: int, number: int, on_end: Callable[[NodeProcess], None]) -> None:
+        self.index, self.number, self._on_end = index, number, on_end
+        self._node: _RegisteredNode | None = None  # once there is one
+        self.placed = threading.Event()  # it has a node, or needs none any more
         self.sentinel, self._tell = os.pipe()
         self._how, self._stack, self._asked = "", "", threading.Event()
         self._pid, self._born = 0, threading.Event()
@@ -67,14 +74,25 @@ class NodeProcess:
         self.lost = False  # it was not heard to end: what it holds open does not close by itself
 
     @property
+    def where(self) -> str:
+        """Its machine, as errors show it."""
+        return f" at {self._node.host}" if self._node is not None else ""
+
+    @property
     def pid(self) -> int:
         """Its number, on its machine; 0 if it never lived."""
-        self._born.wait()
+        if self._node is not None:
+            self._born.wait()
         return self._pid
 
-    def born(self, number: int) -> None:
+    def runs_at(self, node: _RegisteredNode) -> None:
+        """A node has a place for it."""
+        self._node = node
+        self.placed.set()
+
+    def born(self, pid: int) -> None:
         """It runs."""
-        self._pid = number
+        self._pid = pid
         self._born.set()
 
     def ended(self, how: str, stack: str, *, lost: bool = False) -> None:
@@ -85,8 +103,9 @@ class NodeProcess:
             self._how, self._stack, self.lost = how, stack, lost
             self._born.set()
             self._asked.set()
+            self.placed.set()
             os.close(self._tell)
-        self._on_end()
+        self._on_end(self)
 
     def told(self, text: str) -> None:
         """Its stack."""
@@ -103,8 +122,10 @@ class NodeProcess:
 
     def ask_stack(self) -> str:
         """Where every thread of it is right now; empty if it does not even answer signals."""
+        if self._node is None:
+            return "(it waits for a node to come)"
         self._asked.clear()
-        self._node.wire.say(ask=self.index)
+        self._node.wire.say(ask=self.number)
         self._asked.wait(_STACK)
         return self._stack
 
@@ -118,8 +139,8 @@ class NodeProcess:
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
-        if not self.gone():
-            self._node.wire.say(signal=self.index, number=int(number))
+        if self._node is not None and not self.gone():
+            self._node.wire.say(signal=self.number, which=int(number))
 
     def release(self) -> None:
         """Give back descriptors."""
@@ -137,6 +158,9 @@ class NodeRegistry:
         self.run = secrets.token_hex(8)
         self.secret = run_secret(secret, self.run)
         self._nodes: list[_RegisteredNode] = []
+        self._waiting: deque[tuple[NodeProcess, bytes, Mapping[str, Any]]] = deque()  # for a place
+        self._started = 0
+        self.nobody_came = ""  # in time, for one that waited
         self._changing = threading.Lock()
         services: dict[str, Any] = {"node": self._receive}
         self._listener = AuthenticatedListener(host, port, secret, services)
@@ -152,14 +176,20 @@ class NodeRegistry:
     def came(self, node: _RegisteredNode) -> None:
         """A node has said what it offers."""
         _log.info("%s offers %d workers", node.host, node.free)
+        self._fill_places()
         self.ring()
 
     def left(self, node: _RegisteredNode) -> None:
-        """A node has hung up, or is lost: it gives back its descriptor, and is forgotten if nothing ran there."""
+        """A node has hung up, or is lost."""
         with self._changing:
-            self._nodes = [one for one in self._nodes if one is not node or one.node_processes]
-        node.wire.close()
-        self.ring()
+            node.free = 0
+            self._nodes = [one for one in self._nodes if one is not node]
+
+    def vacated(self, node: _RegisteredNode) -> None:
+        """A worker of a node has ended: it can have another."""
+        with self._changing:
+            node.free += 1
+        self._fill_places()
 
     @property
     def places(self) -> int:
@@ -167,15 +197,53 @@ class NodeRegistry:
         return sum(node.free for node in self._nodes)
 
     def start(
-        self, index: int, transport: str, job: bytes, more: Any, on_end: Callable[[NodeProcess], None]
+        self,
+        index: int,
+        transport: str,
+        job: bytes,
+        more: Any,
+        on_end: Callable[[NodeProcess], None],
+        patience: float = 0.0,
     ) -> NodeProcess:
-        """A worker in the first free place."""
-        node = next(node for node in self._nodes if node.free)
-        node.free -= 1
-        node_process = NodeProcess(index, node, lambda: on_end(node_process))
-        node.node_processes[index] = node_process
-        node.wire.say(job, start=index, transport=transport, run=self.run, more=more)
+        """A worker in the first free place. If there is none, it waits so many seconds for a node to come."""
+        self._started += 1
+        node_process = NodeProcess(index, self._started, on_end)
+        words = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
+        with self._changing:
+            self._waiting.append((node_process, job, words))
+        self._fill_places()
+        if not node_process.placed.is_set():
+            waiting = (node_process, patience)
+            threading.Thread(target=self._wait_for_node, args=waiting, name="reap-waits-for-node", daemon=True).start()
         return node_process
+
+    def _wait_for_node(self, node_process: NodeProcess, patience: float) -> None:
+        """Ends the wait of one that has no place after so many seconds."""
+        if not node_process.placed.wait(patience):
+            self.nobody_came = f"no node came to {self.host}:{self.port} within {patience:g} s (join_timeout)"
+            node_process.ended(f"could not be replaced: {self.nobody_came}", "")
+
+    def _fill_places(self) -> None:
+        """Whoever waits for a place has one, as far as there are any."""
+        while True:
+            with self._changing:
+                node = next((node for node in self._nodes if node.free), None)
+                if node is None or not self._waiting:
+                    return
+                node_process, job, words = self._waiting.popleft()
+                if node_process.gone():
+                    continue
+                node.free -= 1
+                node.node_processes[node_process.number] = node_process
+                node_process.runs_at(node)
+            node.wire.say(job, **words)
+            if node_process.gone():  # nobody wants it any more
+                node.wire.say(signal=node_process.number, which=int(signal.SIGKILL))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for a place."""
+        return bool(self._waiting)
 
     def dismiss_rest(self) -> None:
         """Who came and has nothing to do may go."""

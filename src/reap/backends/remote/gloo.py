@@ -5,18 +5,20 @@
     group of all                                           ── weights, broadcast ► remote workers (of nodes; those of
                                                                                    this machine read shared memory)
 
-A thread for each worker receives. It ends when its worker's connection does, or when its node is lost.
+A thread for each worker receives. It ends when its worker's connection does, or when its node is lost. A broadcast
+needs everybody: where workers may be replaced, or left out, another thread for each sends it the latest weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from reap._system import silence
 from reap._system.pickling import dumps
-from reap._system.processes import DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import NodePool, Nodes
@@ -35,6 +37,7 @@ from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.gloo_worker import (
     EVER,
     HERE,
+    WEIGHTS,
     Address,
     abandon,
     join_broadcast,
@@ -101,6 +104,9 @@ class GlooConnection(MessageConnection):
         self._group: Any = None
         self._heard = 0  # messages so far
         self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
+        self._to_send: Tensor | None = None  # the latest weights, if they were not sent yet
+        self._new_weights = threading.Condition()
+        self._sender: threading.Thread | None = None
         self.thread = threading.Thread(target=self._receive_all, name=f"reap-receiver-{self.index}", daemon=True)
         self.thread.start()
 
@@ -112,7 +118,10 @@ class GlooConnection(MessageConnection):
     def _receive_all(self) -> None:
         try:
             if self._comes():
-                self._group = group = self._address.group(f"data/{self._name}", 0, 2)
+                group = self._address.group(f"data/{self._name}", 0, 2)
+                with self._new_weights:
+                    self._group = group
+                    self._new_weights.notify_all()
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
@@ -121,14 +130,35 @@ class GlooConnection(MessageConnection):
         except (ConnectionError, RuntimeError):
             pass  # it is gone, or about to be: whoever listens finds out how
         finally:
-            self._group = None
-            self.over = True
+            with self._new_weights:
+                self._group, self.over = None, True
+                self._new_weights.notify_all()
             self._wakeup.ring()
             self.child.end_with_connection()
 
+    def send_weights(self, packed: Tensor) -> None:
+        """Those of before that were not sent yet are not sent any more."""
+        with self._new_weights:
+            self._to_send = packed
+            self._new_weights.notify_all()
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_all, name=f"reap-sender-{self.index}", daemon=True)
+            self._sender.start()
+
+    def _send_all(self) -> None:
+        with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone
+            while True:
+                with self._new_weights:
+                    self._new_weights.wait_for(lambda: self.over or (self._to_send is not None and self._group))
+                    packed, self._to_send, group = self._to_send, None, self._group
+                if self.over:
+                    return
+                wait(group.send([packed], 1, WEIGHTS))
+
     def let_end(self) -> None:
         self.child.gone()  # whoever waits for its first sign need not
-        self.thread.join(DEADLINE)
+        for thread in filter(None, (self.thread, self._sender)):
+            thread.join(DEADLINE)
 
     def abandon(self) -> None:
         """Its machine is lost: its connection would stay open for ever."""
@@ -164,9 +194,10 @@ class GlooTransport(MessageTransport):
 
     weight_schemes = ("distributed", "per_worker", "none")
 
-    def __init__(self, *, nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
+    def __init__(self, *, nodes: Nodes, one_by_one: bool = False, start_method: StartMethod = "forkserver") -> None:
         super().__init__(start_method=start_method)
-        self._nodes = nodes
+        self._nodes, self._one_by_one = nodes, one_by_one
+        self.startup_grace = BOOT if self._local else BOOT + nodes.patience
         self._company: NodePool | None = None
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
@@ -185,12 +216,20 @@ class GlooTransport(MessageTransport):
                 {i: functools.partial(run, job=job, index=i, restarts=restarts[i]) for i, job in packed.items()}
             )
         else:
-            gathered = self._company.gather(list(packed.values()), "gloo", None, self._lost, self.linger)
-            self._children = dict(zip(packed, gathered))
+            self._children.update(self._on_nodes(workers, packed))
         for worker in workers:
             child = self._children[worker.index]
             connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
             self.connect(worker, connection, child.sentinel)
+
+    def _on_nodes(self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes]) -> dict[int, NodeProcess]:
+        assert self._company is not None
+        more = {one.index: {"restarts": one.restarts, "one_by_one": self._one_by_one} for one in workers}
+        if all(worker.connection is None for worker in workers):
+            jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
+            gathered = self._company.gather(jobs, "gloo", said, self._lost, self.linger, spares=keep)
+            return dict(zip(packed, gathered))
+        return {i: self._company.replace(i, job, "gloo", more[i], self._lost) for i, job in packed.items()}
 
     @property
     def _local(self) -> bool:
@@ -205,24 +244,29 @@ class GlooTransport(MessageTransport):
             self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
 
     def cannot_restart(self) -> str | None:
-        if self._local:
-            return None
-        return "weights are broadcast to the workers of nodes, and gloo lets nobody join a broadcast later; use 'drop'"
+        return None
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
         if not node_process.lost:
             return
         connection = self._workers[node_process.index].connection
-        if isinstance(connection, GlooConnection):
+        if isinstance(connection, GlooConnection) and connection.child.process is node_process:
             connection.abandon()
             if (group := self._group) is not None:
                 abandon(group, node_process.index + 1)
 
     def join_weights(self) -> None:
-        self._group = self._address.group("weights", 0, len(self._workers) + 1)
+        if not self._one_by_one:
+            self._group = self._address.group("weights", 0, len(self._workers) + 1)
 
     def broadcast(self, packed: Tensor) -> None:
+        if self._one_by_one:
+            self._latest = packed
+            for worker in self._workers:
+                if not worker.dropped:
+                    connection_of(worker).send_weights(packed)
+            return
         try:
             self._under_way.append((join_broadcast(self._group, packed), packed))
         except (ConnectionError, RuntimeError) as error:
@@ -272,7 +316,7 @@ class GlooTransport(MessageTransport):
             connection.send(None)
         end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         for connection in connections:
-            connection.thread.join(DEADLINE)
+            connection.let_end()
         if self._company is not None:
             self._company.close(DEADLINE)
         self._under_way.clear()

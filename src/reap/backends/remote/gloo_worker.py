@@ -1,4 +1,4 @@
-"""The worker's side of torch.distributed: orders through the store, rollouts as tensors, weights by broadcast.
+"""The worker's side of torch.distributed: orders through the store, rollouts and weights as tensors.
 
 Process groups are objects of their own: a trainer's default group, if it has one, is left alone.
 """
@@ -6,6 +6,7 @@ Process groups are objects of their own: a trainer's default group, if it has on
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import queue
 import threading
@@ -39,7 +40,7 @@ from reap.weights.shared import Packing
 
 HERE = b"here"  # the first sign of a worker
 EVER = timedelta(days=3650)  # gloo has no word for it
-_NEVER_USED = 999  # a tag
+WEIGHTS, _NEVER_USED = 1, 999  # tags; that of rollouts is 0
 JOIN = timedelta(seconds=30)  # for both sides to connect, once both are there
 
 
@@ -96,7 +97,7 @@ class _GlooConnection(ParentConnection):
         self._name, self._seal = name, MessageSigner(address.secret)
         self._store = address.store()
         self._store.set(f"here/{name}", HERE.decode())
-        self._group = address.group(f"data/{name}", 1, 2)
+        self.group = address.group(f"data/{name}", 1, 2)
         self._heard = self._said = 0
         self._outbox: queue.SimpleQueue[tuple[Message, Callable[[], None]] | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_all, name="reap-sender", daemon=True)
@@ -140,15 +141,15 @@ class _GlooConnection(ParentConnection):
 
     def _send(self, array: np.ndarray[Any, Any]) -> None:
         if array.size:
-            wait(self._group.send([torch.from_numpy(array)], 0, 0))
+            wait(self.group.send([torch.from_numpy(array)], 0, 0))
 
 
-class _Broadcasts(WeightInbox):
-    """Weights that come by broadcast, in a thread."""
+class _ReceivedWeights(WeightInbox):
+    """Weights that come over the network, in a thread. `next_ones` returns what receives them, one after the other."""
 
-    def __init__(self, job: Job, address: Address) -> None:
+    def __init__(self, next_ones: Callable[[], Callable[[torch.Tensor], Any]]) -> None:
         super().__init__()
-        self._job, self._address = job, address
+        self._next_ones = next_ones
 
     def expect(self, packing: Packing, tensors: Sequence[torch.Tensor]) -> None:
         super().expect(packing, tensors)
@@ -156,13 +157,17 @@ class _Broadcasts(WeightInbox):
 
     def _receive(self, packing: Packing) -> None:
         try:
-            group = self._address.group("weights", self._job.index + 1, self._job.workers + 1)
+            receive_into = self._next_ones()
             while True:
                 packed = self.room(weights_size(packing))
-                wait(join_broadcast(group, packed))
+                wait(receive_into(packed))
                 self.put(packed)
         except (ConnectionError, RuntimeError):
             self.close()
+
+
+def _by_broadcast(job: Job, address: Address) -> Callable[[torch.Tensor], Any]:
+    return functools.partial(join_broadcast, address.group("weights", job.index + 1, job.workers + 1))
 
 
 def name_of(index: int, restarts: int) -> str:
@@ -170,8 +175,20 @@ def name_of(index: int, restarts: int) -> str:
     return f"{index}.{restarts}"
 
 
-def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Address, restarts: int = 0) -> None:
-    """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them."""
+def run_gloo(
+    connection: Any,
+    fds: Any,
+    *,
+    job: bytes,
+    index: int,
+    address: Address,
+    restarts: int = 0,
+    one_by_one: bool = False,
+) -> None:
+    """The life of a worker. `fds`: of the memory weights are in, on the machine of whoever publishes them.
+
+    `one_by_one`: weights are sent to it alone, not to all workers by broadcast: each of them may be replaced.
+    """
     parent = _GlooConnection(name_of(index, restarts), address)
     try:
         opened: Job = cloudpickle.loads(job)
@@ -180,10 +197,16 @@ def run_gloo(connection: Any, fds: Any, *, job: bytes, index: int, address: Addr
         parent.finish()
         return
     first = index == 0 and restarts == 0  # it begins with its own weights, and so do all
-    weights: Weights = LocalWeights(SharedFile(fd=fds[0]), first=first) if fds else _Broadcasts(opened, address)
+    weights: Weights
+    if fds:
+        weights = LocalWeights(SharedFile(fd=fds[0]), first=first)
+    elif one_by_one:
+        weights = _ReceivedWeights(lambda: lambda packed: parent.group.recv([packed], 0, WEIGHTS))
+    else:
+        weights = _ReceivedWeights(functools.partial(_by_broadcast, opened, address))
     run_remote_worker(opened, parent, weights)
 
 
 def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
     """The life of a worker of a node: its store is at the other end of a tunnel."""
-    run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address))
+    run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address), **more)

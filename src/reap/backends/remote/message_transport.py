@@ -90,6 +90,10 @@ class MessageConnection(WorkerConnection):
     def send(self, order: Order | None) -> None:
         """Send an order, after those before it; None: go home."""
 
+    def send_weights(self, packed: Any) -> None:
+        """Send weights to this worker alone, as the transport has them."""
+        raise NotImplementedError
+
     def call(self, data: bytes) -> None:
         self.send(("call", data, self._sent.count))
 
@@ -132,27 +136,28 @@ class NetworkChild:
     """A process that is reached by a network. It is gone when it has ended and everything it said was heard."""
 
     def __init__(self, child: Any, connection: MessageConnection, give_up: Callable[[], None]) -> None:
-        self._child, self._connection, self._give_up, self._told = child, connection, give_up, False
+        self.process, self._connection, self._give_up, self._told = child, connection, give_up, False
         self.silence, self.ask_stack, self.signal, self._cut = child.silence, child.ask_stack, child.signal, False
+        self.ask_stacks = getattr(child, "ask_stacks", dict)  # of a process of this machine
 
     @property
     def pid(self) -> int:
         """Its number."""
-        return int(self._child.pid)
+        return int(self.process.pid)
 
     @property
     def label(self) -> str:
         """Its number, and its machine if it is on another one."""
-        where = getattr(self._child, "where", "")
+        where = getattr(self.process, "where", "")
         return f" (pid {self.pid}{where})" if self.pid else where
 
     def end_with_connection(self) -> None:
         """Its connection is over, so it ends too. One that does not has lost its way to us, and is ended."""
         until = time.monotonic() + LEAVE
-        while not self._child.gone():
+        while not self.process.gone():
             if time.monotonic() > until:
                 self._cut = True
-                self._child.signal(signal.SIGKILL)
+                self.process.signal(signal.SIGKILL)
                 return
             time.sleep(0.02)  # not `gone` with a time: others want to ask too
 
@@ -160,12 +165,12 @@ class NetworkChild:
         """How it ended."""
         if self._cut:
             return WorkerDied("was ended, for the connection to it broke")
-        found: WorkerDied = self._child.death()
+        found: WorkerDied = self.process.death()
         return found
 
     def gone(self) -> bool:
         """Whether there is nothing to come from it."""
-        if not self._child.gone():
+        if not self.process.gone():
             return False
         if not self._told:
             self._told = True
@@ -209,6 +214,7 @@ class MessageTransport(Transport):
         self._shared: SharedFile | None = None  # for weights, where all workers are on this machine and have it too
         self._children: dict[int, Any] = {}  # the processes of workers, here or on nodes, by worker
         self._sentinels: dict[int, Any] = {}
+        self._latest: Any = None  # weights, as the transport sends them to one worker: for those that come later
 
     # ---- what each of them does ------------------------------------------------------------------------------------
 
@@ -340,7 +346,8 @@ class MessageTransport(Transport):
         return data
 
     def resend_weights(self, worker: WorkerHandle) -> None:
-        """No worker of these is launched later."""
+        if self._latest is not None:
+            connection_of(worker).send_weights(self._latest)
 
 
 def connection_of(worker: WorkerHandle) -> MessageConnection:

@@ -223,7 +223,6 @@ class RayConnection(MessageConnection):
         self.orders += 1
 
     def send_weights(self, packed: Any) -> None:
-        """Send packed weights, as Ray knows them."""
         self.actor.take_weights.options(concurrency_group="weights").remote(packed)
 
     def _ask_message(self) -> None:
@@ -262,7 +261,6 @@ class RayActorTransport(MessageTransport):
         self._config, self._resources = dict(cluster), list(resources)
         self._ray: Any = None  # when connected
         self.end_cluster: bool | None = None  # with `close`: whoever else uses it, or not at all
-        self._latest: Any = None  # weights, as Ray knows them
 
     def expect(self, resources: Sequence[Mapping[str, Any]]) -> None:
         """More workers will be launched, and ask this of the cluster."""
@@ -341,10 +339,6 @@ class RayActorTransport(MessageTransport):
         self._latest = self._ray.put(packed.numpy())
         for worker in self._workers:
             self.resend_weights(worker)
-
-    def resend_weights(self, worker: WorkerHandle) -> None:
-        if self._latest is not None:
-            ray_connection(worker).send_weights(self._latest)
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:

@@ -3,23 +3,29 @@
 A process has one RPC agent: one such collector at a time, and none where you have started RPC yourself. Agents of one
 machine talk through shared memory, and listen at no port; those of several listen on the loopback interface alone, and
 talk through tunnels (see rpc_worker.py).
+
+Agents that know each other from the beginning need each other for ever: none can come later. So where workers may be
+replaced, or left out, each agent is alone, and the collector's is introduced to each as it comes.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import FileStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, rpc  # type: ignore[attr-defined]
 
 from reap._foreign import torch_internals
 from reap._system.pickling import dumps
-from reap._system.processes import DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.temporary import TemporaryFolder
 from reap.backends.network.launchers import NodePool, Nodes
@@ -31,12 +37,15 @@ from reap.backends.remote.message_transport import (
     NetworkChild,
     SentWeights,
     Wakeup,
+    connection_of,
 )
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.remote.rpc_worker import (
     COLLECTOR,
     JOIN,
     GuardedStore,
+    RPCWorld,
+    address_key,
     below,
     join_agent,
     message,
@@ -52,6 +61,7 @@ from reap.errors import UsageError, WorkerDied
 THREADS = 2  # an agent needs at least: one waits for messages, and orders must pass
 _SHM_NEEDS = ("/dev/shm", "/proc/sys/kernel/random/boot_id", "/proc/self/ns/net")
 _LOOK = 0.05  # seconds: how often a store is asked who is there
+_ROOM = 96  # descriptors that must be left when an agent comes later
 
 
 def _has_agent() -> bool:
@@ -62,24 +72,91 @@ def _has_agent() -> bool:
     return True
 
 
+def _refuse_without_room() -> None:
+    """Raise if another agent might be the one too many, in the middle of torch."""
+    most, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
+    if most - used < _ROOM:
+        raise ConnectionError(
+            f"torch keeps the descriptors of every agent that died (24, for one of this machine), and {used} of {most} "
+            f"are open (`ulimit -n`); DistributedCollector and MultiCollector need none of them"
+        )
+
+
+class _Members:
+    """Whom this process's agent can call. It is told of one at a time, and calls nobody meanwhile."""
+
+    def __init__(self, common: Store) -> None:
+        self._common, self._lock = common, threading.Lock()
+        self._agent: Any = None
+        self._introduced: dict[str, int] = {}
+        self._count = 0
+        self.peers: list[str] = []  # agents whose addresses may be asked for
+
+    def join(self, options: Mapping[str, Any], guard: Callable[[Store], Store]) -> None:
+        """Start this process's agent, which knows nobody."""
+        self._agent = join_agent(guard(PrefixStore(COLLECTOR, self._common)), COLLECTOR, 0, None, options)
+
+    def introduce(self, agent: str) -> bool:
+        """Let the agent know another, if that is there."""
+        if not self._common.check([f"here/{agent}"]):
+            return False
+        with self._lock:
+            self._count += 1
+            self.peers.append(agent)
+            address = bytes(self._common.get(address_key(agent))).decode()
+            self._common.set(address_key(agent, COLLECTOR), address)
+            torch_internals.introduce_rpc_agent(self._agent, agent, self._count)
+            self._introduced[agent] = self._count
+        return True
+
+    def forget(self, agent: str) -> None:
+        """One that is gone is called no more."""
+        with self._lock:
+            if (number := self._introduced.pop(agent, None)) is not None and self._agent is not None:
+                torch_internals.introduce_rpc_agent(self._agent, agent, number, gone=True)
+
+    def call(self, agent: str, what: Callable[..., Any], *arguments: Any) -> Any:
+        """Call one of them; None: it is gone."""
+        with self._lock:
+            return send(agent, what, *arguments)
+
+
 class RPCConnection(MessageConnection):
     """A worker as it is reached by calls of its agent."""
 
-    def __init__(self, worker: WorkerHandle, sent: SentWeights, child: Any, wakeup: Wakeup) -> None:
+    def __init__(self, worker: WorkerHandle, sent: SentWeights, child: Any, wakeup: Wakeup, members: _Members) -> None:
         super().__init__(worker, sent)
-        self._agent, self._wakeup = name(worker.index), wakeup
+        self.agent, self._wakeup, self._members = name(worker.index, worker.restarts), wakeup, members
         self.child = NetworkChild(child, self, lambda: None)
+        self._meeting = threading.Thread(target=self._meet, name=f"reap-meets-{worker.index}", daemon=True)
         self.after = threading.Thread(
             target=self.child.end_with_connection, name=f"reap-after-{worker.index}", daemon=True
         )
 
     def send(self, what: Order | None) -> None:
         number, self.orders = self.orders, self.orders + 1
-        send(self._agent, order, number, what)
+        self._members.call(self.agent, order, number, what)
+
+    def send_weights(self, packed: Tensor) -> None:
+        self._members.call(self.agent, take_weights, packed)
+
+    def meet(self) -> None:
+        """Listen to it as soon as it is there."""
+        self._meeting.start()
+
+    def _meet(self) -> None:
+        try:
+            while not self._members.introduce(self.agent):
+                if self.child.process.gone():
+                    raise ConnectionError
+                time.sleep(_LOOK)
+            self.listen()
+        except Exception:  # it is gone before it was there; or its address cannot be used, and so it is ended
+            self._end()
 
     def listen(self) -> None:
         """Ask for its next messages; when they come, for those after."""
-        future = send(self._agent, message)
+        future = self._members.call(self.agent, message)
         if future is None:  # it is gone, or we are about to be
             self._end()
         else:
@@ -106,8 +183,10 @@ class RPCConnection(MessageConnection):
         self.after.start()
 
     def let_end(self) -> None:
-        if self.after.ident is not None:
-            self.after.join(DEADLINE)
+        for thread in (self._meeting, self.after):
+            if thread.ident is not None:
+                thread.join(DEADLINE)
+        self._members.forget(self.agent)
 
     def hear(self) -> tuple[list[Any], bool]:
         messages, gone = super().hear()
@@ -119,59 +198,109 @@ class TensorPipeTransport(MessageTransport):
 
     weight_schemes = ("rpc", "per_worker", "none")
 
-    def __init__(self, *, agent: Mapping[str, Any], nodes: Nodes, start_method: StartMethod = "forkserver") -> None:
+    def __init__(
+        self,
+        *,
+        agent: Mapping[str, Any],
+        nodes: Nodes,
+        one_by_one: bool = False,
+        start_method: StartMethod = "forkserver",
+    ) -> None:
         super().__init__(start_method=start_method)
-        self._agent, self._nodes = {"rpc_timeout": 0, **agent}, nodes
+        self._agent, self._nodes, self._one_by_one = {"rpc_timeout": 0, **agent}, nodes, one_by_one
+        self.startup_grace = BOOT if self._local else BOOT + nodes.patience
         self._company: NodePool | None = None
         self._guarded: GuardedStore | None = None
         self._store: Any = None
         self._joined = False
 
+    @property
+    def _local(self) -> bool:
+        return self._nodes.launcher == "mp"
+
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        if _has_agent():
-            raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
-        packed = [dumps(worker.job, f"what worker {worker.index} needs") for worker in workers]
-        if self._nodes.launcher == "mp":
-            self._meet_here(packed)
+        packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
+        if self._store is None:
+            if _has_agent():
+                raise UsageError("this process has an RPC agent already, and can have one; shut that down first")
+            self._meet_at(len(workers))
+        elif self._local:
+            _refuse_without_room()
+        worlds = {one.index: replace(self._world, restarts=one.restarts) for one in workers}
+        if self._company is None:
+            run = functools.partial(run_rpc, file=self._file)
+            self.start_children(
+                {i: functools.partial(run, job=job, index=i, world=worlds[i]) for i, job in packed.items()}
+            )
         else:
-            self._children = dict(enumerate(self._invite(packed)))
-        children = list(self._children.values())
-        connections = [RPCConnection(worker, self.sent, c, self.wakeup) for worker, c in zip(workers, children)]
-        for worker, connection, child in zip(workers, connections, children):
+            self._children.update(self._on_nodes(workers, packed, worlds))
+        for worker in workers:
+            child = self._children[worker.index]
+            connection = RPCConnection(worker, self.sent, child, self.wakeup, self._members)
             self.connect(worker, connection, child.sentinel)
-        self._see_all(workers)
-        join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
+        if not self._one_by_one:
+            self._see_all(workers)
+            join_agent(self._guarded or self._store, COLLECTOR, 0, len(workers) + 1, self._agent)
+        elif not self._joined:
+            self._members.join(self._agent, self._guarded_by)
         self._joined = True
-        for connection in connections:
-            connection.listen()
+        for worker in workers:
+            connection = rpc_connection(worker)
+            connection.meet() if self._one_by_one else connection.listen()
 
-    def _meet_here(self, packed: Sequence[bytes]) -> None:
-        self._meeting = TemporaryFolder("rpc")
-        file, count = f"{self._meeting.path}/agents", len(packed)
-        self._store = FileStore(file, -1)
-        self._store.set_timeout(JOIN)
-        if all(os.path.exists(path) for path in _SHM_NEEDS):
-            self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
-        run = functools.partial(run_rpc, workers=count, file=file, options=self._agent)
-        self.start_children({i: functools.partial(run, job=job, index=i) for i, job in enumerate(packed)})
+    def _meet_at(self, count: int) -> None:
+        """Make what agents find each other by: a file on this machine, a store behind a listener for others."""
+        if self._local:
+            self._meeting = TemporaryFolder("rpc")
+            self._file = f"{self._meeting.path}/agents"
+            self._store = FileStore(self._file, -1)
+            self._store.set_timeout(JOIN)
+            if all(os.path.exists(path) for path in _SHM_NEEDS):
+                self._agent = {**torch_internals.ON_ONE_MACHINE, **self._agent}
+        else:
+            self._store = loopback_store(0, JOIN)
+            self._agent.update(torch_internals.BETWEEN_MACHINES)
+            self._company = self._nodes.open(count, self._store.port, self.wakeup.ring)
+        self._members = _Members(self._store)
+        self._world = RPCWorld(count, self._agent, alone=self._one_by_one)
+        if not (self._local or self._one_by_one):
+            self._members.peers.extend(name(index) for index in range(count))
+            self._guarded_by(self._store)
 
-    def _invite(self, packed: Sequence[bytes]) -> list[Any]:
-        self._store = loopback_store(0, JOIN)
-        self._agent.update(torch_internals.BETWEEN_MACHINES)
-        self._company = self._nodes.open(len(packed), self._store.port, self.wakeup.ring)
-        peers = [name(index) for index in range(len(packed))]
-        self._guarded = GuardedStore(self._store, self._company.registry.secret, self._nodes.listen, peers)
-        more = {"workers": len(packed), "options": self._agent}
-        return list(self._company.gather(packed, "rpc", more, self._lost, self.linger))
+    def _guarded_by(self, store: Store) -> Store:
+        if self._company is None:
+            return store
+        secret, peers = self._company.registry.secret, self._members.peers
+        self._guarded = GuardedStore(store, secret, self._nodes.listen, peers)
+        return self._guarded
+
+    def _on_nodes(
+        self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes], worlds: Mapping[int, RPCWorld]
+    ) -> dict[int, NodeProcess]:
+        assert self._company is not None
+        more = {index: asdict(world) for index, world in worlds.items()}
+        if not self._joined:
+            jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
+            gathered = self._company.gather(jobs, "rpc", said, self._lost, self.linger, spares=keep)
+            return dict(zip(packed, gathered))
+        return {i: self._company.replace(i, job, "rpc", more[i], self._lost) for i, job in packed.items()}
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
-        if node_process.lost and self._guarded is not None:
-            self._guarded.cut(name(node_process.index))
+        if not node_process.lost or self._guarded is None:
+            return
+        connection = self._workers[node_process.index].connection
+        if isinstance(connection, RPCConnection) and connection.child.process is node_process:
+            self._guarded.cut(connection.agent)
+
+    def retire(self, worker: WorkerHandle) -> None:
+        super().retire(worker)
+        if self._guarded is not None:
+            self._guarded.cut(rpc_connection(worker).agent)
 
     def _see_all(self, workers: Sequence[WorkerHandle]) -> None:
         """Agents wait for all others, dead or alive. So first see that they live."""
-        keys = [f"here/{worker.index}" for worker in workers]
+        keys = [f"here/{name(worker.index)}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
             self.linger(_LOOK)
             for worker, child in zip(workers, self._children.values()):
@@ -179,9 +308,17 @@ class TensorPipeTransport(MessageTransport):
                     raise WorkerDied(str(child.death())).at(worker=worker.name)
 
     def cannot_restart(self) -> str | None:
-        return "torch's RPC lets no agent join in the place of one that died; use 'drop', or DistributedCollector"
+        if torch_internals.can_introduce_rpc_agents():
+            return None
+        return "this torch's RPC lets no agent join in the place of one that died; use DistributedCollector"
 
     def broadcast(self, packed: Tensor) -> None:
+        if self._one_by_one:
+            self._latest = packed
+            for worker in self._workers:
+                if not worker.dropped:
+                    connection_of(worker).send_weights(packed)
+            return
         for index in below(-1, len(self._workers)):
             send(name(index), take_weights, packed)
 
@@ -203,3 +340,9 @@ class TensorPipeTransport(MessageTransport):
             self._company.close(DEADLINE)
         if hasattr(self, "_meeting"):
             self._meeting.close()
+
+
+def rpc_connection(worker: WorkerHandle) -> RPCConnection:
+    """How a worker is reached by calls."""
+    assert isinstance(worker.connection, RPCConnection)
+    return worker.connection

@@ -3,22 +3,27 @@
     collector ── weights ┬─► worker 0 ─┬─► worker 2 …       weights go down a tree: everybody sends to two
                          └─► worker 1  └─► worker 3 …      (of nodes; those of this machine read shared memory)
 
+Where workers may be replaced, or left out, no agent may need another: each is a world of its own, the collector's is
+told of each as it comes, and sends weights to all of them itself.
+
 An agent knows no secrets and does what it is told. So on one machine it listens at no port, and else on the loopback
 interface alone; to other machines it is reached through a listener, and reaches their agents through tunnels.
 """
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
 
 from reap._foreign import torch_internals
 from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Tunnel
@@ -38,9 +43,14 @@ _below: list[str] = []  # agents to which this one sends weights on
 _built = threading.Event()  # once there is a remote worker
 
 
-def name(index: int) -> str:
-    """Of a worker's agent."""
-    return f"worker-{index}"
+def name(index: int, restarts: int = 0) -> str:
+    """Of a worker's agent: another in its place has another."""
+    return f"worker-{index}-{restarts}"
+
+
+def address_key(agent: str, world: str | None = None) -> str:
+    """Where the address of an agent is for those of a `world` (its own), in the store that all have in common."""
+    return f"{world or agent}/{_ADDRESSES}{agent}"
 
 
 def below(index: int, workers: int) -> list[int]:
@@ -89,8 +99,12 @@ class GuardedStore(Store):
         return f"uv://{LOOPBACK}:{port}".encode()
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        """As it is."""
+        """As the store itself does it."""
         return bytes(self._store.compare_set(key, expected, wanted))
+
+    def check(self, keys: list[str]) -> bool:
+        """As the store itself does it."""
+        return bool(self._store.check(keys))
 
     def cut(self, peer: str) -> None:
         """It is out of reach: whoever waits for it need not."""
@@ -104,19 +118,39 @@ class GuardedStore(Store):
         self._tunnels.clear()
 
 
-def join_agent(store: Store, own: str, rank: int, size: int, options: Mapping[str, Any]) -> None:
-    """Start this process's agent; returns when all are there."""
+def join_agent(store: Store, own: str, rank: int, size: int | None, options: Mapping[str, Any]) -> Any:
+    """Start this process's agent, and return it when all are there. `size` None: whoever comes is introduced to it."""
     with torch_internals.on_loopback(_INTERFACE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what torch itself does there
-        torch_internals.start_rpc_agent(store, own, rank, size, options)
+        return torch_internals.start_rpc_agent(store, own, rank, size, options)
 
 
-def _live(
-    job: bytes, index: int, workers: int, store: Store, options: Mapping[str, Any], shared: LocalWeights | None = None
-) -> None:
-    store.set(f"here/{index}", "here")
-    _below.extend(name(i) for i in below(index, workers))
-    join_agent(store, name(index), index + 1, workers + 1, options)
+@dataclass(frozen=True)
+class RPCWorld:
+    """Which agents there are. `alone`: each knows itself only, and the collector all."""
+
+    workers: int
+    options: Mapping[str, Any]
+    alone: bool = False
+    restarts: int = 0  # of the worker that is told
+
+    def join(self, index: int, common: Store, guard: Callable[[Store], Store] = lambda store: store) -> None:
+        """Start a worker's agent; returns when it can be called."""
+        own = name(index, self.restarts)
+        if self.alone:
+            join_agent(guard(PrefixStore(own, common)), own, 0, 1, self.options)
+            common.set(f"here/{own}", "here")
+        else:
+            common.set(f"here/{own}", "here")
+            join_agent(guard(common), own, index + 1, self.workers + 1, self.options)
+            _below.extend(self.below(index))
+
+    def below(self, index: int) -> list[str]:
+        """To whom a worker sends weights on."""
+        return [] if self.alone else [name(i) for i in below(index, self.workers)]
+
+
+def _live(job: bytes, shared: LocalWeights | None = None) -> None:
     remote_worker = MailboxWorker(shared)
     _workers.append(remote_worker)
     _built.set()
@@ -125,24 +159,26 @@ def _live(
     threading.Event().wait()  # what it said last is still to be fetched; whoever has it ends this process
 
 
-def run_rpc(
-    connection: Any, fds: Any, *, job: bytes, index: int, workers: int, file: str, options: Mapping[str, Any]
-) -> None:
+def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, world: RPCWorld) -> None:
     """The life of a worker of this machine: agents meet in a file that only this user can open.
 
     `fds`: of the memory weights are in.
     """
     store = FileStore(file, -1)
     store.set_timeout(JOIN)
-    _live(job, index, workers, store, options, LocalWeights(SharedFile(fd=fds[0]), first=index == 0))
+    world.join(index, store)
+    _live(job, LocalWeights(SharedFile(fd=fds[0]), first=index == 0 and world.restarts == 0))
 
 
 def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
     """The life of a worker of a node."""
     store = TCPStore(LOOPBACK, address["port"], is_master=False, wait_for_workers=False, timeout=JOIN)
-    peers = [name(i) for i in below(index, more["workers"])]
-    guarded = GuardedStore(store, address["secret"], address["listen"], peers)
-    _live(job, index, more["workers"], guarded, more["options"])
+    world = RPCWorld(**more)
+    guard = functools.partial(
+        GuardedStore, secret=address["secret"], listen=address["listen"], peers=world.below(index)
+    )
+    world.join(index, store, guard)
+    _live(job)
 
 
 # ---- what is called --------------------------------------------------------------------------------------------------

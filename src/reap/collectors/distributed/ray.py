@@ -6,15 +6,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
 from reap.backends.remote.ray import RayActorTransport, ray_connection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
+from reap.collectors.distributed.keywords import DEFAULTS, RayCollectorOptions
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.options import Options, listed
+from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.options import Options, listed, shows_options
 from reap.errors import SpecMismatch, UsageError, WrongArgument
 from reap.failures import FailurePolicy
 
@@ -59,6 +60,7 @@ class _RayPlacement(RemotePlacement):
 
 
 @FarCollector.register
+@shows_options(without=WITHOUT, more=RayCollectorOptions, defaults={**DEFAULTS, **_RayPlacement.own})
 class RayCollector(MultiCollector):
     """Collects with Ray actors: in the cluster this process is connected to, or else in one that is started here.
 
@@ -86,7 +88,8 @@ class RayCollector(MultiCollector):
             return object.__new__(RaySyncCollector if sync is True else RayAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RayCollectorOptions]) -> None:
+        options: dict[str, Any] = {**keywords}
         count = whole("num_collectors", options.get("num_collectors"), none=True)
         if listed(create_env_fn) and count not in (None, len(create_env_fn)):
             raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
@@ -112,7 +115,8 @@ class RayCollector(MultiCollector):
     @property
     def _ray(self) -> RayActorTransport:
         transport = self._backend.transport
-        assert isinstance(transport, RayActorTransport)
+        if not isinstance(transport, RayActorTransport):
+            raise UsageError("workers='inline': there are no actors")
         return transport
 
     # ---- the buffer -----------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class RayCollector(MultiCollector):
         `shutdown_ray`: True: disconnect from the cluster now, whoever else uses it. False: stay connected, also where
         nobody does.
         """
-        if hasattr(self, "_backend"):
+        if hasattr(self, "_backend") and isinstance(self._backend.transport, RayActorTransport):
             self._ray.end_cluster = shutdown_ray
         super().shutdown(timeout, close_env, raise_on_error)
 

@@ -44,7 +44,14 @@ class RemotePlacement(Placement):
         raise NotImplementedError
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        return None if self.nested is None else replace(self.nested, random_frames=options.random_frames // workers)
+        if self.nested is None:
+            return None
+        if options.deterministic and options.on_failure == "restart":
+            raise UsageError(
+                "deterministic=True with on_failure='restart' goes on exactly where a worker failed, which one with "
+                "processes of its own (collector_class='sync' or 'async') cannot: leave one of the three out"
+            )
+        return replace(self.nested, random_frames=options.random_frames // workers)
 
 
 class FarCollector(MultiCollector):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
+from reap.collectors.distributed.keywords import DEFAULTS, RPCCollectorOptions
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.options import Options
+from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError, WrongArgument
 
 
@@ -37,10 +37,12 @@ class _TensorPipePlacement(RemotePlacement):
             )
         check_backend_name(self.given["backend"])
         _check_devices(self.given["visible_devices"])
-        return TensorPipeTransport(agent=agent, nodes=nodes_of(self.given), start_method=options.start_method)
+        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        return TensorPipeTransport(agent=agent, nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
+@shows_options(without=WITHOUT, more=RPCCollectorOptions, defaults={**DEFAULTS, **_TensorPipePlacement.own})
 class RPCCollector(MultiCollector):
     """Collects with workers that are called over TensorPipe.
 
@@ -68,11 +70,10 @@ class RPCCollector(MultiCollector):
             return object.__new__(RPCSyncCollector if sync is True else RPCAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[RPCCollectorOptions]) -> None:
+        options: dict[str, Any] = {**keywords}
         self._placement = _TensorPipePlacement(options)
         super().__init__(create_env_fn, policy, **self._placement.options_left)
-
-    __init__.__signature__ = inspect.signature(FarCollector.__init__)  # type: ignore[attr-defined]
 
 
 @MultiSyncCollector.register

@@ -27,7 +27,7 @@ def team_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
     """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"num_workers_per_collector must be a whole number ≥ 1, got {workers!r}")
-    kind = _kind(collector_class or "single")
+    kind = _kind("single" if collector_class is None else collector_class)
     if kind == "single":
         if workers > 1:
             raise UsageError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from reap.backends.remote.gloo import GlooTransport
+from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
 from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
-from reap.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from reap.collectors.options import Options
+from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from reap.collectors.options import Options, shows_options
 from reap.errors import UsageError
 
 
@@ -22,10 +23,12 @@ class _GlooPlacement(RemotePlacement):
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])
-        return GlooTransport(nodes=nodes_of(self.given), start_method=options.start_method)
+        nodes, one_by_one = nodes_of(self.given), options.on_failure != "raise"
+        return GlooTransport(nodes=nodes, one_by_one=one_by_one, start_method=options.start_method)
 
 
 @FarCollector.register
+@shows_options(without=WITHOUT, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
 class DistributedCollector(MultiCollector):
     """Collects with workers that are reached by torch.distributed (gloo); a slot is one tensor, weights a broadcast.
 
@@ -64,7 +67,8 @@ class DistributedCollector(MultiCollector):
             return object.__new__(DistributedSyncCollector if sync is True else DistributedAsyncCollector)  # type: ignore[return-value]
         return object.__new__(cls)
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, **options: Any) -> None:
+    def __init__(self, create_env_fn: Any, policy: Any = None, **keywords: Unpack[DistributedCollectorOptions]) -> None:
+        options: dict[str, Any] = {**keywords}
         interval = options.pop("update_interval", None)
         if interval is not None:
             if options.get("max_weight_update_interval", -1) != -1:

@@ -10,6 +10,7 @@ cat_results      "stack" [W, B, T]     0, along lanes [W·B, T]     -1, in time 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
-_TORN = 2**40  # above every trajectory id: what is added where a trajectory was torn by a dropped rollout
+_TORN = 2**62  # above every id that workers give: what goes on after a dropped rollout is counted from here
 
 
 class Part(NamedTuple):
@@ -166,7 +167,8 @@ class LagLimit:
     def __init__(self, most: int) -> None:
         self._most = most
         self._renamed: dict[int, dict[int, int]] = {}  # of each worker: trajectories that go on under another id
-        self._drops = self.dropped_frames = 0
+        self._torn = itertools.count(_TORN)
+        self.dropped_frames = 0
 
     def keeps(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
         """Whether a rollout is young enough for this version of the weights; its ids are those of what was kept."""
@@ -174,7 +176,6 @@ class LagLimit:
         if version - rollout.version <= self._most:
             return True
         self.dropped_frames += rollout.frames
-        self._drops += 1
         self._tear(batch, rollout.worker)
         return False
 
@@ -183,9 +184,9 @@ class LagLimit:
         ids = batch.get(TRAJ_IDS, None)
         if ids is not None:
             renamed = self._renamed.setdefault(worker, {})
+            known = {now: own for own, now in renamed.items()}
             for now in ids.reshape(-1, ids.shape[-1])[:, -1].tolist():
-                own = now % _TORN
-                renamed[own] = own + self._drops * _TORN
+                renamed[known.get(now, now)] = next(self._torn)
 
     def _rename(self, batch: TensorDictBase, worker: int) -> None:
         renamed, ids = self._renamed.get(worker), batch.get(TRAJ_IDS, None)

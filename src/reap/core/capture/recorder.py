@@ -227,8 +227,8 @@ class Recorder(TorchFunctionMode):
         if len(reads) != 1 or len(args) != 1 or kwargs or not isinstance(value, (bool, int, float, list)):
             raise NotCaptured(f"{name} gives a {type(value).__name__}")
         question = _question()
-        if question in (Question.IS_WITHIN, Question.IS_OUTSIDE):
-            return question is Question.IS_OUTSIDE
+        if question in (Question.IS_WITHIN, Question.IS_OUTSIDE, Question.BEGINS):
+            return question is not Question.IS_WITHIN
         self.decisions.append(Decision(func, reads[0], value, question is Question.IS_VALID))
         return value
 
@@ -251,6 +251,7 @@ class Question(enum.Enum):
     # The work that the answer would save is done always: it leaves a value that did not need it as it was.
     IS_WITHIN = "a spec clamps only what is not within its bounds"
     IS_OUTSIDE = "a truncated normal gives -inf only for what is outside"
+    BEGINS = "a GRU clears its state only if an episode begins in some lane"
 
 
 def _question() -> Question | None:
@@ -264,6 +265,8 @@ def _question() -> Question | None:
             return Question.IS_WITHIN if "Bounded" in type(frame.f_locals["self"]).__name__ else None
         if file == "continuous.py" and code.co_name == "log_prob":
             return Question.IS_OUTSIDE if type(frame.f_locals["self"]).__name__ == "TruncatedNormal" else None
+        if file == "rnn.py" and code.co_name == "forward":
+            return Question.BEGINS if type(frame.f_locals["self"]).__name__ == "GRUModule" else None
         if frame.f_back is None or not (code.co_filename.startswith(_TORCH) or file == "tensor_specs.py"):
             return None
         frame = frame.f_back

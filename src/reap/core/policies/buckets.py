@@ -8,11 +8,10 @@ Few sizes, so that a policy that is recorded for each of them is recorded few ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from reap.core.policy import Policy, TensorPolicy
+from reap.core.policy import Policy, PolicyAround
 from reap.core.slot import Row
-from reap.spec import Key
 
 
 def powers(most: int) -> list[int]:
@@ -20,19 +19,14 @@ def powers(most: int) -> list[int]:
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
-class Bucketed(Policy):
+class Bucketed(PolicyAround):
     """`policy`, on the first positions of rows of `width`; `filled` says in how many of them a lane stands."""
 
-    def __init__(self, policy: TensorPolicy, width: int, filled: Callable[[], int]) -> None:
-        self.policy, self._width, self._filled = policy, width, filled
-        self.inputs, self.outputs = policy.inputs, policy.outputs
+    def __init__(self, policy: Policy, width: int, filled: Callable[[], int]) -> None:
+        super().__init__(policy)
+        self._width, self._filled = width, filled
         sizes = powers(width)
         self._size_for = [next(size for size in sizes if size >= count) for count in range(width + 1)]
-        self.begin, self.end, self.forget = policy.begin, policy.end, policy.forget  # type: ignore[method-assign]
-
-    @property
-    def written(self) -> Sequence[Key]:
-        return self.policy.written
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]

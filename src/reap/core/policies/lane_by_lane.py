@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reap.core.policy import Policy
+from reap.core.policy import Policy, PolicyAround
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.errors import UsageError
 from reap.seeding import fresh_seed
@@ -52,29 +52,20 @@ def _begun(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed ^ _OF_POLICY).get_state()
 
 
-class LaneByLane(Policy):
+class LaneByLane(PolicyAround):
     """Policies of one lane each, all of one model; `spec` is that of all lanes."""
 
     def __init__(self, policies: Sequence[Policy], noise: LaneNoise, spec: EnvSpec) -> None:
+        super().__init__(policies[0])
         self._policies, self._noise, self._spec = list(policies), noise, spec
-        first = policies[0]
-        self.inputs, self.outputs, self.inner, self.remembers = (
-            first.inputs,
-            first.outputs,
-            first.inner,
-            first.remembers,
-        )
+        self.remembers = policies[0].remembers
         self._parts: dict[int, tuple[Slot, list[Slot]]] = {}  # of each slot: its lanes, one by one
         self._keys: list[RowKeys] = []
         self._rows: list[list[Row]] = []
         self._t = 0
 
-    @property
-    def written(self) -> Sequence[Key]:
-        return self._policies[0].written
-
     def explain(self) -> str:
-        return f"lane by lane (deterministic=True), each with random numbers of its own: {self._policies[0].explain()}"
+        return f"lane by lane (deterministic=True), each with random numbers of its own: {super().explain()}"
 
     def begin(self, slot: Slot) -> None:
         parts = self._lanes_of(slot)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.policy import PolicyAround, TensorDictPolicy
 from reap.core.slot import MASK, Row, Slot
 from reap.spec import READY, Key
 
@@ -21,12 +21,14 @@ Array = np.ndarray[Any, Any]
 _DONE: Key = ("next", "done")
 
 
-class PerLanePolicy(Policy):
+class PerLanePolicy(PolicyAround):
     """`policy`, with a memory of so many lanes; those whose episode ended find zeros."""
 
+    policy: TensorDictPolicy
+
     def __init__(self, policy: TensorDictPolicy, lanes: int) -> None:
-        self.policy, self._lanes = policy, lanes
-        self.inputs, self.outputs, self.inner = (*policy.inputs, READY), policy.outputs, policy.inner
+        super().__init__(policy)
+        self.inputs, self._lanes = (*policy.inputs, READY), lanes
         self._kept: dict[Key, Tensor] = {}
         self._last: tuple[Array, Array] | None = None  # of the last row: where episodes ended, and where frames are
 
@@ -55,7 +57,7 @@ class PerLanePolicy(Policy):
     def end(self, slot: Slot, steps: int) -> None:
         done, mask = slot.arrays[_DONE], slot.arrays[MASK]
         self._last = done[steps - 1, :, 0].copy(), mask[steps - 1].copy()  # before the slot is filled anew
-        self.policy.end(slot, steps)
+        super().end(slot, steps)
 
     def forget(self, lanes: Sequence[int]) -> None:
         """All lanes begin anew: there is no other reset here."""

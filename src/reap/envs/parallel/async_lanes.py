@@ -75,6 +75,9 @@ class ReadyLanes(Env):
         self._shown = [n for n, key in enumerate(whole) if key in self._observation]
         self._lane = len(self._shown)  # our leaf's place in a row
 
+    def stacks(self) -> dict[str, str]:
+        return self.lane_workers.stacks()
+
     def bind_policy(self, model: Any) -> None:
         """What the policy carries and the env primes is kept here, lane by lane: the env has it elsewhere."""
         whole = self.lane_workers.spec

@@ -34,13 +34,13 @@ from reap.envs.parallel.async_lanes import ReadyLanes
 from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.envs.parallel.process_workers import MOST_HANDS, ProcessWorkers, ThreadedProcessWorkers
-from reap.envs.parallel.thread_workers import ThreadWorkers
+from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
 from reap.envs.serial import one_each
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
-_BACKENDS = ("threading", "multiprocessing")
+_BACKENDS = ("threading", "multiprocessing", "inline")
 
 
 class AsyncEnvPool(EnvBase):
@@ -53,7 +53,8 @@ class AsyncEnvPool(EnvBase):
 
     Args:
         create_env_fns: one factory (or Gymnasium id) for each env.
-        backend: "threading", for envs that wait; "multiprocessing", for envs that compute.
+        backend: "threading", for envs that wait; "multiprocessing", for envs that compute; "inline": here, one after
+            another, for a debugger.
         envs_per_worker: how many envs share a thread or process at most; as many in each.
         worker_threads: each env of a process in a thread of its own there: for envs that wait, beside a busy policy.
         min_ready: for collectors: the policy decides about at least so many envs at a time,
@@ -99,17 +100,19 @@ class AsyncEnvPool(EnvBase):
         most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
         each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
-        if worker_threads and backend == "threading":
+        if worker_threads and backend != "multiprocessing":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
         cores = None
         if worker_affinity is not None:
-            if backend == "threading":
+            if backend != "multiprocessing":
                 raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
             cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         lane_workers: LaneWorkers
         if backend == "threading":
             lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit)
+        elif backend == "inline":
+            lane_workers = ThreadWorkers(shares, limit=limit, kind=InlineEnv)
         else:
             kind = ThreadedProcessWorkers if worker_threads else ProcessWorkers
             lane_workers = kind(

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reap._system import silence
 from reap._system.forks import guard, refuse_all
+from reap._system.stacks import all_at_once
 from reap.core.env import Rows
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import BEGIN, DRAW, Traits
@@ -131,6 +133,14 @@ class LaneWorkers(abc.ABC):
             self._logged = group, since
             first, last = self.bounds[group]
             silence.log(f"the worker of lanes {first} to {last - 1}", now - since, self._stack_of(group))
+
+    def stacks(self) -> dict[str, str]:
+        """Where each group is right now, by its lanes."""
+        asked = {
+            f"worker of lanes {first} to {last - 1}": functools.partial(self._stack_of, group)
+            for group, (first, last) in enumerate(self.bounds)
+        }
+        return all_at_once(asked)
 
     def draw(self, groups: Sequence[int]) -> list[int]:
         """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""

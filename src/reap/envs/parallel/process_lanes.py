@@ -15,14 +15,16 @@ import contextlib
 import dataclasses
 import functools
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from reap._system import silence
 from reap._system.affinity import Cores
 from reap._system.conversation import ChildGone, ChildSilent, Conversation
 from reap._system.fork_server.client import enough_room
@@ -32,7 +34,9 @@ from reap._system.messages import until_ready
 from reap._system.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, LAST_STEP, Child, StartMethod, end
 from reap._system.remote_errors import Raised
+from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
+from reap._system.worker_log import record
 from reap.core.env import Env, Rows
 from reap.core.policy import RandomActions
 from reap.core.resume import CannotResume, packed, unpacked
@@ -61,11 +65,12 @@ from reap.envs.parallel.env_child import (
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
+E = TypeVar("E", bound=ReapError)
 
 
 def _alone(things: Sequence[Any]) -> Any:
@@ -84,12 +89,21 @@ class EnvProcess:
     def __init__(self, number: int, child: Child, order_fd: int, reply: int) -> None:
         self.number, self.child, self.order_fd, self.reply = number, child, order_fd, reply
         self.talk = Conversation(child)
+        self.told = select.poll()  # something was written to `reply`, or nobody is there who could
+        self.told.register(reply, select.POLLIN)
+        self.logged = False  # it is in the log that it is silent
         self.spec: EnvSpec
         self.traits: Traits
         self.first = self.last = 0
         self.restarts = 0  # how many have been in its place before it
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
+
+    def log_silence(self, name: str) -> None:
+        """Nothing came from it for a long time, and it is waited for: say so, once for what it was asked."""
+        if not self.logged:
+            self.logged = True
+            silence.log(f"worker {name}", silence.LOGGED_AFTER, self.child.ask_stack())
 
     def end(self) -> None:
         """End it at once: it has failed, whatever it may still be doing."""
@@ -161,6 +175,7 @@ class ProcessLanes(Env):
         self._join()
         for remote in self.remotes:
             self._call(remote, "begin", remote.first, self.spec.lanes)
+            record("start", self._name(remote), "worker %s is there", self._name(remote))
 
     def _start(self, n: int) -> EnvProcess:
         makers, start, threads = self._makers[n], self._start_method, self._threads
@@ -209,7 +224,10 @@ class ProcessLanes(Env):
         self.first = firsts_in(self._firsts.map(max(layout.nbytes, 1)), layout)
         self._some, self._seeds = choices(self._control, lanes)
         self._seeds[:] = UNSEEDED
-        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `_first`
+        self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
+
+    def stacks(self) -> dict[str, str]:
+        return all_at_once({f"worker {self._name(remote)}": remote.child.ask_stack for remote in self.remotes})
 
     # ---- talking --------------------------------------------------------------------------------------------------
 
@@ -258,8 +276,14 @@ class ProcessLanes(Env):
             remote.talk.hear()
         for message in remote.talk.inbox:
             if isinstance(message, Raised):
-                return self._named(message.unpack(), remote)
-        return remote.child.death().at(worker=self._name(remote))
+                return self._logged(remote, self._named(message.unpack(), remote))
+        return self._logged(remote, remote.child.death())
+
+    def _logged(self, remote: EnvProcess, error: E) -> E:
+        """The error for a child that has failed, which the log tells of, too."""
+        error.at(worker=self._name(remote))
+        record("death", self._name(remote), "%s", str(error).partition("\n")[0])
+        return error
 
     def _name(self, remote: EnvProcess) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
@@ -271,14 +295,17 @@ class ProcessLanes(Env):
         return error.at(worker=self._name(remote))
 
     def _wait(self, remote: EnvProcess, fd: int) -> None:
-        if self._timeout is not None and not until_ready([fd, remote.child.sentinel], within=self._timeout):
+        if self._timeout is None:
+            while not remote.told.poll(1000 * silence.LOGGED_AFTER):
+                remote.log_silence(self._name(remote))
+        elif not until_ready([fd, remote.child.sentinel], within=self._timeout):
             raise self.silence_of(remote)
 
     def silence_of(self, remote: EnvProcess) -> WorkerSilent:
         """The error for a child that has not answered for too long."""
         self._failed = True
         remote.silent = True
-        return remote.child.silence(self._timeout or 0.0, self._timeout).at(worker=self._name(remote))
+        return self._logged(remote, remote.child.silence(self._timeout or 0.0, self._timeout))
 
     def finish(self, remote: EnvProcess) -> None:
         """Wait for the byte a child owes for a step."""
@@ -301,7 +328,7 @@ class ProcessLanes(Env):
     def take(self, remote: EnvProcess) -> int:
         """The byte a child owes, which is there: 0, or the token of what it was asked."""
         token = self._read(remote)
-        remote.owes = False
+        remote.owes = remote.logged = False
         return token
 
     def _read(self, remote: EnvProcess) -> int:
@@ -329,9 +356,15 @@ class ProcessLanes(Env):
 
     def _answer(self, remote: EnvProcess, call: int | None = None, grace: float = 0.0) -> Any:
         """The answer to a call; None: the next message, whatever it is."""
-        within = None if self._timeout is None else self._timeout + grace
+        within = (silence.LOGGED_AFTER if self._timeout is None else self._timeout) + grace
         try:
-            return remote.talk.next(within) if call is None else remote.talk.answer(call, within)
+            while True:
+                try:
+                    return remote.talk.next(within) if call is None else remote.talk.answer(call, within)
+                except ChildSilent:
+                    if self._timeout is not None:
+                        raise
+                    remote.log_silence(self._name(remote))
         except (ChildGone, ChildSilent) as end:
             error = self.gone(remote) if isinstance(end, ChildGone) else self.silence_of(remote)
             raise error from error.__cause__
@@ -425,7 +458,7 @@ class ProcessLanes(Env):
         assert shared.place is not None
         for remote in self.remotes:
             if remote.owes:
-                self.finish(remote)
+                self._settle(remote)
             remote.owes = True
             self._ring(remote, DRAW, *shared.place)
         for remote in self.remotes:
@@ -551,7 +584,7 @@ class ProcessLanes(Env):
     def _replacement(self, remote: EnvProcess, error: WorkerError) -> EnvProcess:
         """Start another process for these lanes."""
         began, tries = time.monotonic(), 0
-        while self._budget.spend(tries):
+        while (why := self._budget.refusal(tries)) is None:
             try:
                 new = self._start_again(remote)
             except WorkerError as again:
@@ -560,7 +593,7 @@ class ProcessLanes(Env):
             seconds = time.monotonic() - began
             self._on_failure.report(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
             return new
-        raise self._budget.spent(error)
+        raise refused(error, why)
 
     def _start_again(self, before: EnvProcess) -> EnvProcess:
         """Another process, which knows all that the one before it knew; its lanes are at their beginning."""

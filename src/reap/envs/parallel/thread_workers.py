@@ -40,8 +40,8 @@ class Orders(Protocol):
     def put(self, order: Any) -> None: ...
 
 
-class EnvThread:
-    """One thread and its lanes, `[first, last)` of all. What it answers goes to `answers`: its number and an error."""
+class LaneGroup:
+    """Lanes, `[first, last)` of all, of one env. What it answers goes to `answers`: its number and an error."""
 
     def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
         self.number, self.first, self.last = number, 0, 0
@@ -52,27 +52,32 @@ class EnvThread:
         self.row: Row
         self.into: list[np.ndarray[Any, Any]] = []
         self.seeds = np.zeros(0, np.int64)
-        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{number}", daemon=True)
-        self.thread.start()
+        self._begin()
 
-    def _live(self) -> None:
-        wake_in_time()
+    def _begin(self) -> None:
+        """Build the env, somewhere, and say so."""
+        raise NotImplementedError
+
+    def _build(self) -> bool:
+        """Build the env; whether that has worked."""
         try:
-            env = self.env = built(self._makers, self._limit)
+            self.env = built(self._makers, self._limit)
         except BaseException as error:
             self.answers.put((self.number, _told(error), 0))
-            return
+            return False
+        self.answers.put((self.number, None, 0))
+        return True
+
+    def obey(self, order: tuple[int, Sequence[int] | None, int]) -> None:
+        """Do what is asked, and answer."""
         try:
-            self.answers.put((self.number, None, 0))
-            while (order := self.orders.get()) is not None:
-                try:
-                    self._obey(env, order[0], order[1])
-                except BaseException as error:
-                    self.answers.put((self.number, _told(error), 0))
-                else:
-                    self.answers.put((self.number, None, order[2]))
-        finally:
-            env.close()
+            self._obey(self.env, order[0], order[1])
+        except self.lets_out:
+            raise
+        except BaseException as error:
+            self.answers.put((self.number, _told(error), 0))
+        else:
+            self.answers.put((self.number, None, order[2]))
 
     def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
@@ -83,15 +88,77 @@ class EnvThread:
         elif what != PING:
             advance(env, chosen, self.row, self.into)
 
+    where = ""  # of its lanes, as errors tell it
+    lets_out: tuple[type[BaseException], ...] = ()  # what is not told as an answer
+
     @property
     def name(self) -> str:
         lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
-        return f"of {lanes} (thread {self.thread.name})"
+        return f"of {lanes} ({self.where})"
 
     def stack(self) -> str:
-        """Where the thread is right now."""
+        """Where its thread is right now."""
+        raise NotImplementedError
+
+    def let_end(self, timeout: float) -> bool:
+        """Wait so many seconds at most until its env is closed; whether it is."""
+        raise NotImplementedError
+
+
+class EnvThread(LaneGroup):
+    """Lanes in a thread of their own."""
+
+    def _begin(self) -> None:
+        self.where = f"thread reap-lanes-{self.number}"
+        self.thread = threading.Thread(target=self._live, name=f"reap-lanes-{self.number}", daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        wake_in_time()
+        if self._build():
+            try:
+                while (order := self.orders.get()) is not None:
+                    self.obey(order)
+            finally:
+                self.env.close()
+
+    def let_end(self, timeout: float) -> bool:
+        if self.thread is threading.current_thread():  # a finalizer runs anywhere
+            return True
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
+
+    def stack(self) -> str:
         frame = sys._current_frames().get(self.thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
+
+
+class InlineEnv(LaneGroup):
+    """Lanes that are stepped by whoever asks for it, at once: for a debugger."""
+
+    where, lets_out = "in this process", (KeyboardInterrupt,)
+    closed = False
+
+    def _begin(self) -> None:
+        self.orders = self
+        self._build()
+
+    def put(self, order: Any) -> None:
+        """Do it."""
+        if order is not None:
+            self.obey(order)
+        elif hasattr(self, "env") and not self.closed:
+            self.closed = True
+            self.env.close()
+
+    def get(self) -> None:
+        """Nobody waits for orders here."""
+
+    def let_end(self, timeout: float) -> bool:
+        return True
+
+    def stack(self) -> str:
+        return "(in this process: it is stepped by whoever asks for it)"
 
 
 def _told(error: BaseException) -> Exception:
@@ -113,17 +180,18 @@ class ThreadWorkers(LaneWorkers):
         timeout: float | None = None,
         limit: int | None = None,
         orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
+        kind: type[LaneGroup] = EnvThread,
     ) -> None:
         super().__init__()
         self.timeout = timeout
         self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
-        self.threads: list[EnvThread] = []
+        self.threads: list[LaneGroup] = []
         try:
             for n, own in enumerate(makers):
                 self._away[n] = time.monotonic()
-                self.threads.append(EnvThread(n, own, limit, self.queue, orders(n)))
+                self.threads.append(kind(n, own, limit, self.queue, orders(n)))
                 self.answered()  # one after another: imports that go in circles fail when threads meet in them
             self.spec, self.bounds = joint_spec([worker.env.spec for worker in self.threads])
             self.traits = joint_traits([Traits(worker.env.has_after_step, worker.env.draws) for worker in self.threads])
@@ -183,7 +251,7 @@ class ThreadWorkers(LaneWorkers):
         return [(group, token) for group, _, token in found]
 
     @staticmethod
-    def _named(error: Exception, worker: EnvThread) -> ReapError:
+    def _named(error: Exception, worker: LaneGroup) -> ReapError:
         if not isinstance(error, ReapError):
             told = WorkerRaised(f"the env raised {error!r}")
             told.__cause__ = error
@@ -211,19 +279,14 @@ class ThreadWorkers(LaneWorkers):
             worker.orders.put(None)
         # Where one hangs, others may, too: somebody waits to be told of it.
         until = time.monotonic() + (SOON if any(worker.silent for worker in threads) else DEADLINE)
-        others = [
-            worker for worker in threads if worker.thread is not threading.current_thread()
-        ]  # a finalizer runs anywhere
-        for worker in others:
-            worker.thread.join(max(0.0, until - time.monotonic()))
-        for worker in others:
-            if worker.thread.is_alive():
-                warnings.warn(
-                    f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
-                    f"it is left behind, at:\n{worker.stack()}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+        left = [worker for worker in threads if not worker.let_end(max(0.0, until - time.monotonic()))]
+        for worker in left:
+            warnings.warn(
+                f"the thread {worker.name} is still inside its env, and no thread can be ended from outside; "
+                f"it is left behind, at:\n{worker.stack()}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reap.core.policy import Policy, TensorDictPolicy
+from reap.core.policy import PolicyAround, TensorDictPolicy
 from reap.core.slot import Row
 from reap.spec import as_key
 
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
     from reap.envs.torchrl.rows import TorchRLRows
 
 
-class RootPolicy(Policy):
+class RootPolicy(PolicyAround):
     """`policy` acts on the root of `env`, whose own keys are those it has now."""
 
+    policy: TensorDictPolicy
     remembers = True
 
     def __init__(self, policy: TensorDictPolicy, env: TorchRLRows) -> None:
-        self._policy, self._env = policy, env
-        self.outputs, self.inner = policy.outputs, policy.inner
+        super().__init__(policy)
+        self.inputs, self._env = (), env
         self._own = {as_key(key) for key in env.root.keys(True, True)}
         self._not_ours = self._own - policy.outputs.keys()
         self._seen = env.root  # what the policy saw and wrote last
 
     def act(self, row: Row) -> None:
         self._seen = root = self._env.root
-        out = self._policy.call(root)
+        out = self.policy.call(root)
         if out is None or out is root:
-            values = self._policy.taken(root)
+            values = self.policy.taken(root)
         else:  # another one: the env goes on with its own
-            values = self._policy.taken(out)
+            values = self.policy.taken(out)
             root.update(out.exclude(*self._not_ours))
-        self._policy.write(values, row)
+        self.policy.write(values, row)
         self._env.decided = True
 
     def forget(self, lanes: Sequence[int]) -> None:

@@ -1,0 +1,16 @@
+"""Mistakes that a type checker finds, each marked by the word at its end."""
+
+from __future__ import annotations
+
+import reap
+from reap.collectors.distributed import RayCollector
+
+reap.MultiSyncCollector("CartPole-v1", num_worker=3, frames_per_batch=10)  # mistake
+reap.Collector("CartPole-v1", frame_per_batch=10)  # mistake
+reap.Collector("CartPole-v1", frames_per_batch="10")  # mistake
+reap.Collector("CartPole-v1")  # mistake
+reap.Collector("CartPole-v1", None, frames_per_batch=10, num_worker=3)  # mistake
+reap.AsyncBatchedCollector(["CartPole-v1"], frames_per_batch=10, set_truncated=True)  # mistake
+reap.AsyncCollector("CartPole-v1", frames_per_batch=10, on_failure="ignore")  # mistake
+RayCollector("CartPole-v1", num_worker=3, frames_per_batch=10)  # mistake
+reap.Collector("CartPole-v1", frames_per_batch=10).nxt()  # mistake
