@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.envs import GymEnv, ParallelEnv, SerialEnv
+from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv
 from reap.testing import CountingEnv, EchoPolicy
 from reap.testing.faults import inject
 
@@ -35,6 +35,7 @@ LENGTHS = (3, 1, 5, 40)
 LANES = 4  # of each worker
 STEPS = 64  # of a rollout
 FAULTS = ("raise", "exit", "kill", "segfault", "oom", "hang", "stop")
+BY_LANE = ("batched", "ready")  # kinds whose lanes come as they are ready: in processes, in threads of processes
 TIMEOUT = 2.0  # seconds after which one that hangs, or is stopped, is found silent
 
 
@@ -154,6 +155,18 @@ def make(kind: str, workers: int, every: float, told: list[Any]) -> tuple[Any, A
         buffer = ReplayBuffer(storage=LazyTensorStorage(2 * whole * 64), batch_size=8)
         size = LANES * STEPS
         return MultiAsyncCollector(makers, EchoPolicy(), frames_per_batch=size, replay_buffer=buffer, **options), buffer
+    if kind in BY_LANE:
+        envs = [
+            (lambda n=n: Unlucky(n, every) if n % LANES == 0 else CountingEnv(LENGTHS, n))
+            for n in range(workers * LANES)
+        ]
+        options["envs_per_worker"] = LANES
+        if kind == "batched":
+            options["env_backend"] = "multiprocessing"
+            return AsyncBatchedCollector(envs, EchoPolicy(), frames_per_batch=whole, **options), None
+        del options["total_frames"]
+        pool = AsyncEnvPool(envs, backend="multiprocessing", worker_threads=True, **options)
+        return Collector(pool, EchoPolicy(), frames_per_batch=whole), None
     if kind == "parallel":
         every_lane = [(lambda n=n: Unlucky(n, every)) for n in range(workers)]
         del options["total_frames"]
@@ -174,8 +187,8 @@ def soak(kind: str, *, faults: int, frames: int = 0, workers: int = 2, every: fl
     """Collect until so many workers have failed and so many frames were seen; what was found."""
     told: list[Any] = []
     collector, buffer = make(kind, workers, every, told)
-    each = 1 if kind == "parallel" else LANES
-    witnesses = [Witness(w * each, each) for w in range(workers)]
+    each = 1 if kind in ("parallel", *BY_LANE) else LANES
+    witnesses = [Witness(n * each, each) for n in range(workers * (LANES if kind in BY_LANE else 1))]
     series: list[list[float]] = []
     began, longest, warm = time.monotonic(), 0.0, None
     policy = collector.policy
@@ -232,6 +245,10 @@ def watch(batch: Any, kind: str, witnesses: Sequence[Witness], each: int) -> Non
     if kind == "async":
         witnesses[batch.origin.worker].see(batch)
         return
+    if kind == "batched":
+        for lane, witness in enumerate(witnesses):
+            witness.see(batch[batch["env_index"] == lane].unsqueeze(0))
+        return
     for w, witness in enumerate(witnesses):
         witness.see(batch[w * each : (w + 1) * each])
 
@@ -267,7 +284,7 @@ def draw(results: Path, picture: Path) -> None:
     figure.savefig(picture)
 
 
-KINDS = ("sync", "async", "background", "parallel", "gloo", "ray")
+KINDS = ("sync", "async", "background", "parallel", *BY_LANE, "gloo", "ray")
 
 
 def main() -> None:

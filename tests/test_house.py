@@ -18,7 +18,7 @@ FLOORS = [
     {"_foreign"},
     {"arguments", "spec", "seeding", "_system"},
     {"failures"},
-    {"core", "progress", "trajectories", "video"},
+    {"core", "progress", "trajectories", "video", "watching"},
     {"weights"},
     {"weight_update"},
     {"backends", "envs", "inference", "buffers"},

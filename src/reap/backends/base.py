@@ -68,6 +68,16 @@ class WorkerReport:
     stats: Mapping[str, Any]  # its counts, by the names in `reap.core.stats.TOLD`
 
 
+@dataclass(frozen=True)
+class WorkerActivity:
+    """What one worker is doing right now, as far as that is known without asking it."""
+
+    index: int
+    text: str
+    pid: int | None  # of its own process, if that is on this machine
+    lanes: int
+
+
 class Backend(Protocol):
     """What every way of running workers can do."""
 
@@ -126,6 +136,9 @@ class Backend(Protocol):
 
         The ids it goes on with are above all that were ever given.
         """
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now. Nobody is asked; any thread may call it."""
 
     def stacks(self) -> dict[str, str]:
         """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""

@@ -21,13 +21,14 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout, WorkerReport
+from reap.backends.base import Halted, Rollout, WorkerActivity, WorkerReport
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
 from reap.core.profiling import RolloutTracer, TraceSettings
 from reap.core.worker import Plan, Worker
-from reap.errors import WorkerSilent, WrongState
+from reap.errors import UsageError, WorkerSilent, WrongState
+from reap.failures import FailurePolicy, RestartBudget
 from reap.weight_update import WeightTransport
 from reap.weights import local
 from reap.weights.strategy import extract
@@ -45,8 +46,10 @@ class InlineBackend:
         transport: WeightTransport | None = None,
         strategy: Any = None,
         cores: Cores | None = None,
+        rebuild: FailurePolicy | None = None,
     ) -> None:
         self._cores = cores
+        self._rebuild = rebuild  # envs of single lanes that raise are made anew
         self._plan, self._source, self._same_slot, self._transport = plan, source, same_slot, transport
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
@@ -91,7 +94,19 @@ class InlineBackend:
         except BaseException:
             env.close()
             raise
-        self.worker = there or Worker(self._plan, parts=(env, model), same_slot=self._same_slot)
+        rebuilds = None if self._rebuild is None else RestartBudget(self._rebuild)
+        why: str | None = "its lanes live on a device"
+        if there is not None:
+            self.worker = there
+        else:
+            self.worker = Worker(self._plan, parts=(env, model), same_slot=self._same_slot, rebuilds=rebuilds)
+            why = self.worker.rebuilds.why_not
+        if rebuilds is not None and why is not None:
+            self.worker.close()
+            raise UsageError(
+                f"on_failure='restart' makes envs that raise anew in this process: {why}; or take workers, which are "
+                f"replaced (MultiSyncCollector)"
+            )
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
@@ -111,7 +126,9 @@ class InlineBackend:
         arrays = slot.arrays if self._same_slot else worker.pool.lend(slot)
         return Rollout(arrays, worker.layout, frames, worker.loop.version, finals=slot.finals)
 
-    restarts = 0
+    @property
+    def restarts(self) -> int:
+        return self.worker.env.restarts()
 
     @property
     def episodes(self) -> EpisodeLog:
@@ -207,6 +224,11 @@ class InlineBackend:
         self.worker.ended_since()  # of the time before, which nobody asks for any more
         if "episodes" in state:
             self._episodes.load(state["episodes"])
+
+    def activity(self) -> list[WorkerActivity]:
+        at = getattr(self.worker.loop, "at", None)
+        text = "waits for the learner" if not self._inside else "collects" if at is None else f"is at step {at[0]}"
+        return [WorkerActivity(0, text, None, self.worker.lanes)]
 
     def stacks(self) -> dict[str, str]:
         inside = list(self._inside)

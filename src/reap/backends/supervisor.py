@@ -40,9 +40,9 @@ from reap._system.silence import Silence
 from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
-from reap.backends.base import Halted, Transport
+from reap.backends.base import Halted, Transport, WorkerActivity
 from reap.backends.worker_handle import WorkerHandle
-from reap.backends.worker_server import HELLO, Job, RolloutReady
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import StatisticsPool
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
@@ -182,6 +182,9 @@ class Supervisor:
             worker.busy_since = time.monotonic()
             if message == HELLO:
                 continue
+            if isinstance(message, EnvRebuilt):
+                self._count_rebuilt(worker, message)
+                continue
             if isinstance(message, Raised):
                 self._fail(worker, self.at(worker, message.unpack()))
                 return
@@ -264,6 +267,13 @@ class Supervisor:
         else:
             self._failure = refused(error, why)
 
+    def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
+        """A worker has made one of its envs anew, and goes on; unless that was one too many."""
+        try:
+            self._budget.count_rebuilt(worker.index, self.at(worker, told.cause.unpack()), told.seconds)
+        except ReapError as error:
+            self._failure = self._failure or error
+
     def _start_again(self, worker: WorkerHandle, error: ReapError) -> None:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
@@ -329,6 +339,30 @@ class Supervisor:
             self.listen()
 
     # ---- stacks ---------------------------------------------------------------------------------------------------
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now, as far as that can be seen from here."""
+        found = []
+        for worker in list(self.workers):
+            if worker.connection is not None and hasattr(worker, "about"):
+                near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
+                lanes = worker.about.lanes or worker.about.layout.lanes
+                found.append(
+                    WorkerActivity(worker.index, self._doing(worker), worker.child.pid if near else None, lanes)
+                )
+        return found
+
+    def _doing(self, worker: WorkerHandle) -> str:
+        if worker.dropped or worker.joining is not None:
+            return "has failed, and was dropped" if worker.dropped else "is being started again"
+        place = self.transport.place(worker)
+        if worker.about.layout.lanes == 1:
+            place.pop("lane", None)
+        if place:
+            return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
+        if worker.asked is not None:
+            return "answers a call"
+        return "collects" if worker.working else "waits"
 
     def stacks(self) -> dict[str, str]:
         """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""

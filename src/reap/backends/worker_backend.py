@@ -16,7 +16,7 @@ import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
-from reap.backends.base import Delivery, Rollout, Transport, WorkerReport
+from reap.backends.base import Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
@@ -203,6 +203,10 @@ class WorkerBackend:
         with supervisor.talking, supervisor.interrupts.held():
             supervisor.drain(within)
             return self.delivery.settle()
+
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now, as far as that can be seen from here."""
+        return self.supervisor.activity()
 
     def stacks(self) -> dict[str, str]:
         """Where each worker, and each process of its lanes, is right now, by name."""

@@ -26,6 +26,7 @@ from reap.core.resume import without_episodes
 from reap.core.slot import Layout, Slot
 from reap.core.worker import Plan, Worker
 from reap.errors import UsageError
+from reap.failures import RemoteRebuilds
 from reap.spec import Key
 from reap.weights import local
 from reap.weights.shared import Packing
@@ -108,6 +109,14 @@ class RolloutReady:
     state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
 
 
+@dataclass(frozen=True)
+class EnvRebuilt:
+    """The env of one lane has raised, and was made anew; said unasked."""
+
+    cause: Raised
+    seconds: float  # that it took
+
+
 HELLO = "hello"  # the first word of a worker's process: it is there, now the user's code begins
 _ANEW = ("reset", "set_seed", "load_state")  # calls after which it begins anew
 
@@ -118,6 +127,9 @@ class WorkerServer:
     """
 
     interruptor: Any = None  # what may stop its rollouts
+    rebuilds: RemoteRebuilds | None = (
+        None  # by which envs that raise are made anew, where its owner can be told at once
+    )
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
@@ -144,7 +156,8 @@ class WorkerServer:
         said: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as said:
-                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers))
+                rebuilds = self.rebuilds if plan.tell_cuts else None
+                self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
             for one in said:
                 if not issubclass(one.category, PolicyWarning):

@@ -33,6 +33,7 @@ from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
+_FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
 WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
@@ -232,6 +233,7 @@ class AsyncBatchedCollector(Collector):
             start_method=settings.start_method,
             num_sub_threads=settings.num_sub_threads,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
+            **{name: getattr(settings, name) for name in _FAILURES},
         )
         make_env = EnvMaker(pool, None, None, settings.failure_dir)
         self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
@@ -243,7 +245,11 @@ class AsyncBatchedCollector(Collector):
         self.frames_per_batch = self.requested_frames_per_batch = settings.frames_per_batch
 
     def _planned(self, plan: Plan) -> Plan:
-        return dataclasses.replace(plan, stream=True)
+        return dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
+
+    def _shape(self) -> str:
+        count = self._backend.worker.lanes
+        return f"{count} env{'s' * (count > 1)}, whoever is ready: "
 
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""

@@ -47,10 +47,6 @@ WORKERS_ONLY = frozenset(
         "hooks_in_workers",
         "timeout",
         "start_method",
-        "on_failure",
-        "max_restarts",
-        "restart_window",
-        "on_restart",
     }
 )
 _FLAGS = (

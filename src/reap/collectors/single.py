@@ -97,6 +97,11 @@ class Collector(BaseCollector):
                     f"Collector takes one env, got {len(create_env_fn)}; SerialEnv makes them lanes of one"
                 )
             (create_env_fn,) = create_env_fn
+        if settings.on_failure == "drop":
+            raise UsageError(
+                "on_failure='drop' leaves out workers that fail, and a collector in this process has one; "
+                "'restart' makes envs that raise anew"
+            )
         self._prepare(settings)
         make_env = EnvMaker(
             create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir
@@ -121,6 +126,7 @@ class Collector(BaseCollector):
             transport=settings.transport,
             strategy=settings.strategy(),
             cores=cores,
+            rebuild=settings.failures if settings.on_failure == "restart" else None,
         )
         self._backend.start()
         if first is not None:
@@ -217,6 +223,11 @@ class Collector(BaseCollector):
             )
         return super().episodes()
 
+    def _shape(self) -> str:
+        """What the frames of a batch are made of, in `repr`."""
+        worker = self._backend.worker
+        return f"{worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
+
     def __repr__(self) -> str:
         if not hasattr(self, "_backend") or not hasattr(self._backend, "worker"):
             return f"{type(self).__name__}(not built)"
@@ -230,9 +241,8 @@ class Collector(BaseCollector):
         )
         state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
-            f"{type(self).__name__}({worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
-            f"{self.requested_frames_per_batch:,} frames per batch, {amount}; policy: {who}; "
-            f"batch {list(worker.layout.batch_size)}: {columns}{state})"
+            f"{type(self).__name__}({self._shape()}{self.requested_frames_per_batch:,} frames per batch, {amount}; "
+            f"policy: {who}; batch {list(worker.layout.batch_size)}: {columns}{state})"
         )
 
 

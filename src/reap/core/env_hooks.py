@@ -10,7 +10,7 @@ this class one by one, so whoever adds a hook must decide about it there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reap.core.measuring.moments import RunningStatistics
@@ -69,6 +69,22 @@ class EnvHooks:
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
         """Return what is learned of the lanes' values while they are stepped, and shared with other workers."""
+        return ()
+
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.
+
+        `replace(lane, error, make)` decides about it, and returns what `make()` has made. The step is no frame of that
+        lane, which `step` returns among those that ended, not done.
+        """
+        return False
+
+    def restarts(self) -> int:
+        """Return how many of those that step lanes were started again, or made anew, after a failure."""
+        return 0
+
+    def dropped(self) -> Collection[int]:
+        """Return the lanes that nobody steps any more, since what stepped them has failed."""
         return ()
 
     def explain(self) -> str:

@@ -51,9 +51,17 @@ class TrajectoryIds:
 class Ledger:
     """Ids and counts of one env's lanes, from rollout to rollout."""
 
-    def __init__(self, spec: EnvSpec, counter: TrajectoryIds, stats: Stats, *, reset_when_done: bool = True) -> None:
+    def __init__(
+        self,
+        spec: EnvSpec,
+        counter: TrajectoryIds,
+        stats: Stats,
+        *,
+        reset_when_done: bool = True,
+        skips: bool | None = None,
+    ) -> None:
         self.counter, self.stats = counter, stats
-        self._resets, self._rows = reset_when_done, spec.rows
+        self._resets, self._skips = reset_when_done, spec.rows == "skipping" if skips is None else skips
         self.reward = ("next", *next(iter(spec.reward)))
         self.ids = counter.take(spec.all_lanes)
         self._cut: Sequence[int] = ()  # lanes whose trajectories a failure has ended since the last rollout
@@ -70,7 +78,6 @@ class Ledger:
 
     def write_cuts(self, column: Array, lanes: Array | None = None) -> None:
         """Mark the first row of each lane after a failure; `lanes`: whose each row is, where lanes are mixed."""
-        column[...] = False
         if not len(self._cut):
             return
         if lanes is None:
@@ -83,11 +90,20 @@ class Ledger:
         self._cut = ()
 
     def close(
-        self, slot: Slot, steps: int, when: Array, where: Array, *, due: Sequence[int], version: int | None
+        self,
+        slot: Slot,
+        steps: int,
+        when: Array,
+        where: Array,
+        *,
+        due: Sequence[int],
+        version: int | None,
+        cut: tuple[Array, ...] | None = None,
     ) -> None:
         """A rollout of so many steps is over; episodes ended at steps `when` in lanes `where`, in order of time.
 
-        `version` None: every frame knows its own already, at its root.
+        `version` None: every frame knows its own already, at its root. `cut`: steps and lanes of frames that are known
+        to be, and are marked as, the first after a failure.
         """
         arrays = slot.arrays
         frames = steps * slot.layout.lanes
@@ -101,6 +117,8 @@ class Ledger:
         if over is not None and not over.all():
             when, where, counted = self._cut_short(when, where, over)
             began = when[~counted] + 1, where[~counted]
+        if cut is not None:
+            when, where, counted = self._ended_before(when, where, *cut)
         reward = arrays[self.reward][:steps]
         number = (
             reward[..., 0]
@@ -128,6 +146,8 @@ class Ledger:
                 if blank is not None:
                     np.putmask(arrays[key], blank, 0)
         if CUT in arrays:
+            if cut is None:
+                arrays[CUT][...] = False
             self.write_cuts(arrays[CUT])
             if began is not None and mask is not None:
                 self._mark_inside(arrays[CUT], mask, *began)
@@ -154,6 +174,19 @@ class Ledger:
         self.reset(lanes)
         self._cut = sorted({*self._cut, *lanes})
         return when[~first], where[~first], over[~first]
+
+    def _ended_before(self, when: Array, where: Array, first: Array, lanes: Array) -> tuple[Array, Array, Array]:
+        """Where trajectories ended, those among them that ended before the `first` frames of `lanes`, for a failure.
+
+        Returns steps, lanes, and which of them are ends of episodes.
+        """
+        self.reset(lanes[first == 0].tolist())  # cut before the first frame of this rollout
+        over = {*zip(when.tolist(), where.tolist())}
+        cut = [(t - 1, lane) for t, lane in zip(first.tolist(), lanes.tolist()) if t and (t - 1, lane) not in over]
+        steps, of = np.array(cut, np.int64).reshape(-1, 2).T
+        order = np.argsort(np.r_[when, steps], kind="stable")
+        counted = order < len(when)
+        return np.r_[when, steps][order], np.r_[where, of][order], counted
 
     def _mark_inside(self, column: Array, mask: Array, first: Array, lanes: Array) -> None:
         """Mark rows that follow a cut; those that are not made yet, in the next rollout."""
@@ -195,7 +228,7 @@ class Ledger:
         made = None
         stay = _NOT_MOVED - {VERSION} if versions else _NOT_MOVED
         columns = [column for key, column in slot.arrays.items() if key not in stay and column.strides[0]]
-        if self._rows == "skipping":
+        if self._skips:
             moved, made = close_gaps(mask, columns, when, where)
             for flag in _FLAGS:  # set at ends and nowhere else
                 column, ends = slot.arrays[flag], slot.arrays[flag][when, where]

@@ -34,6 +34,7 @@ from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
+from reap.failures import Rebuilds
 from reap.seeding import chain
 from reap.spec import EnvSpec, Key, Leaf, show_keys
 
@@ -80,6 +81,7 @@ class Worker(AnyWorker):
         parts: tuple[Env, Any] | None = None,
         same_slot: bool = False,
         ids: TrajectoryIds | None = None,
+        rebuilds: Any = None,
     ) -> None:
         self.plan = plan
         self.halting = plan.stop  # asked after every step
@@ -87,15 +89,16 @@ class Worker(AnyWorker):
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
         try:
-            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot)
+            self._build(plan, env, plan.make_policy() if parts is None else parts[1], same_slot, rebuilds)
         except BaseException:
             env.close()  # nobody will hold it
             raise
 
-    def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool) -> None:
+    def _build(self, plan: Plan, env: Env, model: Any, same_slot: bool, budget: Any) -> None:
         self.model = model
         env.captures = plan.capture
         env.bind_policy(self.model)
+        self.rebuilds = Rebuilds(budget, env, plan)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
         self.env = remembering(env, self.model, self.memory)
         spec = self.env.spec
@@ -116,7 +119,8 @@ class Worker(AnyWorker):
         self.random: Policy = RandomActions(spec.action, outputs, self.memory, self._draw, action_masks(spec))
         if self._noise is not None and self._draw is None:
             self.random = LaneByLane([copy(self.random) for _ in range(spec.lanes)], self._noise, spec)
-        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done)
+        skips = spec.rows == "skipping" or self.env.tells_cuts
+        self.ledger = Ledger(spec, self._ids, self.stats, reset_when_done=plan.reset_when_done, skips=skips)
         self.loop = RolloutLoop(
             self.env,
             self.policy,
@@ -126,6 +130,7 @@ class Worker(AnyWorker):
             reset_when_done=plan.reset_when_done,
             stop=self.halting,
         )
+        self.rebuilds.driver = self.loop.me
         self.layout = self._layout()
         if same_slot and self.layout.loose:
             raise UsageError(
@@ -138,6 +143,7 @@ class Worker(AnyWorker):
     def _layout(self) -> Layout:
         """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
         spec, plan = self.env.spec, self.plan
+        may_skip = self.env.tells_cuts or (plan.tell_cuts and not plan.compact)  # the same for all workers
         cuts = plan.tell_cuts or self.env.tells_cuts
         more = {(*FIRST, *key): leaf for key, leaf in spec.observation.items() if leaf.once}
         more |= (EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {})
@@ -145,7 +151,7 @@ class Worker(AnyWorker):
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=plan.masked or not plan.reset_when_done or self.halting is not None,
+            mask=plan.masked or not plan.reset_when_done or self.halting is not None or may_skip,
             version=plan.track_policy_version,
             compact=plan.compact,
             more=more,
@@ -162,6 +168,8 @@ class Worker(AnyWorker):
             self._log = Slot(Layout(columns, -(-frames // spec.lanes), spec.lanes, batched=True))
             pin(self._log.block, plan.policy_device)
             columns = {key: columns[key] for key in delivered(columns)}
+            if self.env.tells_cuts and not stream:
+                columns[MASK] = Leaf((), torch.bool)  # of lanes that were dropped
         if stream:
             columns[ENV_INDEX] = Leaf((), torch.int64)
             if self._quota is not None:
@@ -264,6 +272,7 @@ class Worker(AnyWorker):
             while missing := sorter.lacks(slot.layout.steps):
                 self._stop_after(missing)
                 sorter.feed(self._log, self.loop.stamp, self.loop.fill(self._log, policy))
+                sorter.dropped = self.env.dropped()
                 if self._quota is not None and self._quota.met:
                     break
             slot.clear_flags()

@@ -13,7 +13,7 @@ from reap.core.measuring.moments import RunningStatistics
 from reap.core.policy import Policy
 from reap.core.resume import FORMAT, CannotResume, check, generators, packed, set_generators, unpacked
 from reap.core.rollout import RolloutLoop
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError, reraise
 from reap.seeding import chain, seed_process
 from reap.spec import Leaf
 
@@ -69,10 +69,8 @@ class AnyWorker:
         seeds, env.pending_seeds = env.pending_seeds, None
         try:
             env.reset(range(env.spec.lanes), current, seeds)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
 
     def _before_rollout(self) -> None:
         """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
@@ -80,6 +80,15 @@ class Wrapped(Env):
 
     def running_statistics(self) -> Sequence[RunningStatistics]:
         return self._env.running_statistics()
+
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        return self._env.rebuild_lanes(replace)
+
+    def restarts(self) -> int:
+        return self._env.restarts()
+
+    def dropped(self) -> Collection[int]:
+        return self._env.dropped()
 
     def explain(self) -> str:
         return self._env.explain()

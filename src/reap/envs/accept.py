@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,11 +33,23 @@ def as_env(
 
     With `limit`, episodes of at most so many steps, which are counted under the key `count`.
     """
-    source, kwargs = _made(source, kwargs)
+    given, source, kwargs = (source, kwargs), *_made(source, kwargs)
     if is_torchrl(source):
         return torchrl_lanes(source, kwargs, limit, count)
     env = _lanes(source, kwargs)
+    if type(env) is GymLanes and env.remake is None and not is_env(given[0]):
+        env.remake = functools.partial(_remade, given)
     return env if limit is None else StepLimit(env, limit, count)
+
+
+def _remade(given: tuple[Any, Any], lane: int) -> gym.Env[Any, Any]:
+    """The env of one lane, made as it was before; of others that come with it nobody has need."""
+    env = as_env(*given)
+    assert isinstance(env, GymLanes)
+    for other, one in enumerate(env.envs):
+        if other != lane:
+            one.close()
+    return env.envs[lane]
 
 
 def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:

@@ -9,6 +9,7 @@ from reap.arguments import MOST_LANES
 from reap.core.device.devices import named_device
 from reap.core.env import Env
 from reap.envs.accept import as_env, is_env
+from reap.envs.adapters.gymnasium import GymLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import for_workers
 from reap.envs.torchrl.lanes import torchrl_joined
@@ -71,7 +72,11 @@ def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
     try:
         for make, kwargs in makers:
             lanes.append(as_env(make, kwargs))
-        return _joined(*lanes)
+        env = _joined(*lanes)
+        remake: list[Any] = [getattr(lane, "remake", None) for lane in lanes]
+        if isinstance(env, GymLanes) and all(remake):
+            env.remake = lambda lane: remake[lane](0)
+        return env
     except BaseException:
         for (make, _), env in zip(makers, lanes):
             if not is_env(make):  # a finished one is its owner's

@@ -36,6 +36,7 @@ class StepLimit(Wrapped):
         super().__init__(env, dataclasses.replace(spec, observation=observation, side=spec.side | {key}))
         self._at = len(spec.observation)  # our leaf's place in a row; others may wrap us and add theirs behind it
         self._count = np.zeros(spec.lanes, np.int64)
+        self._skips = spec.rows != "whole"
         places = {key: n for n, key in enumerate(spec.observation)}
         groups = [key[:-1] for key in places if len(key) > 1 and key[-1] == "truncated"]
         self._groups = [(places[(*group, "truncated")], places[(*group, "done")]) for group in groups]
@@ -48,7 +49,7 @@ class StepLimit(Wrapped):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         ended = self._env.step(lanes, row)
         count = self._count
-        if row.mask is not None:  # only frames count
+        if row.mask is not None and (self._skips or ended):  # only frames count; others, after a failure, end
             count[[lane for lane in lanes if row.mask[lane]]] += 1
         elif len(lanes) == len(count):
             count += 1

@@ -150,7 +150,9 @@ class InlineConnection(WorkerConnection):
 
     def _do_one(self) -> None:
         if self._server is None:
-            self._server = _InlineWorkerServer(self._job, self._files, self._broken_off)
+            self._server = _InlineWorkerServer(
+                self._job, self._files, self._broken_off, lambda said: self._inbox.append(said)
+            )
             self._inbox.append(self._server.about)
         elif self._calls:
             call, name, arguments = pickle.loads(self._calls[0])
@@ -193,8 +195,10 @@ class _InlineWorkerServer(LocalWorkerServer):
 
     settle = staticmethod(lambda: None)  # what is garbage here is not ours to say
 
-    def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
-        super().__init__(job, files, buffer=())
+    def __init__(
+        self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool], say: Callable[[Any], None]
+    ) -> None:
+        super().__init__(job, files, say, buffer=())
         usual = self.worker.halting
 
         def stop() -> bool:

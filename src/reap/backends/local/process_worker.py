@@ -30,12 +30,14 @@ from reap._system.pickling import dumps
 from reap._system.remote_errors import Raised
 from reap.backends.local.pauses import AGAIN
 from reap.backends.local.shared_counters import BETWEEN, NOWHERE, SharedCounters
-from reap.backends.worker_server import HELLO, Job, WorkerServer, what_it_did
+from reap.backends.worker_server import HELLO, EnvRebuilt, Job, WorkerServer, what_it_did
 from reap.core.device.cudagraph_policy import pin
 from reap.core.measuring.episode_log import UntoldEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
+from reap.errors import ReapError
+from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
@@ -75,7 +77,9 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
 
     def serve(host: LocalWorkerServer) -> None:
-        leave_at(RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: host.control.leave)
+        leave_at(
+            RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: bool(host.control.leave)
+        )
         send(connection, host.about)
         host.serve(connection, free)
 
@@ -84,7 +88,7 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
             send(connection, raised)
 
     live(
-        lambda: LocalWorkerServer(job, files, buffer=given[count:]),
+        lambda: LocalWorkerServer(job, files, partial(send, connection), buffer=given[count:]),
         serve,
         tell=tell,
         doing=what_it_did,
@@ -100,7 +104,7 @@ class _Interruptor:
 
     def collection_stopped(self) -> bool:
         """Asked after every step."""
-        return self.control.stop
+        return bool(self.control.stop)
 
     def start_collection(self) -> None:
         """Rollouts go on to their end."""
@@ -127,15 +131,16 @@ class _Says:
 
 
 class LocalWorkerServer(WorkerServer):
-    """A worker and what ties it to its collector: memory that both see."""
+    """A worker and what ties it to its collector: memory that both see. What it tells unasked, it tells by `say`."""
 
     settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
 
-    def __init__(self, job: Job, files: WorkerFiles, *, buffer: Sequence[int]) -> None:
-        self._job, self._files = job, files
+    def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
+        self._job, self._files, self._say = job, files, say
         self.control = SharedCounters(files.counters, job.workers)
         self._at = self.control.step[job.index :][:1]
         self._free = False  # whether it runs free
+        self.rebuilds = RemoteRebuilds(self._tell_rebuilt)
         self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
         if job.init is not None:
             job.init()
@@ -148,6 +153,9 @@ class LocalWorkerServer(WorkerServer):
         self.worker.env.report_lane(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
+
+    def _tell_rebuilt(self, error: ReapError, seconds: float) -> None:
+        self._say(EnvRebuilt(Raised.of(error, "the env"), seconds))
 
     def serve(self, connection: Connection, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""

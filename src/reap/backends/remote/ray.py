@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reap._system.interrupts import Wakeup
 from reap._system.messages import until_ready
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
-from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, Wakeup
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
@@ -212,7 +213,7 @@ class RayConnection(MessageConnection):
         self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
     ) -> None:
         super().__init__(worker, sent)
-        self._ring = lambda _: wakeup.ring()  # holds on to nothing else: Ray may keep it for a while
+        self._ring = lambda _: wakeup.wake()  # holds on to nothing else: Ray may keep it for a while
         self._futures: deque[Any] = deque()
         self.actor, self.child = actor, _Actor(actor, *where)
         for _ in range(_ASKED):

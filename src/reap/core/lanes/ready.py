@@ -10,7 +10,8 @@ are ready. The leaf `READY` says which lane is where.
     sorted    lane 0: root₀ next₀ · lane 1: …          T frames of every lane make a batch; lanes that are ahead
                                                        keep theirs for the next one
 
-A position nobody stands at says -1.
+A position nobody stands at says -1. A lane that comes without a frame has begun anew: once after a reset of all; later
+because what stepped it has failed. The frame after such a one is the first of another trajectory.
 
 Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
 The price is two copies of each frame, made for whole rollouts at once: out of the log, and into its place.
@@ -18,7 +19,7 @@ The price is two copies of each frame, made for whole rollouts at once: out of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,11 @@ def delivered(columns: Iterable[Key]) -> list[Key]:
 class Sorter:
     """Takes logs as the loop fills them, gives batches in which every lane is whole."""
 
-    def __init__(self, columns: Iterable[Key], lanes: int) -> None:
+    def __init__(self, columns: Collection[Key], lanes: int) -> None:
         self._lanes = lanes
-        ours = (TRAJ_IDS, CUT, EPISODE_RETURN, EPISODE_LENGTH, _VERSION_NEXT)  # written when a batch is whole
+        self._tells_cuts = CUT in columns
+        self.dropped: Collection[int] = ()  # lanes of which nothing more will come
+        ours = (TRAJ_IDS, CUT, EPISODE_RETURN, EPISODE_LENGTH, _VERSION_NEXT)  # written after sorting
         keys = [key for key in delivered(columns) if key not in ours]
         self._roots = [key for key in keys if key[0] != "next"]
         self._nexts = [key for key in keys if key[0] == "next"]
@@ -55,10 +58,14 @@ class Sorter:
         self._open_lanes: Array | None = None
         self._held: list[tuple[Array, dict[Key, Array]]] = []  # (lane of each frame, columns)
         self._count = np.zeros(self._lanes, np.int64)
+        self._begun = np.zeros(self._lanes, bool)  # lanes whose answer to the reset has come
+        self._cut = np.zeros(self._lanes, bool)  # lanes that have made no frame since a failure
 
     def lacks(self, steps: int) -> int:
         """How many frames are missing at least, until every lane has so many."""
-        return int(np.maximum(steps - self._count, 0).sum())
+        missing = np.maximum(steps - self._count, 0)
+        missing[list(self.dropped)] = 0
+        return int(missing.sum())
 
     def feed(self, log: Slot, version: int | None, steps: int) -> None:
         """The first `steps` rows of a log, as they were filled; `version` None: the policy has written it."""
@@ -70,6 +77,8 @@ class Sorter:
             self._open_lanes is None
         ):  # lanes not in hand after a reset are on their way with it: no frame, but an answer
             self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[READY][0])
+            self._begun[:] = True
+            self._begun[self._open_lanes] = False
             self._open = {
                 key: np.zeros_like(flat[key], shape=(len(self._open_lanes), *flat[key].shape[1:]))
                 for key in self._roots
@@ -82,19 +91,41 @@ class Sorter:
         waiting, roots = roots[~answered], roots[answered]
         if MASK in arrays:
             frame = arrays[MASK].reshape(-1)[nexts]
+            cut = self._after_failures(came[nexts], frame)
             roots, nexts = roots[frame], nexts[frame]
+        else:
+            cut = np.zeros(len(nexts), bool)
         came_first = np.argsort(nexts)
         roots, nexts = roots[came_first], nexts[came_first]  # in the order in which they came
         lanes = came[nexts]
         chunk = {key: _rows(self._open[key], flat[key], roots) for key in self._roots}
         chunk.update({key: flat[key][nexts] for key in self._nexts})
+        if self._tells_cuts:
+            chunk[CUT] = cut[came_first]
         self._open = {key: _rows(self._open[key], flat[key], waiting) for key in self._roots}
         self._open_lanes = sent[waiting]
         self._held.append((lanes, chunk))
         self._count += np.bincount(lanes, minlength=self._lanes)
 
+    def _after_failures(self, lanes: Array, frame: Array) -> Array:
+        """Of what came, lane after lane, which of the frames are the first after a failure."""
+        cut = np.zeros(len(lanes), bool)
+        if self._tells_cuts and not (frame.all() and not self._cut.any()):
+            for n, lane in enumerate(lanes.tolist()):
+                if frame[n]:
+                    cut[n], self._cut[lane] = self._cut[lane], False
+                else:
+                    self._cut[lane], self._begun[lane] = self._begun[lane], True
+        return cut[frame]
+
     def deliver(self, slot: Slot, ledger: Ledger) -> None:
         """The next frames of every lane into `slot`, and what follows from them into the ledger."""
+        made = np.minimum(self._count, slot.layout.steps)  # fewer only of lanes that were dropped
+        cuts = slot.arrays.get(CUT)
+        if cuts is not None:
+            cuts[...] = False
+        if MASK in slot.arrays:
+            np.less(np.arange(slot.layout.steps)[:, None], made, out=slot.arrays[MASK])
         steps, before = slot.layout.steps, np.zeros(self._lanes, np.int64)  # frames of each lane in earlier chunks
         held, self._held = self._held, []
         for lanes, chunk in held:
@@ -111,9 +142,10 @@ class Sorter:
             for key, column in chunk.items():
                 slot.arrays[key][turn[now], lanes[now]] = column[now]
             self._held.append((lanes[~now], {key: column[~now] for key, column in chunk.items()}))
-        self._count -= steps
+        self._count -= made
         when, where = np.nonzero(slot.arrays[("next", "done")][..., 0])
-        ledger.close(slot, steps, when, where, due=(), version=None)
+        cut = None if cuts is None or not cuts.any() else np.nonzero(cuts)
+        ledger.close(slot, steps, when, where, due=(), version=None, cut=cut)
 
 
 def _rows(first: Array, then: Array, index: Array) -> Array:

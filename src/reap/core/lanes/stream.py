@@ -35,7 +35,7 @@ class Stream(Sorter):
         frames = min(slot.layout.steps, len(lanes))  # fewer only where no more are wanted, and there is a mask
         arrays = {key: array[:frames, 0] for key, array in slot.arrays.items()}
         left = {}
-        for key in (*self._roots, *self._nexts):
+        for key in self._held[0][1]:
             column = self._held[0][1][key]
             if len(self._held) > 1:
                 column = np.concatenate([chunk[key] for _, chunk in self._held])
@@ -61,7 +61,8 @@ class Stream(Sorter):
 def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array:
     """Frames of mixed lanes into the ledger: the trajectory of each, and what ended.
 
-    Put lane after lane, trajectories are segments; one pass over their borders finds them all.
+    Put lane after lane, trajectories are segments; one pass over their borders finds them all. Where a failure
+    has cut one off, what it had is not counted.
     """
     frames, stats, done = len(lanes), ledger.stats, arrays[("next", "done")][..., 0]
     number = arrays[ledger.reward].reshape(frames, -1).mean(-1, dtype=np.float64)
@@ -69,12 +70,15 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
         stats.nan_rewards += int(np.isnan(number).sum())
         number = np.where(np.isfinite(number), number, 0.0)
     order = np.argsort(lanes, kind="stable")
-    lane, over = lanes[order], done[order]
+    cut = arrays[CUT] if CUT in arrays else np.zeros(frames, bool)
+    lane, over, anew = lanes[order], done[order], cut[order]
     new_lane = np.r_[True, lane[1:] != lane[:-1]]
-    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]])
+    starts = np.flatnonzero(new_lane | np.r_[False, over[:-1]] | anew)
     lengths = np.diff(np.r_[starts, frames])
     ends = starts + lengths - 1
-    whose, open_before, ended = lane[starts], new_lane[starts], over[ends]
+    whose, ended = lane[starts], over[ends]
+    first, anew = new_lane[starts], anew[starts]  # of its lane; after a failure
+    open_before = first & ~anew
 
     def opened(values: Array) -> Array:
         return np.where(open_before, values[whose], 0)
@@ -88,11 +92,13 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
     if stats.gamma is not None:
         weighed = number[order] * float(stats.gamma) ** place
         discounted = np.add.reduceat(weighed, starts) + opened(stats.open_discounted)
-    in_time = np.flatnonzero(ended)[np.argsort(order[ends[ended]])]  # ended trajectories, in the order of their ends
-    at = order[ends[in_time]]
+    closed = ended | np.r_[anew[1:] & ~first[1:], False]
+    in_time = np.flatnonzero(closed)[np.argsort(order[ends[closed]])]  # ended trajectories, in the order of their ends
+    whole = in_time[ended[in_time]]
+    at = order[ends[whole]]
     stats.mixed_rollout(
-        whose[in_time],
-        (returns[in_time], counts[in_time], discounted[in_time]),
+        whose[whole],
+        (returns[whole], counts[whole], discounted[whole]),
         at,
         frames=frames,
         terminated=arrays[("next", "terminated")][at, 0],
@@ -111,9 +117,10 @@ def _account(ledger: Ledger, lanes: Array, arrays: Mapping[Key, Array]) -> Array
 
     ids = np.empty(len(starts), np.int64)
     ids[open_before] = ledger.ids[whose[open_before]]
+    ids[first & anew] = ledger.counter.take(int(np.count_nonzero(first & anew)))
     following = np.empty(len(starts), np.int64)
     following[in_time] = ledger.counter.take(len(in_time))
-    ids[1:][~open_before[1:]] = following[:-1][~open_before[1:]]
+    ids[1:][~first[1:]] = following[:-1][~first[1:]]
     ledger.ids[whose[last]] = np.where(ended, following, ids)[last]
     column = np.empty(frames, np.int64)
     column[order] = np.repeat(ids, lengths)

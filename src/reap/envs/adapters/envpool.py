@@ -21,7 +21,7 @@ from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import ReapError, UsageError, WorkerRaised, WrongArgument, missing
+from reap.errors import UsageError, WorkerRaised, WrongArgument, missing, reraise
 from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
@@ -84,10 +84,8 @@ class EnvPoolLanes(Env):
                 observation, reward, terminated, truncated, info = self.env.step(actions[chosen], chosen)
             at = self._write(observation, info, row.next)
             row.reward[at] = reward
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         done = terminated | truncated
         if not done.any():
             return []
@@ -145,10 +143,8 @@ class EnvPoolReady(EnvPoolLanes):
                 self._seed(seeds)
             self.env.async_reset()
             observation, _, _, _, info = self.env.recv()
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         self._receive(observation, info, into)
         self._over[:] = True  # the others will answer the reset first
         self._over[self._in_hand] = False
@@ -168,10 +164,8 @@ class EnvPoolReady(EnvPoolLanes):
             observation, reward, terminated, truncated, info = self.env.recv()
             self._receive(observation, info, row.next)
             row.reward[:] = reward
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         began = self._over[self._in_hand]
         assert row.mask is not None
         row.mask[began] = False

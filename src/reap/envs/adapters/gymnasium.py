@@ -6,6 +6,7 @@ GymEnv     one of them, from an id or an env
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
 from reap.envs.info import InfoKeys, info_entry, info_leaves
-from reap.envs.spaces import Actions, Observations, fit
+from reap.envs.spaces import Actions, Observations, checked_space, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
@@ -50,13 +52,14 @@ class GymLanes(Env):
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         self._truncates = truncates
         first = self.envs[0]
+        seen, acted = (checked_space(first, what) for what in ("observation_space", "action_space"))
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
-                mine, theirs = getattr(first, what), getattr(env, what)
+                mine, theirs = getattr(first, what), checked_space(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(first.observation_space, categorical=categorical, loose=True)
-        self._actions = Actions(first.action_space, categorical=categorical)
+        self._observations = Observations(seen, categorical=categorical, loose=True)
+        self._actions = Actions(acted, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, first)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
@@ -70,6 +73,12 @@ class GymLanes(Env):
         self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
+        self.remake: Callable[[int], gym.Env[Any, Any]] | None = (
+            None  # makes the env of a lane anew, where it is known how
+        )
+        self._replace: Callable[..., Any] | None = None  # decides about it, where envs that raise are made anew
+        self._rebuilt = 0
+        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
 
     def report_lane(self, memory: Any) -> None:
         self._at = memory
@@ -92,12 +101,17 @@ class GymLanes(Env):
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         shape, dtype = self._observations.plain
-        lane = 0
+        if seeds is not None:
+            self._last_seeds.update(zip(lanes, seeds))
+        i, lane, found = 0, 0, None
         try:
             for i, lane in enumerate(lanes):
-                self._at[0] = lane
+                self._at[0], found = lane, None
                 env = self.envs[lane]
-                observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                found = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
+                    raise _not_a_reset(found)
+                observation, info = found
                 if lane in self._checked and (step := unchecked_step(env)) is not None:
                     self._steps[lane] = noting_actions(env, step)
                     self._checked.remove(lane)
@@ -107,11 +121,13 @@ class GymLanes(Env):
                     self._observations.write(observation, into, lane)
                 if self._info:
                     self._write_info(info, into, lane)
-        except ReapError as error:
-            error.at(lane=lane)
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}").at(lane=lane) from cause
+            wrong = isinstance(found, (tuple, list)) and len(found) != 2
+            error = _raised_in(lane, _not_a_reset(found) if wrong else cause, "env.reset raised")
+            if self._replace is None:
+                raise error from error.__cause__
+            self._rebuild(lane, error, into)
+            self.reset(list(lanes)[i + 1 :], into, None if seeds is None else list(seeds)[i + 1 :])
         self._at[0] = -1
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
@@ -141,15 +157,70 @@ class GymLanes(Env):
                 if terminated or truncated:
                     row.terminated[lane], row.truncated[lane], row.done[lane] = terminated, truncated, True
                     ended += [lane]
-        except ReapError as error:
-            error.at(lane=lane)
-            raise
         except Exception as cause:
             inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            what = "env.step raised" if inside else "what env.step returned cannot be read:"
-            raise WorkerRaised(f"{what} {cause!r}").at(lane=lane) from cause
+            error = _raised_in(lane, cause, "env.step raised" if inside else "what env.step returned cannot be read:")
+            if self._replace is None:
+                raise error from error.__cause__
+            self._rebuild(lane, error)
+            ended = [*ended, lane, *self._step_rest(lane, lanes, row)]
         at[0] = -1
         return ended
+
+    # ---- envs that raised -------------------------------------------------------------------------------------------
+
+    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
+        if self.remake is None or any(leaf.loose for leaf in self.spec.observation.values()):
+            return False
+        self._replace, self.tells_cuts = replace, True
+        return True
+
+    def restarts(self) -> int:
+        return self._rebuilt
+
+    def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
+        """One lane has made no frame; step those that come after it."""
+        for array in (*row.next, *row.rewards):
+            array[lane] = 0
+        for flag in (row.done, row.terminated, row.truncated):
+            flag[lane] = False
+        if row.mask is not None:
+            row.mask[lane] = False
+        rest = list(lanes)[list(lanes).index(lane) + 1 :]
+        return self.step(rest, row) if rest else []
+
+    def _rebuild(self, lane: int, error: ReapError, into: Rows | None = None) -> None:
+        """Put another env in the place of one that raised. `into`: begin an episode there, too."""
+        remake, replace = self.remake, self._replace
+        assert remake is not None
+        assert replace is not None
+        with contextlib.suppress(Exception):  # it has failed before
+            self.envs[lane].close()
+
+        def made() -> tuple[gym.Env[Any, Any], Any]:
+            try:
+                new = remake(lane)
+                for what in ("observation_space", "action_space"):
+                    mine, theirs = getattr(self.envs[lane], what), getattr(new, what)
+                    if mine != theirs:
+                        raise SpecMismatch(f"lane {lane} was made anew, and has {what} {theirs} in place of {mine}")
+                seed = self._last_seeds.get(lane)
+                if seed is not None:
+                    return new, new.reset(seed=restart_seed(seed, self._rebuilt + 1))
+                return new, None if into is None else new.reset()
+            except Exception as cause:
+                again = _raised_in(lane, cause, "making the env of the lane anew raised")
+                raise again from again.__cause__
+
+        self.envs[lane], first = replace(lane, error, made)
+        self._rebuilt += 1
+        self._steps[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
+        self._checked.add(lane)
+        if into is not None:
+            observation, info = first
+            self._observations.write(observation, into, lane)
+            if self._info:
+                self._write_info(info, into, lane)
 
     def open_state(self) -> Any:
         return [self.lane_state(lane) for lane in range(len(self.envs))]
@@ -176,6 +247,15 @@ class GymLanes(Env):
     def close(self) -> None:
         for env in self.envs:
             env.close()
+
+
+def _raised_in(lane: int, cause: Exception, what: str) -> ReapError:
+    """The error for what the env of a lane has raised."""
+    if isinstance(cause, ReapError):
+        return cause.at(lane=lane)
+    error = WorkerRaised(f"{what} {cause!r}").at(lane=lane)
+    error.__cause__ = cause
+    return error
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
@@ -257,6 +337,11 @@ class GymEnv(EnvBase):
         if from_pixels:
             envs = [_with_pixels(one, pixels_only) for one in envs]
         super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+def _not_a_reset(found: Any) -> SpecMismatch:
+    got = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (tuple, list)) else type(found).__name__
+    return SpecMismatch(f"env.reset must return (observation, info), got {got}")
 
 
 def _with_pixels(env: gym.Env[Any, Any], only: bool) -> gym.Env[Any, Any]:

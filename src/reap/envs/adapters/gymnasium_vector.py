@@ -22,8 +22,8 @@ from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
 from reap.envs.info import InfoKeys, info_entry, info_leaves, recorded_at_end, records_episodes
-from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
+from reap.envs.spaces import Actions, Observations, checked_space, fit
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
@@ -52,10 +52,12 @@ class VectorLanes(Env):
                 "on it; use shared_memory=True or another autoreset_mode"
             )
         self._resets_lanes = isinstance(base, (SyncVectorEnv, AsyncVectorEnv)) or self.mode is AutoresetMode.DISABLED
-        self._observations = Observations(env.single_observation_space, categorical=categorical, loose=True)
+        self._observations = Observations(
+            checked_space(env, "single_observation_space"), categorical=categorical, loose=True
+        )
         shape, dtype = self._observations.plain
         self._plain = None if shape is None else ((self._count, *shape), dtype)  # one array: a bare row assignment
-        self._actions = Actions(env.single_action_space, categorical=categorical)
+        self._actions = Actions(checked_space(env, "single_action_space"), categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, env)
         self._options: type[dict[str, Any]] = _SharedOptions if records_episodes(env) else dict
         self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
@@ -152,10 +154,8 @@ class VectorLanes(Env):
             row.reward[...] = reward
             if self._info:
                 self._write_info(info, row.next, slice(None))
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         if self._resetting is not None:
             np.logical_not(self._resetting, out=row.mask)
             self._resetting = None

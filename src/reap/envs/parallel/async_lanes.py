@@ -4,6 +4,7 @@
               next       [ group 3 | group 5 |    ·    ]     whoever has answered by now; nobody waits for the third
     row t+1   positions  [ group 3 | group 5 |    ·    ]
 
+A group that has failed and was replaced comes without a frame, at the beginning of an episode, as all do after a reset.
 Rows are as wide as the most groups taken at a time. A position nobody stands at holds a copy of the first, lane -1, and
 is no frame: a policy of one shape may compute it, others leave out most of them (core/policies/buckets.py). Who will be
 ready cannot be known when results are written, so they come through the row that the workers and the env share.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class ReadyLanes(Env):
             side=spec.side | {READY},
         )
         self.draws = lane_workers.traits.draws
+        self.tells_cuts = lane_workers.on_failure.action != "raise"
         self._in_hand: list[int] = []  # groups, in the order of their positions
         self._lanes_in_hand = np.zeros(0, np.int64)
         self._answered: deque[int] = deque()  # not handed out yet
@@ -100,12 +102,11 @@ class ReadyLanes(Env):
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
         self.lane_workers.begin(seeds)
         self._answered.clear()
-        groups = range(len(self._lanes))
-        self._take_in_hand(list(groups[: self._most]))
+        gone = self.lane_workers.dropped
+        groups = [n for n, (first, _) in enumerate(self.lane_workers.bounds) if first not in gone]
+        self._take_in_hand(groups[: self._most])
         self._just_reset = deque(groups[self._most :])
-        firsts = [self.lane_workers.first[n] for n in self._shown]
-        for array, first in zip(into, (*firsts, np.arange(self.lane_workers.spec.lanes))):
-            array[: len(self._lanes_in_hand)] = first[self._lanes_in_hand]
+        self._fill(into, self.lane_workers.first)
 
     def _take_in_hand(self, groups: list[int]) -> None:
         self._in_hand = groups
@@ -115,7 +116,10 @@ class ReadyLanes(Env):
             self._lanes_in_hand = np.concatenate([self._lanes[group] for group in groups])
 
     def draw(self, row: Row) -> None:
-        self._answered += self.lane_workers.draw(self._in_hand)
+        others = self.lane_workers.draw(self._in_hand)
+        if self.lane_workers.lost:
+            self._forget_lost()
+        self._answered += others
         own = self._lanes_in_hand
         for given, drawn in zip(row.action, self.lane_workers.row().action):
             given[: len(own)] = drawn[own]
@@ -128,23 +132,31 @@ class ReadyLanes(Env):
         self.lane_workers.ring(self._in_hand, STEP)
 
     def recv(self) -> list[int]:
-        row, began = self._row, self._just_reset
+        row, began, workers = self._row, self._just_reset, self.lane_workers
         assert row.mask is not None
+        if workers.lost:
+            self._forget_lost()
         if began:  # their first observations are all there is of them yet
             self._take_in_hand([began.popleft() for _ in range(min(len(began), self._most))])
-            self._put(row, self.lane_workers.first)
+            self._fill(row.next, workers.first)
             row.mask[:] = False
             self._began = None
             return []
         answered = self._answered
-        if self._least <= len(answered) < self._most and self.lane_workers.away:
-            answered += self.lane_workers.answered(within=0)
-        while len(answered) < self._least:
-            answered += self.lane_workers.answered()
+        if self._least <= len(answered) < self._most and workers.away:
+            came = workers.answered(within=0)
+            if workers.lost:
+                self._forget_lost()
+            answered += came
+        while len(answered) < self._least and workers.away:
+            came = workers.answered()
+            if workers.lost:
+                self._forget_lost()
+            answered += came
         self._take_in_hand([answered.popleft() for _ in range(min(len(answered), self._most))])
-        shared, own = self.lane_workers.row(), self._lanes_in_hand
+        shared, own = workers.row(), self._lanes_in_hand
         count = len(own)
-        self._put(row, shared.next)
+        self._fill(row.next, shared.next)
         if count < self.spec.lanes:
             row.mask[count:] = False
         for mine, theirs in zip(row.rewards, shared.rewards):
@@ -158,15 +170,44 @@ class ReadyLanes(Env):
                 flag[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
-        if self.lane_workers.traits.has_after_step:  # agents may have begun anew without their lane
+        if workers.traits.has_after_step:  # agents may have begun anew without their lane
             self._began = np.arange(count), own
+        if workers.cut:
+            self._begin_anew(row)
         return []  # nobody is to be reset: the workers have done it
 
-    def _put(self, row: Row, values: Rows) -> None:
+    def _forget_lost(self) -> None:
+        """Of groups that have failed, what they had answered before and nobody has taken is not taken any more."""
+        lost = {*self.lane_workers.lost}
+        self.lane_workers.lost.clear()
+        for waiting in (self._answered, self._just_reset):
+            kept = [group for group in waiting if group not in lost]
+            waiting.clear()
+            waiting.extend(kept)
+
+    def _begin_anew(self, row: Row) -> None:
+        """Lanes in hand whose step was lost in a failure have made no frame, and are at their beginning."""
+        assert row.mask is not None
+        cut, own = self.lane_workers.cut, self._lanes_in_hand
+        at = [n for n, lane in enumerate(own.tolist()) if lane in cut]
+        for array, n in zip(row.next, self._shown):
+            array[at] = self.lane_workers.first[n][own[at]]
+        for array in row.rewards:
+            array[at] = 0
+        row.mask[at] = False
+        cut.difference_update(own.tolist())
+
+    def restarts(self) -> int:
+        return self.lane_workers.budget.count
+
+    def dropped(self) -> Collection[int]:
+        return self.lane_workers.dropped
+
+    def _fill(self, into: Rows, values: Rows) -> None:
         """Observations of the lanes in hand; positions nobody stands at see what the first one sees."""
         own = self._lanes_in_hand
         count = len(own)
-        observations, numbers = row.next[: self._lane], row.next[self._lane]  # others may wrap us and add theirs
+        observations, numbers = into[: self._lane], into[self._lane]  # others may wrap us and add theirs
         for array, n in zip(observations, self._shown):
             array[:count] = values[n][own]
         numbers[:count] = own

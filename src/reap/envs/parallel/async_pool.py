@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from reap.envs.parallel.process_workers import MOST_HANDS, ProcessWorkers, Threa
 from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
 from reap.envs.serial import one_each
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
+from reap.failures import FailureAction, WorkerFailure, failure_policy
 from reap.seeding import chain
 from reap.spec import Key, Leaf, show
 
@@ -65,6 +66,12 @@ class AsyncEnvPool(EnvBase):
         start_method: how processes start, "forkserver" or "spawn".
         num_sub_threads: torch threads of each process.
         worker_affinity: with processes, on Linux: the cores of each, a list of lists, or a function of its number.
+        on_failure: what is done about an env that raises, hangs longer than `timeout`, or whose process dies: "raise"
+            its error; "restart" it, in its thread or in another process, where its lanes begin anew; "drop" it. A
+            thread that hangs cannot be replaced. See docs/failures.md.
+        max_restarts: how many may be started again within `restart_window` seconds; None: any number.
+        restart_window: see there.
+        on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when one is dropped.
     """
 
     def __init__(
@@ -82,6 +89,10 @@ class AsyncEnvPool(EnvBase):
         start_method: StartMethod = "forkserver",
         num_sub_threads: int = 1,
         worker_affinity: Masks | None = None,
+        on_failure: FailureAction = "raise",
+        max_restarts: int | None = 10,
+        restart_window: float = 600.0,
+        on_restart: Callable[[WorkerFailure], Any] | None = None,
         device: Any = None,
     ) -> None:
         if not isinstance(create_env_fns, (list, tuple)) or not create_env_fns:
@@ -95,6 +106,7 @@ class AsyncEnvPool(EnvBase):
         _whole("max_ready", max_ready, none=True)
         _whole("num_sub_threads", num_sub_threads)
         _whole("max_frames_per_traj", max_frames_per_traj, least=None, none=True)
+        failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
         place = named_device("device", device)
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
         most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
@@ -110,13 +122,19 @@ class AsyncEnvPool(EnvBase):
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
         lane_workers: LaneWorkers
         if backend == "threading":
-            lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit)
+            lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit, on_failure=failures)
         elif backend == "inline":
-            lane_workers = ThreadWorkers(shares, limit=limit, kind=InlineEnv)
+            lane_workers = ThreadWorkers(shares, limit=limit, kind=InlineEnv, on_failure=failures)
         else:
             kind = ThreadedProcessWorkers if worker_threads else ProcessWorkers
             lane_workers = kind(
-                shares, timeout=timeout, limit=limit, start_method=start_method, threads=num_sub_threads, cores=cores
+                shares,
+                timeout=timeout,
+                limit=limit,
+                start_method=start_method,
+                threads=num_sub_threads,
+                cores=cores,
+                on_failure=failures,
             )
         self._lane_workers = lane_workers
         self.num_envs = lane_workers.spec.lanes
@@ -368,6 +386,11 @@ class AsyncEnvPool(EnvBase):
     def _alive(self) -> None:
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
+        if (action := self._lane_workers.on_failure.action) != "raise":
+            raise UsageError(
+                f"on_failure={action!r} leaves out the step in which an env fails; only a collector can do that, by "
+                f"hand nobody would know"
+            )
         if self._failure is not None:
             raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
 

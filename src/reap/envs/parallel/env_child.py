@@ -33,15 +33,16 @@ from reap.envs.accept import as_env
 from reap.envs.serial import joined
 from reap.envs.step_limit import StepLimit
 from reap.envs.torchrl.lanes import torchrl_cells
-from reap.errors import SpecMismatch, UsageError
+from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.failures import RemoteRebuilds
 from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
 ORDER = struct.Struct("iii")  # what, slot, step
-# a step of all lanes, of some; a message; new episodes in some; …; random actions for all
-STEP, SOME, CALL, BEGIN, PING, END, DRAW = range(7)
+# a step of all lanes, of some; a message; new episodes in some; …; random actions for all; another env in a thread
+STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
 UNSEEDED = -1
-DONE, FAILED = b"\1", b"\2"
+DONE, FAILED, REBUILT = b"\1", b"\2", b"\3"
 FDS = 5  # order pipe, reply and three files; what follows is the host's
 PONG = 16  # plus the token of the question
 
@@ -51,6 +52,36 @@ class Traits(NamedTuple):
 
     has_after_step: bool
     draws: bool
+
+
+class Rebuilt(NamedTuple):
+    """Envs that have raised and were made anew in their place: what they raised and how many seconds it took, and which
+    lanes have made no frame because of it.
+    """
+
+    told: list[tuple[Raised, float]]
+    cut: list[int]
+
+
+class RebuiltLanes:
+    """What is to be told of envs of a group that were made anew; `cut`: lanes whose step is no frame."""
+
+    def __init__(self, env: Env) -> None:
+        self.told: list[tuple[Raised, float]] = []
+        self.cut: list[int] = []
+        self.first = 0  # what the number of its first lane is, for whoever is told
+        env.rebuild_lanes(RemoteRebuilds(self._tell).replace)
+
+    def _tell(self, error: ReapError, seconds: float) -> None:
+        if error.lane is not None:
+            error.lane += self.first
+        self.told.append((Raised.of(error, "the env"), seconds))
+
+    def take(self) -> Rebuilt:
+        """All there is to tell, once."""
+        found = Rebuilt(self.told, self.cut)
+        self.told, self.cut = [], []
+        return found
 
 
 class LooseValues(NamedTuple):
@@ -89,7 +120,7 @@ def firsts_in(block: np.ndarray[Any, Any], layout: Layout) -> list[np.ndarray[An
     return [slot.arrays[key][0] for key in layout.columns]
 
 
-def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows) -> None:
+def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows, rebuilt: RebuiltLanes | None = None) -> None:
     """One step of `lanes`; those that ended begin anew at once: they will be wanted, and others may still be stepping.
 
     `into` gets first observations; of an env that tidies what every lane sees next, as agents may begin anew alone.
@@ -103,6 +134,8 @@ def advance(env: Env, lanes: Sequence[int], row: Row, into: Rows) -> None:
         following.after = tuple(into)
         env.after_step(following)
     if ended:
+        if rebuilt is not None and rebuilt.told:
+            rebuilt.cut += [lane for lane in ended if not row.done[lane]]
         env.reset(ended, into)
 
 
@@ -231,8 +264,11 @@ class EnvChild(abc.ABC):
 class LanesChild(EnvChild):
     """All lanes as one env, in the child's own thread."""
 
-    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+    def __init__(
+        self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None, rebuild: bool = False
+    ) -> None:
         self._env = built(makers, limit)
+        self._rebuilt = RebuiltLanes(self._env) if rebuild else None
         self._parts = [self._env]
         super().__init__(self._env.spec, Traits(self._env.has_after_step, self._env.draws), connection, fds)
         self._rows: dict[int, list[Row]] = {}
@@ -247,9 +283,13 @@ class LanesChild(EnvChild):
         elif what == DRAW:
             self._env.draw(self._rows[place][step])
         else:
-            advance(self._env, chosen, self._rows[place][step], self._first)
+            advance(self._env, chosen, self._rows[place][step], self._first, self._rebuilt)
         if not self._loose:
-            self._done()
+            if self._rebuilt is None or not self._rebuilt.told:
+                self._done()
+                return
+            send(self._connection, self._rebuilt.take())  # before the byte: who has read that reads this
+            os.write(self._reply, REBUILT)
             return
         stepped = self._rows[place][step].next if what in (STEP, SOME) else None
         told = LooseValues(

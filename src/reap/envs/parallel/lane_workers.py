@@ -6,6 +6,10 @@
     results ◄── row ◄── answered() → [1] ◄────────────────────────── done
                     ◄── answered() → [0] ◄────── done                                in the order in which they come
 
+A group that died, raised or took too long has failed; so have those that share its process. As the `FailurePolicy`
+says, it is told of; or left out; or another one is started, which nobody waits for: when it has begun new episodes it
+answers like the others, and its lanes are in `cut` until somebody takes note.
+
 There is one row, which everybody sees; a lane's part of it belongs to its group from the ring to the answer. A lane
 whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer. Whoever
 has read its flags clears them: nobody else touches flags that are False.
@@ -17,16 +21,21 @@ import abc
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reap._system import silence
 from reap._system.forks import guard, refuse_all
+from reap._system.interrupts import Interrupts
+from reap._system.processes import BOOT
 from reap._system.stacks import all_at_once
 from reap.core.env import Rows
 from reap.core.slot import Row
-from reap.envs.parallel.env_child import BEGIN, DRAW, Traits
-from reap.errors import ReapError, SpecMismatch, UsageError
+from reap.envs.parallel.env_child import BEGIN, DRAW, UNSEEDED, Traits
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
+from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf
 
 _TOKENS = 200
@@ -69,6 +78,16 @@ def joint_traits(traits: Sequence[Traits]) -> Traits:
     return Traits(has_after_step=any(one.has_after_step for one in traits), draws=all(one.draws for one in traits))
 
 
+@dataclass
+class Comeback:
+    """Another one is being started in the place of one that failed."""
+
+    cause: ReapError  # what ended the last one
+    since: float  # when the first one was found to have failed
+    tries: int  # how many in a row were never there
+    left: set[int]  # groups of it that have not begun yet
+
+
 class LaneWorkers(abc.ABC):
     """Groups of lanes elsewhere. `timeout` is how many seconds a group may take for one answer."""
 
@@ -79,7 +98,15 @@ class LaneWorkers(abc.ABC):
     timeout: float | None
     expecting = False  # whether it is known how actions look
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: FailurePolicy | None = None) -> None:
+        self.on_failure = on_failure or FailurePolicy()
+        self.budget = RestartBudget(self.on_failure)
+        self.cut: set[int] = set()  # lanes that have begun anew because of a failure, and nobody has taken note
+        self.lost: list[int] = []  # groups that have failed, and nobody has taken note
+        self.dropped: set[int] = set()  # lanes that are stepped no more
+        self._comebacks: dict[int, Comeback] = {}  # by the number of the thread or process
+        self._lives: dict[int, int] = {}  # by the same: how many have been in its place before
+        self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
         self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
         self._look_at = 0.0  # when to look next whether somebody is silent, though others are not
@@ -100,29 +127,61 @@ class LaneWorkers(abc.ABC):
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()
+        if self.cut or self.dropped or self._comebacks:
+            groups = self._at_hand(groups)
         for group in groups:
             self._away[group] = now
-            self._ring_for(group, what, lanes)
+            try:
+                self._ring_for(group, what, lanes)
+            except ReapError as error:
+                self._lose(self._unit_of(group), error)
+
+    def _at_hand(self, groups: Iterable[int]) -> list[int]:
+        """Those that are there, and whose new beginning, if they have failed, was taken note of."""
+        coming = {group for comeback in self._comebacks.values() for group in comeback.left}
+        gone = self.cut | self.dropped
+        return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
 
     def answered(self, within: float | None = None) -> list[int]:
         """The groups that have answered, in the order in which they did; none only after `within` seconds."""
         deadline = None if within is None else time.monotonic() + within
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if self.timeout is not None:
-                longest, since = next(iter(self._away.items()))
-                over = since + self.timeout - time.monotonic()
-                if over <= 0:
-                    raise self._silence_of(longest, self.timeout)
+            now = time.monotonic() if self.timeout is not None else 0.0
+            if self.timeout is not None and (over := self._patience(now)) is not None:
                 left = over if left is None else min(over, left)
             wait = silence.LOGGED_AFTER if left is None else left
             found = [group for group, token in self._answers(wait) if not token]
             for group in found:
                 self._away.pop(group, None)
-            if found or (deadline is not None and time.monotonic() >= deadline):
+            if self._comebacks:
+                self._note_comebacks(found)
+            if self.timeout is not None:
+                self._check_silence(now)
+            if found or not self._away or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:
                 self._log_silence()
+
+    def _longest_away(self) -> int:
+        """The group that has owed an answer for longest."""
+        return min(self._away, key=self._away.__getitem__) if self._comebacks else next(iter(self._away))
+
+    def _patience(self, now: float) -> float | None:
+        """How long whoever has owed an answer for longest may still take; None: for ever."""
+        if self.timeout is None or not self._away:
+            return None
+        return max(0.0, self._away[self._longest_away()] + self.timeout - now)
+
+    def _check_silence(self, then: float) -> None:
+        """Who had taken too long `then`, and has not answered since, has failed. Called after everybody was heard: an
+        answer may have waited for long, if nobody listened.
+        """
+        while self.timeout is not None and self._away:
+            group = self._longest_away()
+            if self._away[group] + self.timeout > then:
+                return
+            self._lose(self._unit_of(group), self._silence_of(group, self.timeout))
 
     def _log_silence(self) -> None:
         """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
@@ -148,10 +207,12 @@ class LaneWorkers(abc.ABC):
         left, others = {*groups}, []
         while left:
             for group in self.answered():
-                if group in left:
+                if group in left and self.bounds[group][0] not in self.cut:
                     left.remove(group)
                 else:
                     others.append(group)
+            if self.lost:
+                left.intersection_update(self._at_hand(left))  # who has failed draws nothing, and comes back later
         return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
@@ -166,6 +227,13 @@ class LaneWorkers(abc.ABC):
         self.ring(range(len(self.bounds)), BEGIN, everyone)
         while self._away:
             self.answered()
+        self.cut.clear()  # everybody has begun anew
+
+    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
+        if seeds is not None:
+            self._last_seeds.update({lane: seed for lane, seed in zip(lanes, seeds) if seed != UNSEEDED})
+        self._seed(lanes, seeds)
 
     def settle(self) -> None:
         """Nobody is under way after this, whoever was, and whatever was broken off by Ctrl-C between two lines.
@@ -174,15 +242,95 @@ class LaneWorkers(abc.ABC):
         all that came before it.
         """
         self._token = self._token % _TOKENS + 1
-        left, since = set(range(len(self.bounds))), time.monotonic()
+        self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
+        left, since = set(self._at_hand(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            self._ping(group, self._token)
-        while left:
-            over = None if self.timeout is None else since + self.timeout - time.monotonic()
-            if over is not None and over <= 0:
-                raise self._silence_of(min(left), self.timeout or 0.0)
-            left -= {group for group, token in self._answers(over) if token == self._token}
+            self._away[group] = since
+            try:
+                self._ping(group, self._token)
+            except ReapError as error:
+                self._lose(self._unit_of(group), error)
+        while left or self._comebacks:
+            now = time.monotonic()
+            found = self._answers(self._patience(now))
+            self._note_comebacks([group for group, token in found if not token])
+            for group in [group for group, token in found if token == self._token]:
+                left.discard(group)
+                self._away.pop(group, None)
+            self._check_silence(now)
+            left.intersection_update(self._at_hand(left))
         self._away.clear()
+        self.cut.clear()
+        self.lost.clear()
+
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    def _lose(self, unit: int, error: ReapError) -> None:
+        """A thread or process has failed: raise its error, go on without it, or have another in its place."""
+        if self.on_failure.action == "raise":
+            raise error
+        with Interrupts().held():  # what is half replaced would be neither
+            lost = self._groups_of(unit)
+            lanes = [lane for group in lost for lane in range(*self.bounds[group])]
+            for group in lost:
+                self._away.pop(group, None)
+            self.lost += lost
+            self.cut.difference_update(lanes)
+            self._retire(unit)
+            if self.expecting:
+                row = self.row()
+                for flag in (row.done, row.terminated, row.truncated):
+                    flag[lanes] = False  # of a step that was broken off
+            if self.on_failure.action == "drop":
+                self.dropped.update(lanes)
+                self.on_failure.report(WorkerFailure(unit, error, "drop", self.budget.count, 0.0))
+                if len(self.dropped) == self.spec.lanes:
+                    raise error
+                return
+            now, before = time.monotonic(), self._comebacks.get(unit)
+            tries, since = (0, now) if before is None else (before.tries + 1, before.since)
+            if (why := self.budget.refusal(tries)) is not None:
+                raise refused(error, why)
+            self._comebacks[unit] = Comeback(error, since, tries, {*lost})
+            self._lives[unit] = self._lives.get(unit, 0) + 1
+            known = {lane: self._last_seeds[lane] for lane in lanes if lane in self._last_seeds}
+            self._seed(lanes, [restart_seed(known[n], self._lives[unit]) if n in known else UNSEEDED for n in lanes])
+            self._away.update(dict.fromkeys(lost, now + BOOT))
+            try:
+                self._start_again(unit)
+            except WorkerError as again:  # there is no room for another
+                self._lose(unit, again)
+
+    def _note_comebacks(self, answered: Sequence[int]) -> None:
+        """Of those that have answered, groups that were started again have begun new episodes."""
+        for group in answered:
+            unit = self._unit_of(group)
+            comeback = self._comebacks.get(unit)
+            if comeback is None or group not in comeback.left:
+                continue
+            self.cut.update(range(*self.bounds[group]))
+            comeback.left.remove(group)
+            if not comeback.left:
+                del self._comebacks[unit]
+                seconds = time.monotonic() - comeback.since
+                self.on_failure.report(WorkerFailure(unit, comeback.cause, "restart", self.budget.count, seconds))
+
+    def _unit_of(self, group: int) -> int:
+        """The number of the thread or process of a group."""
+        return group
+
+    def _groups_of(self, unit: int) -> Sequence[int]:
+        return [unit]
+
+    @abc.abstractmethod
+    def _retire(self, unit: int) -> None:
+        """Whatever a thread or process is doing, nobody hears of it any more."""
+
+    @abc.abstractmethod
+    def _start_again(self, unit: int) -> None:
+        """Begin to start another; each of its groups answers when its lanes have begun new episodes."""
+
+    # ---- for subclasses -------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def expect(self, action: Mapping[Key, Leaf]) -> None:
@@ -193,9 +341,7 @@ class LaneWorkers(abc.ABC):
         """The row everybody sees; another one after `expect`."""
 
     @abc.abstractmethod
-    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
-
+    def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None: ...
     @abc.abstractmethod
     def close(self) -> None:
         """End everybody. May be called twice."""
@@ -209,7 +355,7 @@ class LaneWorkers(abc.ABC):
 
     @abc.abstractmethod
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
-        """Groups that have answered, after so many seconds at most, and their tokens; errors of theirs are raised."""
+        """Groups that have answered, after so many seconds at most, and their tokens; who has failed is lost."""
 
     @abc.abstractmethod
     def _stack_of(self, group: int) -> str: ...

@@ -79,10 +79,9 @@ class ParallelEnv(EnvBase):
         if ready is not None and (isinstance(ready, bool) or not isinstance(ready, int) or not 1 <= ready < count):
             raise UsageError(f"ready must lie between 1 and {count - 1}, below the number of processes, got {ready!r}")
         failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
-        if ready is not None and failures.action != "raise":
-            raise UsageError("on_failure goes with lanes in step; with ready= a process that fails is raised")
+        options["on_failure"] = failures
         if ready is None:
-            super().__init__(ProcessLanes(shares, on_failure=failures, **options), device=place)
+            super().__init__(ProcessLanes(shares, **options), device=place)
         else:
             super().__init__(ReadyLanes(ProcessWorkers(shares, **options), ready, ready), device=place)
         guard(self)

@@ -17,7 +17,6 @@ import functools
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -51,6 +50,7 @@ from reap.envs.parallel.env_child import (
     ORDER,
     PING,
     PONG,
+    REBUILT,
     SOME,
     STEP,
     UNSEEDED,
@@ -64,8 +64,8 @@ from reap.envs.parallel.env_child import (
     serve,
 )
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import CorruptState, ReapError, UsageError, WorkerError, WorkerSilent
-from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
+from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerError, WorkerSilent
+from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
@@ -98,6 +98,7 @@ class EnvProcess:
         self.restarts = 0  # how many have been in its place before it
         self.owes = False  # a step was sent, its answer has not come; or it is not known
         self.silent = False  # it took too long
+        self.met = self.ended = False
 
     def log_silence(self, name: str) -> None:
         """Nothing came from it for a long time, and it is waited for: say so, once for what it was asked."""
@@ -106,7 +107,10 @@ class EnvProcess:
             silence.log(f"worker {name}", silence.LOGGED_AFTER, self.child.ask_stack())
 
     def end(self) -> None:
-        """End it at once: it has failed, whatever it may still be doing."""
+        """End it at once: it has failed, whatever it may still be doing. May be called twice."""
+        if self.ended:
+            return
+        self.ended = True
         self.child.signal(signal.SIGKILL)
         self.child.line.close()
         for fd in (self.order_fd, self.reply):
@@ -118,6 +122,7 @@ class ProcessLanes(Env):
     """Envs in child processes as lanes of one."""
 
     elsewhere = True
+    _rebuilds = True  # whether its processes can make envs that raised anew, where that may be
 
     def __init__(
         self,
@@ -132,16 +137,19 @@ class ProcessLanes(Env):
         cores: Sequence[Cores] | None = None,
         cells: bool = False,
         on_failure: FailurePolicy | None = None,
+        budget: RestartBudget | None = None,
     ) -> None:
         self._timeout, self._limit, self._host = timeout, limit, host
         self._wires = wires  # further descriptors for a child: of its number, and that of its envs
         self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
         self._cores = cores  # where each child runs; None: anywhere
         self._on_failure = on_failure or FailurePolicy()
-        self._budget = RestartBudget(self._on_failure)
+        self._budget = budget or RestartBudget(self._on_failure)  # one that is given is also somebody else's
         self.tells_cuts = self._on_failure.action != "raise"
-        self._lost: dict[EnvProcess, WorkerError] = {}  # processes that failed in this step, and why
+        self._lost: dict[EnvProcess, ReapError] = {}  # processes that failed in this step, and why
         self._dropped: list[int] = []  # lanes that are stepped no more
+        self._cut: list[int] = []  # lanes that have begun anew since the last step, because of a failure
+        self.rebuilt: list[int] = []  # lanes that made no frame in this step: their envs have raised, and are others
         self._announced: list[tuple[Any, ...]] = []  # slots that every process knows
         self._makers, self._start_method, self._threads = makers, start_method, threads
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
@@ -170,16 +178,28 @@ class ProcessLanes(Env):
         self._slots, self._firsts, self._control = self._files
         for n in range(len(self._makers)):
             self.remotes.append(self._start(n))
-        for remote in self.remotes:
-            remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        for n in range(len(self.remotes)):
+            self._budget.build(n, functools.partial(self._meet, n))
         self._join()
         for remote in self.remotes:
             self._call(remote, "begin", remote.first, self.spec.lanes)
             record("start", self._name(remote), "worker %s is there", self._name(remote))
 
+    def _meet(self, n: int) -> None:
+        """Hear what the first process in a place is like, or another, if that one has failed."""
+        remote = self.remotes[n]
+        if remote.met:
+            remote.end()
+            remote = self.remotes[n] = self._start(n)
+            self._failed = False
+        remote.met = True
+        remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+
     def _start(self, n: int) -> EnvProcess:
         makers, start, threads = self._makers[n], self._start_method, self._threads
         make = functools.partial(self._host, makers=makers, limit=self._limit)
+        if self._budget.policy.action == "restart" and self._rebuilds:
+            make = functools.partial(make, rebuild=True)
         cores = None if self._cores is None else self._cores[n]
         target = pack(
             functools.partial(serve, make=make, threads=threads, cores=cores),
@@ -276,7 +296,7 @@ class ProcessLanes(Env):
             remote.talk.hear()
         for message in remote.talk.inbox:
             if isinstance(message, Raised):
-                return self._logged(remote, self._named(message.unpack(), remote))
+                return self._logged(remote, self.named(message.unpack(), remote))
         return self._logged(remote, remote.child.death())
 
     def _logged(self, remote: EnvProcess, error: E) -> E:
@@ -289,7 +309,7 @@ class ProcessLanes(Env):
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
         return f"of {lanes}{remote.child.label}"
 
-    def _named(self, error: ReapError, remote: EnvProcess) -> ReapError:
+    def named(self, error: ReapError, remote: EnvProcess) -> ReapError:
         if error.lane is not None:
             error.lane += remote.first
         return error.at(worker=self._name(remote))
@@ -342,9 +362,20 @@ class ProcessLanes(Env):
 
     def _byte(self, remote: EnvProcess) -> int:
         data = os.read(remote.reply, 1)
+        if data == REBUILT:
+            self.rebuilt += self.count_rebuilt(remote)
+            return 0
         if data != DONE and (not data or data[0] < PONG):
             raise self.gone(remote)
         return 0 if data == DONE else data[0] - PONG
+
+    def count_rebuilt(self, remote: EnvProcess) -> list[int]:
+        """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
+        with Interrupts().held():  # what is heard is also counted
+            told, cut = self._answer(remote)
+            for raised, seconds in told:
+                self._budget.count_rebuilt(remote.number, self.named(raised.unpack(), remote), seconds)
+            return [remote.first + lane for lane in cut]
 
     def _put_cells(self, remote: EnvProcess, told: LooseValues) -> None:
         """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
@@ -370,13 +401,22 @@ class ProcessLanes(Env):
             raise error from error.__cause__
         except ReapError as error:
             self._failed = self._failed or remote.talk.failed
-            self._named(error, remote)
+            self.named(error, remote)
             raise
 
     def _call(self, remote: EnvProcess, name: str, *arguments: Any) -> Any:
         if remote.owes:
             self._settle(remote)
         return self._answer(remote, self._ask(remote, name, *arguments))
+
+    def _tell_all(self, name: str, *arguments: Any) -> None:
+        """Call every process; one that fails meanwhile, and may be replaced, learns of it then."""
+        for remote in self.remotes:
+            if remote not in self._lost:
+                try:
+                    self._call(remote, name, *arguments)
+                except WorkerError as error:
+                    self._lose(remote, error)
 
     def _ask(self, remote: EnvProcess, name: str, *arguments: Any) -> int:
         """Send a message; returns the number its answer will have."""
@@ -401,8 +441,7 @@ class ProcessLanes(Env):
         )
         known = slot.place, bare, start, self._end
         self._announced.append(known)
-        for remote in self.remotes:
-            self._call(remote, "slot", *known)
+        self._tell_all("slot", *known)
         return slot
 
     def _exchange(self) -> Slot:
@@ -421,12 +460,15 @@ class ProcessLanes(Env):
 
     # ---- the env --------------------------------------------------------------------------------------------------
 
+    def expects(self, action: Mapping[Key, Leaf]) -> bool:
+        """Whether it is known already that actions look like this."""
+        return self._action == dict(action)
+
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
             return
         self._action = None  # until everybody has understood
-        for remote in self.remotes:
-            self._call(remote, "expect", _bare(action))
+        self._tell_all("expect", _bare(action))
         self._action, self._by_hand = dict(action), None
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
@@ -446,12 +488,21 @@ class ProcessLanes(Env):
         for remote in self.remotes:
             own = [lane for lane in lanes if remote.first <= lane < remote.last]
             if own:
-                if remote.owes:
-                    self._settle(remote)
+                try:
+                    if remote.owes:
+                        self._settle(remote)
+                except ReapError as error:
+                    self._lose(remote, error)
+                    continue
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
                 asked.append((remote, self._ask(remote, "reset", [lane - remote.first for lane in own], theirs)))
         for remote, number in asked:
-            self._answer(remote, number)
+            try:
+                self._answer(remote, number)
+            except ReapError as error:
+                self._lose(remote, error)
+        if self._lost:  # their lanes begin anew, those that were not asked too
+            self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
@@ -488,13 +539,15 @@ class ProcessLanes(Env):
             self._some[:] = False
             self._some[list(lanes)] = True
         for remote in self.remotes:
+            if remote in self._lost:
+                continue
             try:
                 if remote.owes:
                     self._settle(remote)
                 if all_of_them or self._some[remote.first : remote.last].any():
                     remote.owes = True
                     self._ring(remote, STEP if all_of_them else SOME, place, step)
-            except WorkerError as error:
+            except ReapError as error:
                 self._lose(remote, error)
 
     def recv(self) -> list[int]:
@@ -502,13 +555,18 @@ class ProcessLanes(Env):
             if remote.owes:
                 try:
                     self.finish(remote)
-                except WorkerError as error:
+                except ReapError as error:
                     self._lose(remote, error)
         _, row = self._sent
         shared = self._shared
         if shared is not row:
             self._copy(shared, row)
         cut = self._replace_lost() if self._lost else []
+        if self._cut or self.rebuilt:
+            self._fresh[self._cut] = False  # they have been stepped, with an action that was none of theirs
+            self._fresh[self.rebuilt] = True
+            cut = sorted({*cut, *self._cut, *self.rebuilt})
+            self._cut, self.rebuilt = [], []
         if cut or self._dropped:
             self._skip(row, [*cut, *self._dropped])
         done = row.done
@@ -554,26 +612,36 @@ class ProcessLanes(Env):
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def _lose(self, remote: EnvProcess, error: WorkerError) -> None:
+    def restarts(self) -> int:
+        return self._budget.count
+
+    def dropped(self) -> Sequence[int]:
+        return self._dropped
+
+    def _lose(self, remote: EnvProcess, error: ReapError) -> None:
         """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
-        if not self.tells_cuts or self.driver is None:
+        if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
             raise error
         remote.owes = False
         self._lost[remote] = error
+
+    def take_lost(self) -> dict[EnvProcess, ReapError]:
+        """Processes that have failed while all were told something, and why; for whoever replaces them."""
+        lost, self._lost = self._lost, {}
+        return lost
 
     def _replace_lost(self) -> list[int]:
         """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""
         lost, self._lost = self._lost, {}
         cut: list[int] = []
         for remote, error in lost.items():
-            lanes, at = range(remote.first, remote.last), self.remotes.index(remote)
-            self.remotes.remove(remote)
-            remote.end()
+            lanes = range(remote.first, remote.last)
+            self.retire(remote)
             if self._on_failure.action == "drop":
                 self._dropped += lanes
                 self._on_failure.report(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
             else:
-                self.remotes.insert(at, self._replacement(remote, error))
+                self._budget.replace(remote.number, error, functools.partial(self._start_again, remote))
                 self._fresh[list(lanes)] = True
                 cut += lanes
         if not self.remotes:
@@ -581,40 +649,48 @@ class ProcessLanes(Env):
         self._failed = False
         return sorted(cut)
 
-    def _replacement(self, remote: EnvProcess, error: WorkerError) -> EnvProcess:
-        """Start another process for these lanes."""
-        began, tries = time.monotonic(), 0
-        while (why := self._budget.refusal(tries)) is None:
-            try:
-                new = self._start_again(remote)
-            except WorkerError as again:
-                error, tries = again, tries + 1
-                continue
-            seconds = time.monotonic() - began
-            self._on_failure.report(WorkerFailure(remote.number, error, "restart", self._budget.count, seconds))
-            return new
-        raise refused(error, why)
-
-    def _start_again(self, before: EnvProcess) -> EnvProcess:
-        """Another process, which knows all that the one before it knew; its lanes are at their beginning."""
-        new = self._start(before.number)
-        new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
+    def _start_again(self, before: EnvProcess) -> None:
+        """Another process in the place of one, which knows all that the one before it knew; its lanes begin anew."""
+        new = self.start_again(before)
         try:
-            new.spec, new.traits = self._answer(new, grace=BOOT)
-            joint_spec([before.spec, new.spec])
-            self._call(new, "begin", new.first, self.spec.lanes)
-            if self._action is not None:
-                self._call(new, "expect", _bare(self._action))
-            for slot in self._announced:
-                self._call(new, "slot", *slot)
+            spec, _ = self._answer(new, grace=BOOT)
+            self._answer(new, self.introduce(new, spec))
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
             seeds = [restart_seed(seed, new.restarts) for seed in known]
             self._call(new, "reset", list(range(len(own))), seeds if len(seeds) == len(own) else None)
         except BaseException:
-            new.end()
+            self.retire(new)
             raise
+
+    def retire(self, remote: EnvProcess) -> None:
+        """A process has failed, or is not wanted any more: whatever it is doing, it ends."""
+        if remote in self.remotes:
+            self.remotes.remove(remote)
+        remote.end()
+        self._failed = False
+
+    def start_again(self, before: EnvProcess) -> EnvProcess:
+        """Start another process in the place of one, and wait for nothing; what it says first is what it is like."""
+        with enough_room("another process for the lanes"):
+            new = self._start(before.number)
+        new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
+        new.spec, new.traits = before.spec, before.traits
+        self.remotes.append(new)
+        self.remotes.sort(key=lambda remote: remote.number)
         return new
+
+    def introduce(self, new: EnvProcess, spec: EnvSpec) -> int:
+        """Tell a process that is there what the one before it knew; returns the number of the last answer."""
+        joint_spec([new.spec, spec])
+        if spec.lanes != new.last - new.first:
+            raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
+        number = self._ask(new, "begin", new.first, self.spec.lanes)
+        if self._action is not None:
+            number = self._ask(new, "expect", _bare(self._action))
+        for slot in self._announced:
+            number = self._ask(new, "slot", *slot)
+        return number
 
     def _skip(self, row: Row, lanes: list[int]) -> None:
         """This step is no frame of these lanes."""
@@ -634,7 +710,7 @@ class ProcessLanes(Env):
             self._close()
 
     def _close(self) -> None:
-        children, self.remotes = self.remotes, []
+        children, self.remotes = [remote for remote in self.remotes if not remote.ended], []
         for remote in children:
             if remote.silent:
                 remote.child.signal(signal.SIGTERM)

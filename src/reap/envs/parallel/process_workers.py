@@ -10,14 +10,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from reap._system.conversation import Answer
 from reap._system.fork_server.client import enough_room
 from reap._system.fork_server.server import MOST_FDS
+from reap._system.interrupts import Interrupts
+from reap._system.remote_errors import Raised
 from reap.core.slot import Row
-from reap.envs.parallel.env_child import FDS, ORDER, PING
+from reap.envs.parallel.env_child import BEGIN, FDS, ORDER, PING
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers
 from reap.envs.parallel.process_lanes import EnvProcess, ProcessLanes
-from reap.envs.parallel.threaded_env_child import ANSWER, RAISED, ThreadedChild
+from reap.envs.parallel.threaded_env_child import ANSWER, RAISED, REBUILT_IN_PLACE, ThreadedChild
 from reap.errors import ReapError, UsageError
+from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
 MOST_HANDS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
@@ -25,34 +29,54 @@ _MOMENT = 100e-6  # seconds in which it does not pay to fall asleep
 
 
 class ProcessWorkers(LaneWorkers):
-    """Lanes in child processes."""
+    """Lanes in child processes.
+
+    One that is started again is heard through its connection until it knows what the one before it knew:
+
+        started ──► says what it is like ──► is told of memory and actions ──► answers ──► begins ──► like the others
+    """
 
     _cells = True  # whether its lanes can bring texts and objects
 
-    def __init__(self, makers: Makers, *, timeout: float | None = None, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        makers: Makers,
+        *,
+        timeout: float | None = None,
+        on_failure: FailurePolicy | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(on_failure)
         self.timeout = timeout
         with enough_room("processes for the lanes"):  # before there is something to close
             self._selector = selectors.DefaultSelector()
         try:
-            self._lanes = ProcessLanes(makers, timeout=timeout, cells=self._cells, **options)
+            self._lanes = ProcessLanes(makers, timeout=timeout, cells=self._cells, budget=self.budget, **options)
         except BaseException:
             self._selector.close()
             raise
         self.spec, self.traits, self.first = self._lanes.spec, self._lanes.traits, self._lanes.first
         self.bounds = [(remote.first, remote.last) for remote in self._lanes.remotes]
         self._remotes = list(self._lanes.remotes)
+        self._told: dict[int, int] = {}  # of processes that come back: the number of the last call, once it was made
         for n, remote in enumerate(self._remotes):
             self._selector.register(remote.reply, selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
+        if self._lanes.expects(action):
+            return
+        if self._comebacks:
+            self.settle()
         self._lanes.expect(action)
+        self._lanes.shared_row()  # made now: everybody is asked, and nobody is under way
         self.expecting = True
+        for remote, error in self._lanes.take_lost().items():
+            self._lose(remote.number, error)
 
     def row(self) -> Row:
         return self._lanes.shared_row()
 
-    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._lanes.seed(lanes, seeds)
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
@@ -62,7 +86,69 @@ class ProcessWorkers(LaneWorkers):
         self._lanes.ping(self._remotes[group], token)
 
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
-        return [(key.data, self._lanes.take(self._remotes[key.data])) for key, _ in self._selector.select(wait)]
+        found: list[tuple[int, int]] = []
+        for key, _ in self._selector.select(wait):
+            number = key.data
+            try:
+                if number < 0:
+                    self._hear_newcomer(~number)
+                else:
+                    found.append((number, self._lanes.take(self._remotes[number])))
+                    if self._lanes.rebuilt:
+                        self.cut.update(self._lanes.rebuilt)
+                        self._lanes.rebuilt.clear()
+            except ReapError as error:
+                self._lose(number if number >= 0 else ~number, error)
+                break  # further descriptors may be of the same process, which are closed
+        return found
+
+    # ---- failures -------------------------------------------------------------------------------------------------
+
+    def _retire(self, unit: int) -> None:
+        remote = self._remotes[unit]
+        if not remote.ended:
+            for fd in (remote.reply, remote.child.line.fileno()):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(fd)
+        self._told.pop(unit, None)
+        self._lanes.retire(remote)
+
+    def _start_again(self, unit: int) -> None:
+        remote = self._remotes[unit] = self._lanes.start_again(self._remotes[unit])
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE  # what it is to run may be more than goes at once
+        self._selector.register(remote.child.line.fileno(), events, ~unit)
+
+    def _hear_newcomer(self, unit: int) -> None:
+        """Go on with the introduction of a process that was started again, as far as it has answered."""
+        remote = self._remotes[unit]
+        line = remote.child.line
+        with Interrupts().held():  # what was heard is also answered
+            if line.flush():
+                self._selector.modify(line.fileno(), selectors.EVENT_READ, ~unit)
+            gone = remote.talk.hear()
+            while remote.talk.inbox:
+                message = remote.talk.inbox.popleft()
+                value = message.value if isinstance(message, Answer) else message
+                if isinstance(value, Raised):
+                    raise self._lanes.named(value.unpack(), remote)
+                if not isinstance(message, Answer):
+                    self._told[unit] = self._lanes.introduce(remote, value[0])
+                    self._away.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
+                elif message.call == self._told[unit]:
+                    self._begin(unit)
+                    return
+            if gone:
+                raise self._lanes.gone(remote)
+
+    def _begin(self, unit: int) -> None:
+        """Let the lanes of a process that knows everything begin."""
+        remote = self._remotes[unit]
+        self._selector.unregister(remote.child.line.fileno())
+        self._selector.register(remote.reply, selectors.EVENT_READ, unit)
+        for group in self._groups_of(unit):
+            self._ring_for(group, BEGIN, range(*self.bounds[group]))
+
+    # ---- who it is ------------------------------------------------------------------------------------------------
 
     def _process_of(self, group: int) -> EnvProcess:
         return self._remotes[group]
@@ -85,9 +171,10 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def __init__(self, makers: Makers, **options: Any) -> None:
         self._doors: list[int] = []  # of each group: where orders for it are written
+        self._ours: dict[int, list[int]] = {}  # the same, by process
         self._theirs: list[int] = []  # the other ends
-        self._where: list[EnvProcess] = []  # of each group: its process
         self._first_of: list[int] = []  # of each process: its first group
+        self._unit: list[int] = []  # of each group: the number of its process
         self._brisk = False  # whether the last answer came within a moment
         try:
             super().__init__(makers, host=ThreadedChild, wires=self._make_doors, **options)
@@ -101,20 +188,23 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 self._first_of.append(len(bounds))
                 firsts = range(remote.first, remote.last, each)
                 bounds += [(first, first + each) for first in firsts]
-                self._where += [remote] * len(own)
+                self._unit += [remote.number] * len(own)
+                self._doors += self._ours[remote.number]
         except BaseException:
             self._hang_up(self._theirs)
-            self._hang_up(self._doors)
+            self._hang_up_all()
             raise
         self.bounds = bounds
 
     def _make_doors(self, process: int, envs: int) -> Sequence[int]:
         """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
         made: list[int] = []
+        own = self._ours.setdefault(process, [])
+        self._hang_up(own)  # of one that was there before it
         for _ in range(envs):
             theirs, ours = os.pipe()
             self._theirs.append(theirs)  # each at once: the next may be one too many
-            self._doors.append(ours)
+            own.append(ours)
             made += theirs, ours
         return made
 
@@ -123,24 +213,60 @@ class ThreadedProcessWorkers(ProcessWorkers):
         while ends:
             os.close(ends.pop())
 
+    def _hang_up_all(self) -> None:
+        for ends in self._ours.values():
+            self._hang_up(ends)
+
+    def _unit_of(self, group: int) -> int:
+        return self._unit[group]
+
+    def _groups_of(self, unit: int) -> Sequence[int]:
+        first = self._first_of[unit]
+        return range(first, first + self._unit.count(unit))
+
+    def _retire(self, unit: int) -> None:
+        super()._retire(unit)
+        self._hang_up(self._ours[unit])
+        for group in self._groups_of(unit):
+            self._doors[group] = -1
+
+    def _start_again(self, unit: int) -> None:
+        try:
+            super()._start_again(unit)
+        finally:
+            self._hang_up(self._theirs)
+        first = self._first_of[unit]
+        self._doors[first : first + len(self._ours[unit])] = self._ours[unit]
+
     def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Straight to the thread: nobody in its process hands the order on."""
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()
+        if self.cut or self.dropped or self._comebacks:
+            groups = self._at_hand(groups)
         self._away.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            self._order(group, order)
+            try:
+                self._order(group, order)
+            except ReapError as error:
+                self._lose(self._unit[group], error)
+
+    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+        self._lanes.choose(*self.bounds[group], lanes)
+        self._order(group, ORDER.pack(what, self._lanes.place(what), 0))
 
     def _order(self, group: int, order: bytes) -> None:
+        if (door := self._doors[group]) < 0:
+            return  # it has just been lost, with another of its process
         try:
-            os.write(self._doors[group], order)
+            os.write(door, order)
         except BrokenPipeError:
-            raise self._lanes.gone(self._where[group]) from None
+            raise self._lanes.gone(self._process_of(group)) from None
 
     def _ping(self, group: int, token: int) -> None:
         self._order(group, ORDER.pack(PING, 0, token))
@@ -167,21 +293,34 @@ class ThreadedProcessWorkers(ProcessWorkers):
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         for key, _ in self._written(wait):
-            data = os.read(key.fd, ANSWER.size * len(self._where))
-            whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
-            if not whole or any(number == RAISED for number, _ in whole):
-                raise self._lanes.gone(self._remotes[key.data])
-            first = self._first_of[key.data]
+            process = key.data
+            try:
+                if process < 0:
+                    process = ~process
+                    self._hear_newcomer(process)
+                    continue
+                data = os.read(key.fd, ANSWER.size * len(self._unit))
+                whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
+                if not whole or any(number == RAISED for number, _ in whole):
+                    raise self._lanes.gone(self._remotes[process])
+                for n, (number, token) in enumerate(whole):
+                    if token == REBUILT_IN_PLACE:
+                        self.cut.update(self._lanes.count_rebuilt(self._remotes[process]))
+                        whole[n] = number, 0
+            except ReapError as error:
+                self._lose(process, error)
+                break  # further descriptors may be of the same process, which are closed
+            first = self._first_of[process]
             found += [(first + number, token) for number, token in whole]
         return found
 
     def _process_of(self, group: int) -> EnvProcess:
-        return self._where[group]
+        return self._remotes[self._unit[group]]
 
     def close(self) -> None:
         super().close()
-        self._hang_up(self._doors)
+        self._hang_up_all()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self._hang_up(self._doors)
+            self._hang_up_all()

@@ -1,13 +1,14 @@
 """Lanes stepped by threads of this process: one per group. For envs that wait (for a simulator, a socket, a GPU).
 
 Threads share the interpreter: envs that compute in Python step one after another, whatever their number, and are better
-kept in processes. A thread cannot be ended from outside either: an env that hangs is reported, and its thread left
-behind when the workers are closed.
+kept in processes. A thread cannot be ended from outside either: an env that raised is made anew in its thread, but one
+that hangs is reported, and its thread left behind when the workers are closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
@@ -26,9 +27,22 @@ from reap.core.env import Env
 from reap.core.policy import RandomActions
 from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
-from reap.envs.parallel.env_child import BEGIN, DRAW, PING, UNSEEDED, Traits, advance, begin_some, built
+from reap.envs.parallel.env_child import (
+    BEGIN,
+    DRAW,
+    PING,
+    REBUILD,
+    UNSEEDED,
+    Rebuilt,
+    RebuiltLanes,
+    Traits,
+    advance,
+    begin_some,
+    built,
+)
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
-from reap.errors import ReapError, WorkerRaised, WorkerSilent
+from reap.errors import ReapError, SpecMismatch, WorkerRaised, WorkerSilent
+from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
 
@@ -43,7 +57,9 @@ class Orders(Protocol):
 class LaneGroup:
     """Lanes, `[first, last)` of all, of one env. What it answers goes to `answers`: its number and an error."""
 
-    def __init__(self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any) -> None:
+    def __init__(
+        self, number: int, makers: Any, limit: int | None, answers: Any, orders: Any, *, rebuild: bool = False
+    ) -> None:
         self.number, self.first, self.last = number, 0, 0
         self._makers, self._limit, self.answers = makers, limit, answers
         self.silent = False  # whether it was found to be: nobody waits for it any more
@@ -52,6 +68,9 @@ class LaneGroup:
         self.row: Row
         self.into: list[np.ndarray[Any, Any]] = []
         self.seeds = np.zeros(0, np.int64)
+        self.action: Mapping[Key, Leaf] = {}  # what actions look like
+        self._rebuild = rebuild  # whether envs that raise are made anew in their place
+        self.rebuilt: RebuiltLanes | None = None  # what is to be told of that
         self._begin()
 
     def _begin(self) -> None:
@@ -61,7 +80,7 @@ class LaneGroup:
     def _build(self) -> bool:
         """Build the env; whether that has worked."""
         try:
-            self.env = built(self._makers, self._limit)
+            self.env = self._built()
         except BaseException as error:
             self.answers.put((self.number, _told(error), 0))
             return False
@@ -71,13 +90,40 @@ class LaneGroup:
     def obey(self, order: tuple[int, Sequence[int] | None, int]) -> None:
         """Do what is asked, and answer."""
         try:
-            self._obey(self.env, order[0], order[1])
+            if order[0] == REBUILD:
+                self._anew()
+            else:
+                self._obey(self.env, order[0], order[1])
         except self.lets_out:
             raise
         except BaseException as error:
             self.answers.put((self.number, _told(error), 0))
         else:
-            self.answers.put((self.number, None, order[2]))
+            rebuilt = self.rebuilt
+            told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
+            self.answers.put((self.number, told, order[2]))
+
+    def _built(self) -> Env:
+        env = built(self._makers, self._limit)
+        self.rebuilt = RebuiltLanes(env) if self._rebuild else None
+        return env
+
+    def _anew(self) -> None:
+        """Put another env in the place of one that raised, at the beginning of an episode."""
+        env = self.env
+        with contextlib.suppress(Exception):  # it has failed before
+            env.close()
+        new = self._built()
+        try:
+            joint_spec([env.spec, new.spec])
+            if new.spec.lanes != env.spec.lanes:
+                raise SpecMismatch(f"the env that was made anew has {new.spec.lanes} lanes, not {env.spec.lanes}")
+            new.expect(self.action)
+            begin_some(new, range(new.spec.lanes), self.into, self.seeds)
+        except BaseException:
+            new.close()
+            raise
+        self.env = new
 
     def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
@@ -86,7 +132,7 @@ class LaneGroup:
         elif what == DRAW:
             env.draw(self.row)
         elif what != PING:
-            advance(env, chosen, self.row, self.into)
+            advance(env, chosen, self.row, self.into, self.rebuilt)
 
     where = ""  # of its lanes, as errors tell it
     lets_out: tuple[type[BaseException], ...] = ()  # what is not told as an answer
@@ -181,18 +227,20 @@ class ThreadWorkers(LaneWorkers):
         limit: int | None = None,
         orders: Callable[[int], Orders] = lambda number: queue.SimpleQueue(),
         kind: type[LaneGroup] = EnvThread,
+        on_failure: FailurePolicy | None = None,
+        rebuild: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(on_failure)
+        self._rebuild = rebuild or self.on_failure.action == "restart"  # envs that raise are made anew in their place
+        self._building = True
         self.timeout = timeout
-        self.queue: queue.SimpleQueue[tuple[int, Exception | None, int]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, Exception | Rebuilt | None, int]] = queue.SimpleQueue()
         self._action: dict[Key, Leaf] | None = None
         self._row: Row | None = None
         self.threads: list[LaneGroup] = []
         try:
-            for n, own in enumerate(makers):
-                self._away[n] = time.monotonic()
-                self.threads.append(kind(n, own, limit, self.queue, orders(n)))
-                self.answered()  # one after another: imports that go in circles fail when threads meet in them
+            for n, own in enumerate(makers):  # one after another: imports that go in circles fail when threads meet
+                self._build(n, functools.partial(self._start, n, kind, own, limit, orders(n)))
             self.spec, self.bounds = joint_spec([worker.env.spec for worker in self.threads])
             self.traits = joint_traits([Traits(worker.env.has_after_step, worker.env.draws) for worker in self.threads])
         except BaseException:
@@ -204,6 +252,23 @@ class ThreadWorkers(LaneWorkers):
             worker.first, worker.last = first, last
             worker.into = [array[first:last] for array in self.first]
             worker.seeds = self._seeds[first:last]
+        self._building = False
+
+    def _build(self, n: int, start: Callable[[], None]) -> None:
+        try:
+            start()
+        except WorkerSilent:  # its thread is still in there
+            raise
+        except ReapError as error:
+            if self.on_failure.chosen_for(error, building=True) != "restart":
+                raise
+            self.budget.replace(n, error, start)
+
+    def _start(self, n: int, kind: type[LaneGroup], makers: Any, limit: int | None, orders: Orders) -> None:
+        """Start a thread, and wait until its env is there."""
+        self._away[n] = time.monotonic()
+        self.threads[n:] = [kind(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
+        self.answered()
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._action == dict(action):
@@ -212,8 +277,11 @@ class ThreadWorkers(LaneWorkers):
         columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
         whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
         keys = RowKeys(self.spec)
+        if self._comebacks:
+            self.settle()
         for worker in self.threads:
             worker.env.expect(action)
+            worker.action = dict(action)
             spec = worker.env.spec
             layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
             own = Slot(layout, 0, {key: array[:, worker.first : worker.last] for key, array in whole.arrays.items()})
@@ -226,7 +294,7 @@ class ThreadWorkers(LaneWorkers):
         assert self._row is not None
         return self._row
 
-    def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
     def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
@@ -245,10 +313,36 @@ class ThreadWorkers(LaneWorkers):
             except queue.Empty:
                 return []
         found += [answers.get() for _ in range(answers.qsize())]  # nobody else takes from it
+        if self.dropped:  # one that hung may answer after all
+            found = [one for one in found if self.bounds[one[0]][0] not in self.dropped]
         for group, error, _ in found:
-            if error is not None:
-                raise self._named(error, self.threads[group])
-        return [(group, token) for group, _, token in found]
+            if isinstance(error, Rebuilt):
+                self._count_rebuilt(group, error)
+            elif error is not None:
+                self._lose(group, self._named(error, self.threads[group]))
+        return [(group, token) for group, error, token in found if not isinstance(error, Exception)]
+
+    def _count_rebuilt(self, group: int, rebuilt: Rebuilt) -> None:
+        worker = self.threads[group]
+        for raised, seconds in rebuilt.told:
+            self.budget.count_rebuilt(group, self._named(raised.unpack(), worker), seconds)
+        self.cut.update(worker.first + lane for lane in rebuilt.cut)
+
+    def _lose(self, unit: int, error: ReapError) -> None:
+        if self._building:
+            raise error
+        if isinstance(error, WorkerSilent) and self.on_failure.action == "restart":
+            why = "no thread can be ended from outside, so that none can take its place: let envs that may hang be"
+            error.args = (f"{error.args[0]}\n({why} in processes, by backend='multiprocessing')", *error.args[1:])
+            raise error
+        super()._lose(unit, error)
+
+    def _retire(self, unit: int) -> None:
+        if self.on_failure.action == "drop":
+            self.threads[unit].orders.put(None)
+
+    def _start_again(self, unit: int) -> None:
+        self.threads[unit].orders.put((REBUILD, None, 0))
 
     @staticmethod
     def _named(error: Exception, worker: LaneGroup) -> ReapError:

@@ -21,13 +21,14 @@ import numpy as np
 from reap._system.messages import send
 from reap._system.remote_errors import Raised
 from reap.core.slot import Layout, Row
-from reap.envs.parallel.env_child import BEGIN, DRAW, END, FDS, ORDER, SOME, STEP, EnvChild
+from reap.envs.parallel.env_child import BEGIN, DRAW, END, FDS, ORDER, SOME, STEP, EnvChild, Rebuilt
 from reap.envs.parallel.thread_workers import ThreadWorkers
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
 
 ANSWER = struct.Struct("ii")  # the number of a group, counted within its process; and a token, if it was asked for one
 RAISED = -1
+REBUILT_IN_PLACE = -1  # in the place of a token: a message says which envs have raised and are others now
 
 
 class OrderPipe:
@@ -49,11 +50,13 @@ class OrderPipe:
 class ThreadedChild(EnvChild):
     """Lanes of a child, in threads."""
 
-    def __init__(self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None) -> None:
+    def __init__(
+        self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None, rebuild: bool = False
+    ) -> None:
         ends = zip(fds[FDS::2], fds[FDS + 1 :: 2])
         pipes = [OrderPipe(self, number, *both) for number, both in enumerate(ends)]
         lane_workers = self._lane_workers = ThreadWorkers(
-            [[one] for one in makers], limit=limit, orders=pipes.__getitem__
+            [[one] for one in makers], limit=limit, orders=pipes.__getitem__, rebuild=rebuild
         )
         super().__init__(lane_workers.spec, lane_workers.traits, connection, fds)
         self._rows: dict[int, list[Row]] = {}
@@ -74,6 +77,8 @@ class ThreadedChild(EnvChild):
             thread.into = [array[thread.first : thread.last] for array in self._first]
             thread.seeds = self._seeds[thread.first : thread.last]
             thread.answers = self._pipe
+            if thread.rebuilt is not None:
+                thread.rebuilt.first = thread.first
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         threads = self._lane_workers.threads
@@ -96,18 +101,24 @@ class _Answers:
         self._connection, self._reply, self._firsts = connection, reply, firsts
         self._lock = threading.Lock()
 
-    def put(self, answer: tuple[int, Exception | None, int]) -> None:
+    def put(self, answer: tuple[int, Exception | Rebuilt | None, int]) -> None:
         """Called by the threads."""
         number, error, token = answer
         with contextlib.suppress(OSError):  # nobody is there any more, and so will we not be
             self._put(number, error, token)
 
-    def _put(self, number: int, error: Exception | None, token: int) -> None:
+    def _put(self, number: int, error: Exception | Rebuilt | None, token: int) -> None:
         if error is None:
             os.write(self._reply, ANSWER.pack(number, token))
             return
+        first = self._firsts[number]
+        if isinstance(error, Rebuilt):
+            with self._lock:
+                send(self._connection, Rebuilt(error.told, [first + lane for lane in error.cut]))
+                os.write(self._reply, ANSWER.pack(number, REBUILT_IN_PLACE))
+            return
         if isinstance(error, ReapError) and error.lane is not None:
-            error.lane += self._firsts[number]
+            error.lane += first
         with self._lock:
             send(self._connection, Raised.of(error, "the env"))
             os.write(self._reply, ANSWER.pack(RAISED, 0))

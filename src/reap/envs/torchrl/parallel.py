@@ -120,6 +120,8 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
 class ParallelLanes(ProcessLanes):
     """The workers of TorchRL's `outer`, as lanes."""
 
+    _rebuilds = False
+
     def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
         self.outer: Any = None  # before there is something to close
         super().__init__(shares, **options)
