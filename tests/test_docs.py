@@ -60,7 +60,7 @@ print(json.dumps(told))
 @pytest.fixture(scope="module")
 def read(programs):
     """What became of each block. All run in one program, one after the other, each with a `__main__` of its own."""
-    done = programs.run(READER, json.dumps(BLOCKS), cwd=ROOT, timeout=300)
+    done = programs.run(READER, json.dumps(BLOCKS), cwd=ROOT, timeout=380)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
