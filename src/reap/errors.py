@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import NoReturn
 
 from typing_extensions import Self
 
@@ -120,3 +121,10 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """A hint at the closest of `words`, or nothing when none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def reraise(what: str, cause: Exception) -> NoReturn:
+    """Raise what a user's code has raised as `WorkerRaised`; an error of ours stays as it is."""
+    if isinstance(cause, ReapError):
+        raise cause
+    raise WorkerRaised(f"{what} raised {cause!r}") from cause

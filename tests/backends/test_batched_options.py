@@ -18,7 +18,7 @@ from tensordict.nn import (
 )
 from torch import distributions, nn
 
-from reap.collectors import AsyncBatchedCollector
+from reap.collectors import AsyncBatchedCollector, RandomPolicy
 from reap.core.policies.exploration import ExplorationType
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv
@@ -74,6 +74,14 @@ def test_who_steps_the_envs(options, workers, here):
     assert threading.get_native_id() not in found
     if not threads:
         assert (os.getpid() in found) is here
+
+
+def test_repr_adds_up():
+    envs = [lambda: GymEnv("CartPole-v1")] * 3
+    with AsyncBatchedCollector(envs, RandomPolicy(), frames_per_batch=200, total_frames=1000) as collector:
+        text = repr(collector)
+    assert "AsyncBatchedCollector(3 envs, whoever is ready: 200 frames per batch, 1,000 in all (5 batches);" in text
+    assert "×" not in text
 
 
 def test_the_signature_shows_every_option():

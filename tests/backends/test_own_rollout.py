@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector, RandomPolicy
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
-from reap.testing import CountingWorld, EchoPolicy, assert_same
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
 
 
@@ -54,6 +54,16 @@ def test_in_the_background():
         c.start()
         sample = buffer.sample()
     assert torch.equal(sample["twice"], sample["observation"] * 2)
+
+
+def test_the_rules_for_all_batches_hold_for_it():
+    kind = type("MarkingPool", (AsyncBatchedCollector,), {"rollout": lambda self: AsyncBatchedCollector.rollout(self)})
+    with kind(["CartPole-v1"] * 2, RandomPolicy(), frames_per_batch=20, total_frames=30) as c:
+        assert [len(batch) for batch in c] == [20, 10]
+        assert c.stats()["frames"] == 30
+    never = {"frames_per_batch": 3, "trajs_per_batch": 1, "reset_at_each_iter": True}
+    with pytest.raises(UsageError, match="no episode ended within 3 steps in .* rollouts"):
+        Marking(lambda: CountingEnv((50,), 0), EchoPolicy(), **never, total_frames=30_000).next()
 
 
 class FromElsewhere(Collector):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector, ProfileConfig
+from reap.collectors.parts import profiling
 from reap.envs import GymEnv
 from reap.errors import UsageError, WrongState
 from reap.testing import CountingEnv
@@ -60,6 +61,30 @@ def test_here_and_only_until_disabled(tmp_path):
     (first, second), (wait, _) = spans(path, "rollout")[1], spans(path, "wait")[1]
     assert first[2] <= second[1]
     assert wait[1] <= first[1] < first[2] <= wait[2]  # in one process, waiting is collecting
+
+
+def test_the_whole_run_by_default(tmp_path):
+    path = tmp_path / "trace.json"
+    collector = Collector(env, nn.Linear(3, 1), frames_per_batch=4, total_frames=40)
+    collector.enable_profile(save_path=path, activities=["cpu"], with_stack=False)
+    assert [batch.numel() for batch in collector] == [4] * 10
+    assert not path.exists()
+    collector.shutdown()
+    assert len(spans(path, "rollout")[1]) == 10
+    assert len(spans(path, "wait")[1]) == 10
+    trace = json.loads(path.with_stem("trace_0").read_text())["traceEvents"]
+    calls = [event for event in trace if event["name"] == "aten::addmm"]
+    assert 8 <= len(calls) < 16  # of the second and third rollout, four steps each, and what compares them
+
+
+def test_a_timeline_that_grows_too_long_says_where_it_ends(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(profiling, "_MOST", 7)
+    path = tmp_path / "trace.json"
+    with Collector(env, None, frames_per_batch=4, total_frames=40) as collector:
+        collector.enable_profile(save_path=path, activities=[])
+        assert len(list(collector)) == 10
+    assert sum(len(spans(path, name)[1]) for name in ("rollout", "wait", "your code")) == 7
+    assert "trace.json holds the first 7 spans of this run, and no more" in caplog.text
 
 
 def test_bad_input(tmp_path):

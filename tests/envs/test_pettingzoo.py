@@ -225,3 +225,15 @@ def test_an_agent_does_not_leave_in_silence(mode):
     c = Collector(PettingZooEnv(Silent(4, day=5), mode=mode), None, frames_per_batch=40)
     with pytest.raises(SpecMismatch, match="agent 'agent_3' has left env.agents, but"):
         c.next()
+
+
+def test_plain_policies_of_a_group_name_what_they_read_by_its_last_part():
+    def policy(observation, mask):
+        return observation.sum(-1, keepdim=True) * mask[..., None]
+
+    batch = Collector(Town(PLAN), policy, frames_per_batch=28).next()
+    for key, want in expected(PLAN, 28).items():
+        assert np.array_equal(batch[key].numpy(), want), key
+    assert torch.equal(batch["agents", "action"], batch[KEY].sum(-1, keepdim=True) * batch["agents", "mask"][..., None])
+    plain = Collector(Town(PLAN), lambda sight: sight.sum(-1, keepdim=True), frames_per_batch=28).next()
+    assert torch.equal(plain["agents", "action"], plain[KEY].sum(-1, keepdim=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import warnings
@@ -401,6 +402,12 @@ def counts_twice():
     return TransformedEnv(env, StepCounter())
 
 
+def beside_one_that_cannot_be():
+    bare = functools.partial(gym_env, "CartPole-v1")
+    whole = [TransformedEnv(parallel(bare, lanes=2), RewardSum()), TransformedEnv(SerialEnv(2, bare), Timer())]
+    return SerialEnv(2, [lambda one=one: one for one in whole])
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -414,6 +421,7 @@ def counts_twice():
             "Timer is none of the transforms reap can replay",
         ),
         (counts_twice, "writes ['step_count'], which its workers carry"),
+        (beside_one_that_cannot_be, "Timer is none of the transforms reap can replay"),
     ],
     ids=[
         "used",
@@ -423,6 +431,7 @@ def counts_twice():
         "subclass",
         "unknown around",
         "carried",
+        "beside another",
     ],
 )
 def test_what_is_left_to_torchrl_and_why(make, why):
@@ -432,6 +441,7 @@ def test_what_is_left_to_torchrl_and_why(make, why):
         collector, _ = in_processes(env, policy_for("CartPole-v1"))
     assert why in collector.explain()
     assert "TorchRL steps it" in collector.explain()
+    gc.collect()  # what was tried before is gone
     assert collector.next().numel() == 20
     collector.shutdown()
     assert not children()

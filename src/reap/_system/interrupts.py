@@ -19,22 +19,19 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from typing_extensions import Self
 
-class Interrupts:
-    """SIGINT, held back for a while."""
 
-    def __init__(self) -> None:
-        self._usual: Any = None  # the caller's handler, while ours is in its place
-        self._came = False
-        self.woken = False  # whether `wake` was called
-        self._ours = self._theirs = -1
+class Wakeup:
+    """Ends a wait of a selector it is registered with, from any thread, once it is open."""
 
-    def open(self) -> Interrupts:
-        """With descriptors, to be registered with a selector: readable while an interrupt waits."""
+    _ours = _theirs = -1
+
+    def open(self) -> Self:
+        """With descriptors, readable while somebody is to wake."""
         self._ours, self._theirs = os.pipe()
-        os.set_blocking(self._ours, False)
-        if self._came:
-            os.write(self._theirs, b"!")
+        for fd in (self._ours, self._theirs):
+            os.set_blocking(fd, False)
         return self
 
     def fileno(self) -> int:
@@ -42,23 +39,48 @@ class Interrupts:
         return self._ours
 
     def wake(self) -> None:
-        """End a wait in any thread, for another reason than Ctrl-C."""
-        self.woken = True
+        """Wake whoever waits."""
         if self._theirs >= 0:
-            os.write(self._theirs, b"!")
+            with contextlib.suppress(OSError):  # it is full, so somebody wakes already; or nobody listens any more
+                os.write(self._theirs, b"!")
+
+    def quiet(self) -> None:
+        """Whoever waited is awake."""
+        if self._ours >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._ours, 4096)
 
     def close(self) -> None:
         """Give back the descriptors."""
-        if self._ours >= 0:
-            os.close(self._ours)
-            os.close(self._theirs)
-            self._ours = self._theirs = -1
+        ours, theirs, self._ours, self._theirs = self._ours, self._theirs, -1, -1
+        if ours >= 0:
+            os.close(ours)
+            os.close(theirs)
+
+
+class Interrupts(Wakeup):
+    """SIGINT, held back for a while; one that waits wakes whoever waits."""
+
+    def __init__(self) -> None:
+        self._usual: Any = None  # the caller's handler, while ours is in its place
+        self._came = False
+        self.woken = False  # whether `wake` was called
+
+    def open(self) -> Self:
+        super().open()
+        if self._came:
+            super().wake()
+        return self
+
+    def wake(self) -> None:
+        """End a wait in any thread, for another reason than Ctrl-C."""
+        self.woken = True
+        super().wake()
 
     def _arrive(self, number: int, frame: Any) -> None:
         if not self._came:
             self._came = True
-            if self._theirs >= 0:
-                os.write(self._theirs, b"!")
+            super().wake()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -102,8 +124,6 @@ class Interrupts:
         """Whether one waits; not any more."""
         if not self._came:
             return False
-        if self._ours >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._ours, 16)
+        self.quiet()
         self._came = False
         return True

@@ -68,6 +68,16 @@ class WorkerReport:
     stats: Mapping[str, Any]  # its counts, by the names in `reap.core.stats.TOLD`
 
 
+@dataclass(frozen=True)
+class WorkerActivity:
+    """What one worker is doing right now, as far as that is known without asking it."""
+
+    index: int
+    text: str
+    pid: int | None  # of its own process, if that is on this machine
+    lanes: int
+
+
 class Backend(Protocol):
     """What every way of running workers can do."""
 
@@ -127,6 +137,9 @@ class Backend(Protocol):
         The ids it goes on with are above all that were ever given.
         """
 
+    def activity(self) -> list[WorkerActivity]:
+        """What each worker is doing right now. Nobody is asked; any thread may call it."""
+
     def stacks(self) -> dict[str, str]:
         """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
 
@@ -170,7 +183,7 @@ class WorkerConnection(Protocol):
         """Give permission to fill a slot; `random`: with random actions, where the worker does not know by itself."""
 
     def hear(self) -> tuple[list[Any], bool]:
-        """What it has said since, and whether it is gone and that was all."""
+        """Return what it has said since the last call, and whether it is gone, so that no more will come."""
 
 
 class WeightChannel(Protocol):
@@ -200,6 +213,9 @@ class Transport(Protocol):
 
     def retire(self, worker: WorkerHandle) -> None:
         """End what is left of a worker that has failed. It may be launched again, where that is possible."""
+
+    def give_back(self, worker: WorkerHandle) -> None:
+        """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
 
     def cannot_restart(self) -> str | None:
         """Why a worker that failed cannot be launched again; None: it can."""

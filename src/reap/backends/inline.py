@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout, WorkerReport
+from reap.backends.base import Halted, Rollout, WorkerActivity, WorkerReport
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -224,6 +224,11 @@ class InlineBackend:
         self.worker.ended_since()  # of the time before, which nobody asks for any more
         if "episodes" in state:
             self._episodes.load(state["episodes"])
+
+    def activity(self) -> list[WorkerActivity]:
+        at = getattr(self.worker.loop, "at", None)
+        text = "waits for the learner" if not self._inside else "collects" if at is None else f"is at step {at[0]}"
+        return [WorkerActivity(0, text, None, self.worker.lanes)]
 
     def stacks(self) -> dict[str, str]:
         inside = list(self._inside)

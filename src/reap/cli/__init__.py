@@ -1,4 +1,4 @@
-"""The command line: `reap collect`, `bench`, `check`, `doctor`, `show` and `join`; also `python -m reap`."""
+"""The command line: `reap collect`, `bench`, `check`, `doctor`, `show`, `watch` and `join`; also `python -m reap`."""
 
 from reap.cli.main import main
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from reap import __version__
-from reap.cli import bench, check, collect, doctor, show
+from reap.cli import bench, check, collect, doctor, show, watch
 from reap.errors import ReapError
 from reap.join import add_arguments, run
 
-_COMMANDS = (collect, bench, check, doctor, show)
+_COMMANDS = (collect, bench, check, doctor, show, watch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,6 +44,7 @@ from reap.core.resume import without_episodes
 from reap.core.stats import told
 from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
 from reap.progress import progress
+from reap.watching.watch import Watch
 
 _SHOWN = (
     "compact_obs",
@@ -88,6 +89,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             self.replay_buffer.watch(options.timeout)
         self._listeners = self._pipeline.listeners
         self._runner: Runner | None = None  # who collects in the background
+        self._watch: Watch | None = None  # who serves a view of it
         self._clock = WorkClock()  # when a batch is made here
         self._profiler = Profiler()
         self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
@@ -301,7 +303,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         return work() if life.failed else self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
+        """Go on where `state_dict` was taken, open episodes included where the state holds them.
+
+        Other episodes begin anew, with trajectory ids that nobody has seen.
+        """
         self._check_open()
         needed = {"frames", "iter", "traj_pool"}
         if self._runner is not None:
@@ -438,7 +443,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self,
         *,
         workers: Sequence[int] | None = None,
-        num_rollouts: int = 3,
+        num_rollouts: int | None = None,
         warmup_rollouts: int = 1,
         save_path: str | Path | None = None,
         on_trace_ready: Callable[[Path], Any] | None = None,
@@ -446,7 +451,9 @@ class BaseCollector(IterableDataset[TensorDict]):
     ) -> None:
         """Record when each worker collects, when you learn, and what torch does meanwhile; see `ProfileConfig`.
 
-        Before the first batch. `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
+        Before the first batch. The timeline shows the whole run, and what torch does the second and third rollout of
+        each worker, unless `num_rollouts` says how many both shall show.
+        `torchs`: `activities`, `record_shapes` and what else torch's profiler is to be told.
         """
         if self._pipeline.batches:
             raise WrongState("enable_profile comes before the first batch")
@@ -520,6 +527,22 @@ class BaseCollector(IterableDataset[TensorDict]):
         """
         self._life.check_open()
         return self._backend.stacks()
+
+    def watch(self, port: int = 0) -> Watch:
+        """Serve a live view of this run on the loopback address, for a browser and for `reap watch PID`.
+
+        >>> print(collector.watch().url)
+
+        It shows frames per second and the activity of each worker, where the time goes and what limits the run, lag,
+        returns and memory. Only who knows the whole address sees it; it ends with the collector. See docs/watch.md.
+
+        Args:
+            port: where to listen; 0: anywhere.
+        """
+        self._life.check_open()
+        if self._watch is None:
+            self._watch = Watch(self, port)
+        return self._watch
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
@@ -686,6 +709,8 @@ class BaseCollector(IterableDataset[TensorDict]):
                 if first:
                     self._profiler.write(self._backend)
             finally:  # a file that cannot be written keeps nobody alive
+                if self._watch is not None:
+                    self._watch.close()
                 self._life.send_away(self._backend, close_env)
                 if close_env:
                     self._backend.close(failed=failed)

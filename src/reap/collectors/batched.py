@@ -247,6 +247,10 @@ class AsyncBatchedCollector(Collector):
     def _planned(self, plan: Plan) -> Plan:
         return dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
 
+    def _shape(self) -> str:
+        count = self._backend.worker.lanes
+        return f"{count} env{'s' * (count > 1)}, whoever is ready: "
+
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""
         self._weights.version = self._backend.worker.loop.version = first

@@ -50,6 +50,11 @@ class CommonOptions(TypedDict, total=False):
     """False leaves `("collector", "traj_ids")` out."""
     track_policy_version: Any
     """Stamp frames with the version of the weights that acted; a `PolicyVersion` counts along."""
+    track_episodes: bool
+    """Add `("collector", "episode_return")` and `("collector", "episode_length")`: return and length of each frame's
+    episode so far, the frame included."""
+    gamma: float | None
+    """Discount by which `episodes()` also gives a `discounted_return`; None: it does not. It changes no data."""
     exploration_type: InteractionType | str | None
     """How probabilistic policies sample; RANDOM by default."""
     compile_policy: bool | Mapping[str, Any] | None
@@ -77,6 +82,15 @@ class CommonOptions(TypedDict, total=False):
     minute the log says where it is."""
     start_method: Literal["forkserver", "spawn"]
     """How workers start, "forkserver" or "spawn"."""
+    on_failure: Literal["raise", "restart", "drop"]
+    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
+    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
+    max_restarts: int | None
+    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
+    restart_window: float
+    """Seconds over which restarts are counted."""
+    on_restart: Callable[[Any], Any] | None
+    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     pre_collect_hook: Callable[[], Any] | None
     """Called before each batch is collected."""
     post_collect_hook: Callable[[Any], Any] | None
@@ -86,6 +100,9 @@ class CommonOptions(TypedDict, total=False):
     failure_dir: Any
     """A directory; when an env raises, or what it returned is refused, a file there holds what
     `reap.testing.replay_failure` needs to let it happen again. See docs/testing.md."""
+    workers: Literal["inline"] | None
+    """"inline": run the workers in this process, one after another, with the same data, so that `breakpoint()` and
+    debuggers work in envs and policies; None: where they belong. See docs/debugging.md."""
 
 
 class BatchedCollectorOptions(CommonOptions, total=False):
@@ -132,15 +149,6 @@ class CollectorOptions(BatchedCollectorOptions, total=False):
     """Accepted; threads of this process are left as they are."""
     init_fn: Callable[[], Any] | None
     """Called first in each worker."""
-    on_failure: Literal["raise", "restart", "drop"]
-    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
-    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
-    max_restarts: int | None
-    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
-    restart_window: float
-    """Seconds over which restarts are counted."""
-    on_restart: Callable[[Any], Any] | None
-    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     hooks_in_workers: bool
     """Call both hooks in the workers, with what each has made, in place of here with whole batches."""
 
@@ -181,14 +189,5 @@ class MultiCollectorOptions(CommonOptions, total=False):
     """Accepted; threads of this process are left as they are."""
     init_fn: Callable[[], Any] | None
     """Called first in each worker."""
-    on_failure: Literal["raise", "restart", "drop"]
-    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
-    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
-    max_restarts: int | None
-    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
-    restart_window: float
-    """Seconds over which restarts are counted."""
-    on_restart: Callable[[Any], Any] | None
-    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     hooks_in_workers: bool
     """Call both hooks in the workers, with what each has made, in place of here with whole batches."""

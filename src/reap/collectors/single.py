@@ -223,6 +223,11 @@ class Collector(BaseCollector):
             )
         return super().episodes()
 
+    def _shape(self) -> str:
+        """What the frames of a batch are made of, in `repr`."""
+        worker = self._backend.worker
+        return f"{worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
+
     def __repr__(self) -> str:
         if not hasattr(self, "_backend") or not hasattr(self._backend, "worker"):
             return f"{type(self).__name__}(not built)"
@@ -236,9 +241,8 @@ class Collector(BaseCollector):
         )
         state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
-            f"{type(self).__name__}({worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
-            f"{self.requested_frames_per_batch:,} frames per batch, {amount}; policy: {who}; "
-            f"batch {list(worker.layout.batch_size)}: {columns}{state})"
+            f"{type(self).__name__}({self._shape()}{self.requested_frames_per_batch:,} frames per batch, {amount}; "
+            f"policy: {who}; batch {list(worker.layout.batch_size)}: {columns}{state})"
         )
 
 

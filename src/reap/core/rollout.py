@@ -24,8 +24,8 @@ from reap.core.ledger import Ledger
 from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
-from reap.errors import ReapError, SpecMismatch, WorkerRaised
+from reap.core.slot import FIRST, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
+from reap.errors import ReapError, SpecMismatch, WorkerRaised, reraise
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
 
@@ -72,10 +72,8 @@ class RolloutLoop:
         """New episodes in `lanes`, at the border between two rollouts."""
         try:
             self.env.reset(lanes, self.current, seeds)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         chosen = list(lanes)
         self.due = sorted({*self.due}.difference(chosen))
         if self.ledger is not None:
@@ -159,6 +157,8 @@ class RolloutLoop:
             arrays[MASK][...] = True
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
+            if (*FIRST, *key) in arrays:
+                arrays[(*FIRST, *key)][0] = value
 
     def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: EpisodeEnds, due: list[int]) -> None:
         """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""
@@ -169,10 +169,8 @@ class RolloutLoop:
             slot.finals = ends.finals(slot, steps, self.current)
         try:
             policy.end(slot, steps)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"the policy raised {cause!r}") from cause
+            reraise("the policy", cause)
         if self.ledger is not None:
             when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
             self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)

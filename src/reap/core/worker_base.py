@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from reap.core.env import CLOSED, Env
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.policy import Policy
 from reap.core.resume import FORMAT, CannotResume, check, generators, packed, set_generators, unpacked
 from reap.core.rollout import RolloutLoop
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError, reraise
 from reap.seeding import chain, seed_process
 from reap.spec import Leaf
 
@@ -32,7 +33,7 @@ class AnyWorker:
 
     @property
     def version(self) -> int:
-        """Of the weights that act."""
+        """The version of the weights that act."""
         return self.loop.version
 
     @version.setter
@@ -54,6 +55,10 @@ class AnyWorker:
         """Episodes that ended since this was asked last."""
         return self.stats.ended_since()
 
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        """What its env learns while it is stepped."""
+        return self.env.running_statistics()
+
     def explain(self) -> str:
         """How env and policy are run, a line each."""
         name = "" if self.model is None else f" {type(self.model).__name__}"
@@ -64,10 +69,8 @@ class AnyWorker:
         seeds, env.pending_seeds = env.pending_seeds, None
         try:
             env.reset(range(env.spec.lanes), current, seeds)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
 
     def _before_rollout(self) -> None:
         """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""

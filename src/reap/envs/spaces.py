@@ -58,27 +58,45 @@ class Observations:
 
     def write(self, observation: Any, arrays: Sequence[Array], lane: int) -> None:
         """Write one lane's observation, checked, into `arrays` (in the order of `leaves`)."""
-        for array, (path, put, _) in zip(arrays, self._puts):
-            value = observation
-            for part in path:
-                value = value[part]
-            put(array, lane, value)
+        path: tuple[Any, ...] = ()
+        try:
+            for array, (path, put, _) in zip(arrays, self._puts):
+                value = observation
+                for part in path:
+                    value = value[part]
+                put(array, lane, value)
+        except Exception as cause:
+            if path:
+                raise _told(cause, observation, path) from cause
+            raise
 
     def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any) -> None:
         """Write a batch of all lanes' observations, checked, into rows `at` of `arrays`."""
-        for array, (path, _, encode) in zip(arrays, self._puts):
-            value = observation
-            for part in path:
-                value = value[part]
-            array[at] = encode(value, len(array))[at]
+        path: tuple[Any, ...] = ()
+        try:
+            for array, (path, _, encode) in zip(arrays, self._puts):
+                value = observation
+                for part in path:
+                    value = value[part]
+                array[at] = encode(value, len(array))[at]
+        except Exception as cause:
+            if path:
+                raise _told(cause, observation, path) from cause
+            raise
 
     def write_some(self, observation: Any, arrays: Sequence[Array], at: Any, count: int) -> None:
         """Write a batch of `count` lanes' observations, checked, into the rows `at` of `arrays`."""
-        for array, (path, _, encode) in zip(arrays, self._puts):
-            value = observation
-            for part in path:
-                value = value[part]
-            array[at] = encode(value, count)
+        path: tuple[Any, ...] = ()
+        try:
+            for array, (path, _, encode) in zip(arrays, self._puts):
+                value = observation
+                for part in path:
+                    value = value[part]
+                array[at] = encode(value, count)
+        except Exception as cause:
+            if path:
+                raise _told(cause, observation, path) from cause
+            raise
 
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
         if isinstance(space, spaces.Dict):
@@ -104,6 +122,33 @@ class Observations:
             raise UsageError(f"observation space {space} has no tensor form; wrap the env to return arrays")
         self.leaves[key] = leaf
         self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))
+
+
+def _told(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
+    """What is wrong with the entry at `path` of an observation, by its name."""
+    value, at = observation, "observation"
+    name = at + "".join(f"[{part!r}]" for part in path)
+    for part in path:
+        try:
+            value = value[part]
+        except Exception:
+            held = f"holds {list(value)}" if isinstance(value, Mapping) else f"is {type(value).__name__}"
+            return SpecMismatch(f"env returned no {name}, which its observation_space has; {at} {held}")
+        at += f"[{part!r}]"
+    if not isinstance(cause, SpecMismatch):
+        return SpecMismatch(f"{name}: env returned {value!r:.80}, which cannot be read: {cause!r}")
+    begins, rest = "env returned observation ", str(cause)
+    return SpecMismatch(f"env returned {name} {rest[len(begins) :]}" if rest.startswith(begins) else f"{name}: {rest}")
+
+
+def checked_space(env: Any, what: str) -> gym.Space[Any]:
+    """The env's space of this name; an error that names the env if it has none."""
+    found = getattr(env, what, None)
+    if not isinstance(found, gym.Space):
+        kind = type(getattr(env, "unwrapped", env)).__name__
+        given = "" if found is None else f", got {found!r:.80}"
+        raise UsageError(f"{kind} has no {what}: a gymnasium.spaces.Space is expected, set in its __init__{given}")
+    return found
 
 
 def _image(space: gym.Space[Any]) -> bool:

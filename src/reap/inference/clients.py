@@ -1,8 +1,8 @@
 """Clients: policies whose work is done by an InferenceServer, in this process or another.
 
 A client is a policy: it takes a TensorDict and returns one with what the server's policy wrote. It may be given to a
-collector, whose frames then name the version that computed their action, and one for processes may be sent to its
-workers: it connects when it is first used, wherever it is then.
+collector, whose frames then name the version that computed their action, and sent to its workers: there it is a client
+for processes, which connects when it is first used.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class PolicyClient:
         self._ask.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+        if contextlib is not None:  # else Python has ended, and nobody counts any more
+            with contextlib.suppress(Exception):
+                self.close()
 
 
 class ThreadRequests:
@@ -94,11 +95,15 @@ class ThreadRequests:
         self.in_keys, self._timeout = in_keys, timeout
         self._server = server  # which lives as long as somebody may ask
         self._line: RequestQueue | None = line
-        self._number = line.enter()
+        self._number: int | None = line.enter()
+        self._asked = False
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
         if self._line is None:
             raise ServerGone("this client is closed; ask the server for another")
+        if self._number is None:
+            self._number = self._line.enter()
+        self._asked = True
         request = Request(self._number, inputs, size)
         self._line.put(request)
         try:
@@ -109,11 +114,20 @@ class ThreadRequests:
 
     def close(self) -> None:
         line, self._line, self._server = self._line, None, None
-        if line is not None:
+        if line is not None and self._number is not None:
             line.leave(self._number)
 
     def __reduce__(self) -> Any:
-        raise WrongArgument("this client is for threads of the server's process; others need server.client('process')")
+        """Elsewhere it is a client for processes: the policy of a collector goes to its workers.
+
+        No batch waits for one that was sent away and has never asked here.
+        """
+        if self._line is None:
+            raise ServerGone("this client is closed; ask the server for another")
+        if self._number is not None and not self._asked:
+            self._line.leave(self._number)
+            self._number = None
+        return ProcessRequests, (*self._server.address, self.in_keys, self._timeout)
 
 
 class ProcessRequests:

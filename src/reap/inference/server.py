@@ -35,7 +35,7 @@ from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
-from reap.core.policies.signature import takes_tensordict
+from reap.core.policies.signature import takes_tensordict, told
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.client_listener import ClientListener
 from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests
@@ -96,6 +96,7 @@ class InferenceServer:
         self._source = made
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
+        self._call = told(self.policy, self._kind)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
         if in_keys is not None and not (
             isinstance(in_keys, (list, tuple)) and all(isinstance(key, (str, tuple)) for key in in_keys)
@@ -201,8 +202,9 @@ class InferenceServer:
         self.shutdown()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.shutdown()
+        if contextlib is not None:  # else Python has ended, and nobody asks any more
+            with contextlib.suppress(Exception):
+                self.shutdown()
 
     # ---- weights and numbers --------------------------------------------------------------------------------------
 
@@ -297,7 +299,7 @@ class InferenceServer:
             ]
             found = {key: out.get(key) for key in written if not private(key)}
         else:
-            found = by_name(self.policy(*inputs.values()))
+            found = by_name(self._call(*inputs.values()))
         for key, value in found.items():
             if not isinstance(value, Tensor) or value.shape[:1] != (size,):
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

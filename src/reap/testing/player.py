@@ -130,6 +130,9 @@ class Player:
     def _look(self, call: str, observation: Any, t: int | None) -> None:
         where = f"{call} returned" if t is None else f"At step {t}, {call} returned"
         space = self.env.observation_space
+        for path in _undeclared(space, observation):
+            topic = f"{where} observation{path}, which its space does not declare; it is not collected."
+            self._remark("undeclared" + path, topic)
         for path, part, value in _leaves(space, observation):
             name = f"observation{path}"
             if value is _ABSENT:
@@ -155,10 +158,16 @@ class Player:
                 self._say("nan" + path, f"{where} {name} with NaN in it.")
             elif not part.contains(array.astype(dtype) if array.shape else array.astype(dtype)[()]):
                 self._say("bounds" + path, f"{where} {name} outside the bounds of its space {part}.")
+            elif array.dtype != dtype and isinstance(value, np.ndarray):
+                self._remark(
+                    "converted" + path,
+                    f"{where} {name} of dtype {array.dtype}; its space says {dtype}. It is converted in every step: "
+                    f"return {dtype}.",
+                )
 
     def _judge(self, reward: Any, terminated: Any, truncated: Any, info: Any, t: int) -> None:
         try:
-            number = np.asarray(reward, np.float64)
+            number = np.asarray("None" if reward is None else reward, np.float64)  # NumPy would make None a NaN
         except (TypeError, ValueError):
             self._say("reward", f"At step {t} the reward is {reward!r}, not a number.")
         else:
@@ -175,6 +184,19 @@ class Player:
 
 _ABSENT = object()
 _ARRAYS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+
+
+def _undeclared(space: gym.Space[Any], value: Any, path: str = "") -> list[str]:
+    """Entries of an observation that its space does not have, by path."""
+    found: list[str] = []
+    if isinstance(space, gym.spaces.Dict) and isinstance(value, Mapping):
+        found += [f"{path}[{name!r}]" for name in value if name not in space.spaces]
+        for name, part in space.spaces.items():
+            found += _undeclared(part, value.get(name), f"{path}[{name!r}]")
+    elif isinstance(space, gym.spaces.Tuple) and isinstance(value, (tuple, list)):
+        for i, (part, inside) in enumerate(zip(space.spaces, value)):
+            found += _undeclared(part, inside, f"{path}[{i}]")
+    return found
 
 
 def _leaves(space: gym.Space[Any], value: Any, path: str = "") -> list[tuple[str, gym.Space[Any], Any]]:

@@ -31,61 +31,31 @@ _RING = 8192  # episodes of a worker there is room for; pages nobody touches cos
 _WORDS = 7  # of each worker
 
 
+class _Word:
+    """A word that the parent writes, as an attribute."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, of: SharedCounters, kind: type | None = None) -> int:
+        return int(of.flags[self._index])
+
+    def __set__(self, of: SharedCounters, value: int) -> None:
+        of.flags[self._index] = value
+
+
 class SharedCounters:
     """The words, as one process sees them."""
 
+    stop, random, total, rest, leave = map(_Word, range(_FLAGS))
+
     def __init__(self, file: SharedFile, workers: int) -> None:
         words = file.map(8 * (_FLAGS + (_WORDS + len(TOLD) + len(COLUMNS) * _RING) * workers)).view(np.int64)
-        self.file, self._flags = file, words[:_FLAGS]
+        self.file, self.flags = file, words[:_FLAGS]
         each = words[_FLAGS:][: _WORDS * workers].reshape(_WORDS, workers)
         self.claimed, self.step, self.lane, self._frames, self._rollouts, self._count, self._read = each
         told, ended = np.split(words[_FLAGS + _WORDS * workers :].view(np.float64), [workers * len(TOLD)])
         self._told, self._ended = told.reshape(workers, len(TOLD)), ended.reshape(workers, _RING, len(COLUMNS))
-
-    @property
-    def stop(self) -> bool:
-        """Whether rollouts are to end where they are."""
-        return bool(self._flags[0])
-
-    @stop.setter
-    def stop(self, value: bool) -> None:
-        self._flags[0] = value
-
-    @property
-    def random(self) -> int:
-        """How many frames of the run have random actions."""
-        return int(self._flags[1])
-
-    @random.setter
-    def random(self, frames: int) -> None:
-        self._flags[1] = frames
-
-    @property
-    def total(self) -> int:
-        """How many frames may be claimed in all."""
-        return int(self._flags[2])
-
-    @total.setter
-    def total(self, frames: int) -> None:
-        self._flags[2] = frames
-
-    @property
-    def rest(self) -> bool:
-        """Whether workers that run free are to rest."""
-        return bool(self._flags[3])
-
-    @rest.setter
-    def rest(self, value: bool) -> None:
-        self._flags[3] = value
-
-    @property
-    def leave(self) -> bool:
-        """Whether workers are asked to leave."""
-        return bool(self._flags[4])
-
-    @leave.setter
-    def leave(self, value: bool) -> None:
-        self._flags[4] = value
 
     def claim(self, worker: int, frames: int, *, most: int) -> int | None:
         """Begin on so many frames, if fewer than `most` are claimed: how many were. Nobody else claims meanwhile."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from reap._system import silence
+from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
@@ -51,7 +52,6 @@ from reap.backends.remote.message_transport import (
     MessageTransport,
     NetworkChild,
     SentWeights,
-    Wakeup,
     connection_of,
     store,
 )
@@ -126,14 +126,14 @@ class GlooConnection(MessageConnection):
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
                     self.inbox.append(self._receive(group, Header(words)))
-                    self._wakeup.ring()
+                    self._wakeup.wake()
         except (ConnectionError, RuntimeError):
             pass  # it is gone, or about to be: whoever listens finds out how
         finally:
             with self._new_weights:
                 self._group, self.over = None, True
                 self._new_weights.notify_all()
-            self._wakeup.ring()
+            self._wakeup.wake()
             self.child.end_with_connection()
 
     def send_weights(self, packed: Tensor) -> None:
@@ -240,7 +240,7 @@ class GlooTransport(MessageTransport):
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
         else:
-            self._company = self._nodes.open(count, store.port, self.wakeup.ring)
+            self._company = self._nodes.open(count, store.port, self.wakeup.wake)
             self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
 
     def cannot_restart(self) -> str | None:

@@ -10,8 +10,6 @@ stays: into the worker's own slot, or into its lanes of the slot that all worker
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import selectors
 import signal
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap._system.interrupts import Interrupts
+from reap._system.interrupts import Interrupts, Wakeup
 from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
 from reap._system.silence import Silence
@@ -38,35 +36,6 @@ from reap.core.slot import Layout, Slot
 from reap.errors import WorkerDied
 from reap.weight_update import WeightTransport
 from reap.weights.shared import Packing, SharedWeights
-
-
-class Wakeup:
-    """Ends a wait of a selector, from any thread."""
-
-    def __init__(self) -> None:
-        self._ours, self._theirs = os.pipe()
-        for fd in (self._ours, self._theirs):
-            os.set_blocking(fd, False)
-
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._ours
-
-    def ring(self) -> None:
-        """Wake whoever waits."""
-        with contextlib.suppress(BlockingIOError, OSError):  # it rings already; or nobody listens any more
-            os.write(self._theirs, b"!")
-
-    def quiet(self) -> None:
-        """Whoever waited is awake."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._ours, 4096)
-
-    def close(self) -> None:
-        """Give back the descriptors."""
-        ours, theirs, self._ours, self._theirs = self._ours, self._theirs, -1, -1
-        os.close(ours)
-        os.close(theirs)
 
 
 class SentWeights:
@@ -244,7 +213,7 @@ class MessageTransport(Transport):
         self._workers, self._interrupts, self._silence = workers, interrupts, silence
         self._selector = selectors.DefaultSelector()
         self._selector.register(interrupts.open(), selectors.EVENT_READ)
-        self.wakeup = Wakeup()
+        self.wakeup = Wakeup().open()
         self._selector.register(self.wakeup, selectors.EVENT_READ)
 
     def start_children(self, targets: Mapping[int, Callable[..., None]]) -> None:
@@ -303,11 +272,14 @@ class MessageTransport(Transport):
         """Nobody knows: it shares no memory with us."""
         return {}
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        """Nobody here begins on anything that was not ordered."""
+
     def let_be_random(self, frames: int) -> None:
         """Each order says whether actions are random."""
 
     def cut_short(self, stop: bool) -> None:
-        """Rollouts are too far away to be cut short; no delivery asks for it."""
+        """Do nothing: rollouts are too far away to be cut short, whoever asks for it."""
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store, rpc  # type: ignore[attr-defined]
 
 from reap._foreign import torch_internals
+from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
@@ -36,7 +37,6 @@ from reap.backends.remote.message_transport import (
     MessageTransport,
     NetworkChild,
     SentWeights,
-    Wakeup,
     connection_of,
 )
 from reap.backends.remote.remote_worker import Message, Order
@@ -174,12 +174,12 @@ class RPCConnection(MessageConnection):
             return
         header, block, more = said
         self.inbox.append(Message(header.numpy(), None if block is None else block.numpy(), more))
-        self._wakeup.ring()
+        self._wakeup.wake()
         self.listen()
 
     def _end(self) -> None:
         self.over = True
-        self._wakeup.ring()
+        self._wakeup.wake()
         self.after.start()
 
     def let_end(self) -> None:
@@ -260,7 +260,7 @@ class TensorPipeTransport(MessageTransport):
         else:
             self._store = loopback_store(0, JOIN)
             self._agent.update(torch_internals.BETWEEN_MACHINES)
-            self._company = self._nodes.open(count, self._store.port, self.wakeup.ring)
+            self._company = self._nodes.open(count, self._store.port, self.wakeup.wake)
         self._members = _Members(self._store)
         self._world = RPCWorld(count, self._agent, alone=self._one_by_one)
         if not (self._local or self._one_by_one):

@@ -79,39 +79,29 @@ class BatchPipeline:
                 return
             if self.frames >= self._total:
                 return
-            if own is not None:
-                batch, made = own()
-                self.frames += batch.numel() if made is None else made.frames
-                if whole is None:
-                    self.taken = [Part(batch)]
-                    return
-                whole.feed(batch, 0 if made is None else made.worker)
-                continue
-            batch, rollout = self.take(backend)
-            self.frames += rollout.frames
+            batch, rollout = self.take(backend) if own is None else own()
+            self.frames += batch.numel() if rollout is None else rollout.frames
             if whole is None:
-                self.taken = self._arranged(batch, rollout)
+                if self.arrangement.cuts and self.frames > self._total:
+                    batch, self.frames = batch[: int(self._total - self.frames)], int(self._total)
+                self.taken = [Part(batch)] if own is not None or rollout is None else self._arranged(batch, rollout)
                 return
             before = len(whole)
-            self._feed(whole, batch, rollout)
+            parts = () if rollout is None or own is not None else rollout.parts
+            if parts:
+                for piece, part in zip(batch.split([part.layout.steps for part in parts], -1), parts):
+                    whole.feed(piece, part.worker)
+            else:
+                whole.feed(batch, 0 if rollout is None else rollout.worker)
             fruitless = 0 if len(whole) > before else fruitless + 1
             if fruitless >= _PATIENCE and self._options.reset_at_each_iter:
-                steps = rollout.layout.steps
                 raise UsageError(
-                    f"no episode ended within {steps} steps in {fruitless} rollouts, and reset_at_each_iter begins "
-                    f"anew with each: none can ever be whole; raise frames_per_batch or leave reset_at_each_iter out"
+                    f"no episode ended within {batch.shape[-1]} steps in {fruitless} rollouts, and reset_at_each_iter "
+                    f"begins anew with each: none can ever be whole; raise frames_per_batch, or leave it out"
                 )
-
-    def _feed(self, whole: WholeTrajectories, batch: TensorDictBase, rollout: Rollout) -> None:
-        begin = 0
-        for part in rollout.parts or (rollout,):
-            whole.feed(batch[..., begin : begin + part.layout.steps], part.worker)
-            begin += part.layout.steps
 
     def _arranged(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
         """One batch for the consumer; for a buffer, what each worker made."""
-        if self.arrangement.cuts and self.frames > self._total:
-            batch, self.frames = batch[: int(self._total - self.frames)], int(self._total)
         if self.sink is not None:
             return self.arrangement.by_worker(batch, rollout)
         return [Part(self.arrangement.arrange(batch, rollout))]

@@ -10,6 +10,7 @@ Clocks of all processes of a machine are one (CLOCK_MONOTONIC), so the rows lie 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +21,8 @@ from reap.backends.base import Backend
 from reap.core.profiling import ACTIVITIES, TraceSettings, activities_of
 from reap.errors import UsageError, WrongArgument, nearest
 
+_log = logging.getLogger("reap")
+_MOST = 1_000_000  # spans of a timeline: about 200 MB in memory and on disk
 _CONSUMER = 1_000_000  # its row, below those of the workers
 _WORKER = "{worker_idx}"
 
@@ -30,7 +33,8 @@ class ProfileConfig:
 
     Args:
         workers: whose rollouts are recorded; None: everybody's.
-        num_rollouts: how many rollouts of each worker, warm-up included.
+        num_rollouts: how many rollouts of each worker, warm-up included. None: the timeline shows the whole run, and
+            traces, which are large, the first three rollouts.
         warmup_rollouts: how many of them are left out at the beginning.
         save_path: the timeline's file; None: `collector_profile.json` here. Traces lie beside it (`get_save_path`).
             With "{worker_idx}" in it the traces are called so, and the timeline has "timeline" there.
@@ -43,7 +47,7 @@ class ProfileConfig:
     """
 
     workers: Sequence[int] | None = None
-    num_rollouts: int = 3
+    num_rollouts: int | None = None
     warmup_rollouts: int = 1
     save_path: str | Path | None = None
     activities: Sequence[str] = ("cpu", "cuda")
@@ -54,17 +58,22 @@ class ProfileConfig:
     on_trace_ready: Callable[[Path], Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("num_rollouts", self.num_rollouts), ("warmup_rollouts", self.warmup_rollouts)):
+        for name, count in (("num_rollouts", self.traced_rollouts), ("warmup_rollouts", self.warmup_rollouts)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise UsageError(f"{name} must be a whole number ≥ 0, got {count!r}")
-        if self.num_rollouts <= self.warmup_rollouts:
+        if self.traced_rollouts <= self.warmup_rollouts:
             raise UsageError(
-                f"num_rollouts ({self.num_rollouts}) must be above warmup_rollouts ({self.warmup_rollouts})"
+                f"num_rollouts ({self.traced_rollouts}) must be above warmup_rollouts ({self.warmup_rollouts})"
             )
         self.activities = list(self.activities or ())
         unknown = [one for one in self.activities if not isinstance(one, str) or one.lower() not in ACTIVITIES]
         if unknown:
             raise UsageError(f"activities must be of {sorted(ACTIVITIES)}, got {unknown[0]!r}")
+
+    @property
+    def traced_rollouts(self) -> int:
+        """How many rollouts torch's profiler sees, warm-up included."""
+        return self.warmup_rollouts + 2 if self.num_rollouts is None else self.num_rollouts
 
     def get_save_path(self, worker_idx: int) -> Path:
         """Where the trace of a worker lies."""
@@ -94,7 +103,7 @@ class ProfileConfig:
             worker: TraceSettings(
                 str(self.get_save_path(worker).absolute()),
                 self.warmup_rollouts,
-                self.num_rollouts,
+                self.traced_rollouts,
                 tuple(self.activities),
                 self.record_shapes,
                 self.profile_memory,
@@ -157,13 +166,13 @@ class Timeline:
 
     def rollout(self, worker: int, span: tuple[float, float], **about: Any) -> None:
         """One worker's rollout, from when to when."""
-        made = self._made.get(worker)
-        if made is None or made >= self.config.num_rollouts:
+        made, most = self._made.get(worker), self.config.num_rollouts
+        if made is None or (most is not None and made >= most):
             return
         self._made[worker] = made + 1
-        if made >= self.config.warmup_rollouts:
+        if most is None or made >= self.config.warmup_rollouts:
             self._span("rollout", worker, *span, **about)
-        if all(count >= self.config.num_rollouts for count in self._made.values()):
+        if most is not None and all(count >= most for count in self._made.values()):
             self.write()
 
     def waiting(self, began: float, ended: float) -> None:
@@ -174,6 +183,9 @@ class Timeline:
         self._left = ended
 
     def _span(self, name: str, row: int, began: float, ended: float, **about: Any) -> None:
+        if len(self._events) == _MOST and not self._written:
+            _log.warning("%s holds the first %s spans of this run, and no more", self.path, f"{_MOST:,}")
+            self.write()
         if not self._written:
             times = {"ts": began * 1e6, "dur": (ended - began) * 1e6}
             self._events.append({"name": name, "ph": "X", "pid": os.getpid(), "tid": row, **times, "args": about})

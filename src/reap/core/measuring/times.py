@@ -77,6 +77,11 @@ class WorkClock:
         self._busy += now - self._since
         self._since = now
 
+    def so_far(self, *, working: bool) -> tuple[float, float]:
+        """Seconds in which there was something to do, and those between, until now; `working`: there is right now."""
+        open_since = _now() - self._since
+        return (self._busy + open_since, self._waited) if working else (self._busy, self._waited + open_since)
+
     def seconds(self, collected: float) -> dict[str, float]:
         """By the names they have in `stats()`; so many of them were rollouts."""
         return {"transport_seconds": max(self._busy - collected, 0.0), "wait_seconds": self._waited}

@@ -23,10 +23,10 @@ from tensordict.nn import InteractionType, TensorDictModuleBase
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
-from reap.core.policies.exploration import exploring
+from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.signature import match, takes_tensordict
+from reap.core.policies.signature import match, takes_tensordict, told
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
@@ -38,7 +38,6 @@ class PolicyWarning(UserWarning):
     """What is to be known of a policy that is run all the same; of several workers' policies it is said once."""
 
 
-_FIXED = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN)
 _SEEDS = 6  # with which an action is looked at: of two choices one may come up several times
 _DECLARE = "a recurrent policy declares its state as an attribute: carry = {'key': first value of one lane}"
 
@@ -141,6 +140,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
+    call = told(policy, context.kind, call, taken)
     made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
     return _probed(made, policy, context)
 
@@ -168,6 +168,8 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     whole = _whole(policy, context)
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
+    if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
+        whole.call = told(policy, context.kind, whole.call)
     return _probed(whole, policy, context)
 
 
@@ -224,11 +226,12 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
         given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
         raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
     _check_outputs(candidate.outputs, context, optional)
-    if kind in _FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
+    if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
         warnings.warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
-            f"itself, or has dropout or noise in train mode. Sample in a ProbabilisticTensorDictModule, ask "
-            f"tensordict.nn.probabilistic.interaction_type() before sampling, or call eval()",
+            f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
+            f"then; or ask tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
+            f"ProbabilisticTensorDictModule, or call eval()",
             PolicyWarning,
             stacklevel=2,
         )

@@ -23,6 +23,8 @@ from reap.errors import UsageError
 
 ExplorationType = InteractionType
 
+#: the types that ask for the same action whenever the observation is the same
+FIXED = (InteractionType.DETERMINISTIC, InteractionType.MODE, InteractionType.MEAN, InteractionType.MEDIAN)
 _SHARED = object()  # a thread that has no type of its own
 
 

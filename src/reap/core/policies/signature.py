@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tensordict.nn import InteractionType
 from torch import nn
 
+from reap.core.policies.exploration import FIXED
 from reap.errors import WrongArgument
 from reap.spec import Key, show_keys
+
+TOLD = ("deterministic", "exploration_type")  # parameters that say how to act, not what is seen
+_OF_AGENTS = ("done", "terminated", "truncated", "mask")  # what a group of agents has beside its observations
+
+
+def told_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
+    """What a callable is told about how to act, by the parameters it has for that."""
+    named = {p.name for p in _parameters(policy) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in zip(TOLD, (kind in FIXED, kind)) if name in named}
+
+
+def told(policy: Any, kind: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()) -> Any:
+    """`policy`, or `call` in its place, which is told how to act where it has a parameter for that."""
+    call, seen = policy if call is None else call, {key[-1] for key in reads}
+    keywords = {name: value for name, value in told_keywords(policy, kind).items() if name not in seen}
+    return functools.partial(call, **keywords) if keywords else call
 
 
 def _parameters(policy: Any) -> list[inspect.Parameter] | None:
@@ -35,18 +55,25 @@ def takes_tensordict(policy: Any) -> bool:
 def match(
     policy: Any, observation: Sequence[Key], side: frozenset[Key] = frozenset(), carry: Sequence[Key] = ()
 ) -> list[Key]:
-    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left."""
+    """Which keys a callable takes: by the names of its parameters; the only one left for the only one left.
+
+    A nested key is named by its last part, where no other has the same.
+    """
     params = _parameters(policy)
-    keys = {k[0]: k for k in (*observation, *carry) if len(k) == 1}
+    lasts = Counter(k[-1] for k in observation)
+    keys = {k[-1]: k for k in observation if lasts[k[-1]] == 1}
+    keys |= {k[0]: k for k in (*observation, *carry) if len(k) == 1}
+    how = [name for name in TOLD if name not in keys]
     if params is None:
         positional, required, variadic = [], [], True
     else:
-        positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positional = [p for p in params if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.name not in how]
         required = [p for p in positional if p.default is p.empty]
         variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
     named: dict[str, Key] = {p.name: keys[p.name] for p in positional if p.name in keys}
     strange = [p for p in required if p.name not in keys]
-    others = [k for k in observation if k not in named.values() and k not in side]
+    flags = {(*k[:-1], flag) for k in observation if len(k) > 1 and k[-1] == "done" for flag in _OF_AGENTS}
+    others = [k for k in observation if k not in named.values() and k not in side and k not in flags]
     if len(strange) == 1 and len(others) == 1:
         named[strange[0].name] = others[0]
         strange = []
@@ -56,6 +83,9 @@ def match(
             if p.name not in named:
                 break  # arguments are passed by position: stop at the first that is not a key
             taken.append(named[p.name])
+        early = [p.name for p in (params or ())[: len(taken)] if p.name in how]
+        if early:
+            raise WrongArgument(f"policy {type(policy).__name__}: its parameter {early[0]} comes after observations")
         return taken
     if not required and (variadic or len(positional) == 1) and len(others) == 1:
         return [others[0], *carry]

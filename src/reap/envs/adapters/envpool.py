@@ -19,10 +19,10 @@ from reap.core.resume import CannotResume
 from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
-from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import ReapError, UsageError, WorkerRaised, WrongArgument, missing
-from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype
+from reap.errors import UsageError, WorkerRaised, WrongArgument, missing, reraise
+from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 def is_envpool(thing: Any) -> bool:
@@ -84,10 +84,8 @@ class EnvPoolLanes(Env):
                 observation, reward, terminated, truncated, info = self.env.step(actions[chosen], chosen)
             at = self._write(observation, info, row.next)
             row.reward[at] = reward
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         done = terminated | truncated
         if not done.any():
             return []
@@ -106,9 +104,9 @@ class EnvPoolLanes(Env):
         self._observations.write_some(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
-            value = info.get(key[0])
+            value = info_entry(info, key)
             wanted = (count, *leaf.shape)
-            array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {key[0]!r}")
+            array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {show(key)}")
 
     def close(self) -> None:
         self.env.close()
@@ -145,10 +143,8 @@ class EnvPoolReady(EnvPoolLanes):
                 self._seed(seeds)
             self.env.async_reset()
             observation, _, _, _, info = self.env.recv()
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         self._receive(observation, info, into)
         self._over[:] = True  # the others will answer the reset first
         self._over[self._in_hand] = False
@@ -168,10 +164,8 @@ class EnvPoolReady(EnvPoolLanes):
             observation, reward, terminated, truncated, info = self.env.recv()
             self._receive(observation, info, row.next)
             row.reward[:] = reward
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         began = self._over[self._in_hand]
         assert row.mask is not None
         row.mask[began] = False

@@ -21,11 +21,11 @@ from reap.envs.adapters.gymnasium_state import noting_actions, restore_env, save
 from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
-from reap.envs.info import InfoKeys, info_leaves
-from reap.envs.spaces import Actions, Observations, fit
+from reap.envs.info import InfoKeys, info_entry, info_leaves
+from reap.envs.spaces import Actions, Observations, checked_space, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.seeding import restart_seed
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 class GymLanes(Env):
@@ -52,14 +52,15 @@ class GymLanes(Env):
         self._settings: dict[str, Any] = {"categorical": categorical, "info_keys": info_keys}
         self._truncates = truncates
         first = self.envs[0]
+        seen, acted = (checked_space(first, what) for what in ("observation_space", "action_space"))
         for lane, env in enumerate(self.envs[1:], 1):
             for what in ("observation_space", "action_space"):
-                mine, theirs = getattr(first, what), getattr(env, what)
+                mine, theirs = getattr(first, what), checked_space(env, what)
                 if mine != theirs:
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
-        self._observations = Observations(first.observation_space, categorical=categorical, loose=True)
-        self._actions = Actions(first.action_space, categorical=categorical)
-        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._observations = Observations(seen, categorical=categorical, loose=True)
+        self._actions = Actions(acted, categorical=categorical)
+        self._info = info_leaves(info_keys, self._observations.leaves, first)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
@@ -102,12 +103,15 @@ class GymLanes(Env):
         shape, dtype = self._observations.plain
         if seeds is not None:
             self._last_seeds.update(zip(lanes, seeds))
-        i = lane = 0
+        i, lane, found = 0, 0, None
         try:
             for i, lane in enumerate(lanes):
-                self._at[0] = lane
+                self._at[0], found = lane, None
                 env = self.envs[lane]
-                observation, info = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                found = env.reset() if seeds is None else env.reset(seed=seeds[i])
+                if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
+                    raise _not_a_reset(found)
+                observation, info = found
                 if lane in self._checked and (step := unchecked_step(env)) is not None:
                     self._steps[lane] = noting_actions(env, step)
                     self._checked.remove(lane)
@@ -118,7 +122,8 @@ class GymLanes(Env):
                 if self._info:
                     self._write_info(info, into, lane)
         except Exception as cause:
-            error = _raised_in(lane, cause, "env.reset raised")
+            wrong = isinstance(found, (tuple, list)) and len(found) != 2
+            error = _raised_in(lane, _not_a_reset(found) if wrong else cause, "env.reset raised")
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error, into)
@@ -234,9 +239,9 @@ class GymLanes(Env):
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
-            value = info.get(key[0])
+            value = info_entry(info, key)
             array[lane] = (
-                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {show(key)}")
             )
 
     def close(self) -> None:
@@ -288,7 +293,8 @@ class GymEnv(EnvBase):
         from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
             `pixels_only=False`.
         info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
-            (dtype, shape) or a space. Missing entries are zero.
+            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a dict; "episode" all that
+            Gymnasium's `RecordEpisodeStatistics` says at the end of one.
         device: where tensors used by hand are placed.
     """
 
@@ -331,6 +337,11 @@ class GymEnv(EnvBase):
         if from_pixels:
             envs = [_with_pixels(one, pixels_only) for one in envs]
         super().__init__(GymLanes(envs, batched=num_envs is not None, **settings), device=device)
+
+
+def _not_a_reset(found: Any) -> SpecMismatch:
+    got = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (tuple, list)) else type(found).__name__
+    return SpecMismatch(f"env.reset must return (observation, info), got {got}")
 
 
 def _with_pixels(env: gym.Env[Any, Any], only: bool) -> gym.Env[Any, Any]:

@@ -34,7 +34,7 @@ from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.errors import SpecMismatch, UsageError, WrongArgument, reraise
 from reap.seeding import fresh_seed, next_seed
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -121,10 +121,8 @@ class PufferLanes(Env):
                 else:
                     raise UsageError(f"{type(self.env).__name__} cannot reset single lanes")
                 self._observations.write_batch(self.env.observations, into[:1], slice(None) if every else chosen)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         if self._auto:
             into[1][chosen] = False
             self._last[chosen] = into[0][chosen]
@@ -154,10 +152,8 @@ class PufferLanes(Env):
                 row.reward[...] = reward
             elif any(a is not b for a, b in zip((observation, reward, terminated, truncated), buffers)):
                 raise SpecMismatch("env.step returned other arrays than the buffers it was given to write to")
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         finally:
             if bind is not None:
                 bind(*self._own)

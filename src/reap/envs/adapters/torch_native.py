@@ -28,7 +28,7 @@ from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, reraise
 from reap.spec import EnvSpec, Key, Leaf, show
 
 
@@ -110,10 +110,8 @@ class TorchLanes(Env):
             for array, (key, value) in zip(row.next, self._tensors(observation)):
                 torch.from_numpy(array).copy_(self._fit(key, value))
             torch.from_numpy(row.reward).copy_(reward.reshape(self._count))
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         done = (terminated | truncated).reshape(self._count)
         if not bool(done.any()):
             return []
@@ -201,10 +199,8 @@ class DeviceTorchLanes(DeviceEnv):
             into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
             flags = (reward.reshape(count), terminated.reshape(count), truncated.reshape(count))
             torch_internals.copy_all(into, [*made, *flags])
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
 

@@ -35,7 +35,7 @@ from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import replaced
 from reap.envs.torchrl.rows import Columns, TorchRLRows
-from reap.errors import ReapError, WorkerRaised
+from reap.errors import reraise
 from reap.spec import Key, Leaf, as_key
 
 Array = np.ndarray[Any, Any]
@@ -370,10 +370,8 @@ class CapturedRows(TorchRLRows):
             finally:
                 for lock in self._locks:
                     lock.release()
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         # Whoever wraps us has added leaves of his own behind ours.
         for array, value in zip((*row.next[: self._mine], *row.rewards), values):
             array[...] = value if self._flat else value.reshape(array.shape)
@@ -385,10 +383,8 @@ class CapturedRows(TorchRLRows):
             return self._ended
         try:
             self._begin_where(done, ends)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            reraise("env.reset", cause)
         over = done.reshape(self.spec.lanes)
         row.done[:] = over
         for flag, column in (("terminated", row.terminated), ("truncated", row.truncated)):

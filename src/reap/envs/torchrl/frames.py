@@ -20,12 +20,12 @@ from reap.core.env import Rows
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import by_name
 from reap.core.policies.recurrent_state import carry_of
-from reap.core.policies.signature import match, takes_tensordict
+from reap.core.policies.signature import match, takes_tensordict, told
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomPolicy
 from reap.core.slot import FLAGS, FRAME, Row
 from reap.envs.torchrl.rows import TorchRLEnv
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import UsageError, WorkerRaised, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, show_keys
 
 _NUMBER: Key = ("_reward",)  # what statistics are made of
@@ -78,7 +78,7 @@ class TorchRLFrames(TorchRLEnv):
         call = model
         if not isinstance(model, TensorDictModuleBase) and not takes_tensordict(model):
             keys = [as_key(key) for key in self.env.observation_spec.keys(True, True)]
-            call = _on_columns(model, match(model, keys), [as_key(key) for key in self.env.action_keys])
+            call = _on_columns(told(model, kind), match(model, keys), [as_key(key) for key in self.env.action_keys])
         try:
             with untouched(model), torch.no_grad(), exploring(kind):
                 first = self.root.clone()
@@ -109,10 +109,8 @@ class TorchRLFrames(TorchRLEnv):
             over = self.ended(reached)
             row.rewards[1][0] = frame
             row.reward[:] = self._number(reached)
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         row.done[:] = over
         self._ended = np.flatnonzero(over).tolist()
         return self._ended

@@ -1,6 +1,8 @@
 """TorchRL's envs: every `EnvBase`, as it is.
 
-    a bare GymEnv, or a SerialEnv of them     the Gymnasium envs inside are stepped directly (GymLanes)
+    a bare GymEnv, or a SerialEnv of them     the Gymnasium envs inside are stepped directly (WrappedGym)
+    a ParallelEnv                             its envs are stepped in env processes of reap's (ParallelLanes)
+    one of these below transforms             CapturedRows: the transforms' torch calls are replayed around the envs
     tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
     text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
 
@@ -97,6 +99,9 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
             found = _captured(env, bases, transformed)
             if found is not None:
                 return found
+        for base in bases:
+            if _is_parallel(base.env):
+                base.lanes.close()  # TorchRL's own workers do what is left
     if root is None:
         root = env.reset()
     columns = columns_of(env, root)
@@ -111,9 +116,6 @@ def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> En
     columns = columns_of(env, root)
     if columns is not None and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
-    for base in bases:
-        if _is_parallel(base.env):
-            base.lanes.close()  # TorchRL's own workers do what is left
     return None
 
 

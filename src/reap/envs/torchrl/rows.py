@@ -28,7 +28,7 @@ from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
-from reap.errors import ReapError, SpecMismatch, WorkerRaised
+from reap.errors import SpecMismatch, WorkerRaised, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, private, show
 
 
@@ -293,10 +293,8 @@ class TorchRLRows(TorchRLEnv):
                     root.set(key, torch.from_numpy(array.copy()))
             stepped, self.root = self.env.step_and_maybe_reset(root)
             reached = stepped.get("next")
-        except ReapError:
-            raise
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            reraise("env.step", cause)
         self._show(reached, row.next)
         for (key, shape), array in zip(self._rewards, row.rewards):
             array[...] = self._fit(key, reached.get(key), shape).reshape(array.shape)

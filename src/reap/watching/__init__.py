@@ -1,0 +1,1 @@
+"""Watching a run: samples of a collector ──► a view with rates and a diagnosis ──► a page, and a terminal."""

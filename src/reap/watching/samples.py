@@ -1,0 +1,189 @@
+"""What is seen of a collector at a moment, and of what changed between two moments: rates, and where the time went.
+
+    collector ──► Sample, Sample, Sample … ──► view: frames per second, time split, lag, returns, memory, diagnosis
+
+A sample holds counts since the beginning, so any two of them make a view.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reap.watching.diagnosis import PARTS, Times, diagnose
+
+WINDOW = 20.0  # seconds over which rates and shares are taken
+_HISTORY = 600  # points of a curve
+_SMOOTH = 6.0  # seconds over which a point of it is a mean
+
+
+@dataclass(frozen=True)
+class WorkerSample:
+    """One worker. Seconds are in the order of `diagnosis.PARTS`."""
+
+    index: int
+    alive: bool
+    frames: int
+    lanes: int
+    steps: int
+    seconds: tuple[float, ...]
+    doing: str
+    pid: int | None
+    memory: int | None  # bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A collector at one moment."""
+
+    time: float
+    frames: int
+    batches: int
+    version: int
+    restarts: int
+    learner: float | None  # seconds that the learner took; None: it does not take batches
+    collecting: float  # seconds in which it waited for a batch
+    workers: Sequence[WorkerSample]
+    lags: dict[int, int] = field(default_factory=dict)  # frames by lag
+    returns: Sequence[float] = ()  # of the last hundred episodes
+    lengths: Sequence[float] = ()
+    episodes: int = 0
+    memory: int | None = None  # of the collector's process
+    closed: str | None = None
+
+
+@dataclass(frozen=True)
+class About:
+    """What does not change: who it is."""
+
+    name: str
+    pid: int
+    total: float
+    in_step: bool | None  # workers wait for one another; None: there is one, here
+    frames_per_batch: int
+    cores: int
+
+
+class Views:
+    """The last samples of a collector, and the view they make."""
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self._samples: deque[Sample] = deque()
+        self._rates: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, frames per second
+        self._returns: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # when, mean return
+
+    def add(self, sample: Sample) -> None:
+        """Another one, later than all before."""
+        samples = self._samples
+        before = next((one for one in samples if one.time > sample.time - _SMOOTH), samples[-1] if samples else None)
+        if before is not None and sample.time > before.time:
+            self._rates.append((sample.time, max(sample.frames - before.frames, 0) / (sample.time - before.time)))
+        if sample.returns:
+            self._returns.append((sample.time, sum(sample.returns) / len(sample.returns)))
+        samples.append(sample)
+        while len(samples) > 2 and samples[1].time < sample.time - WINDOW:
+            samples.popleft()
+
+    def view(self, now: Sample | None = None) -> dict[str, Any]:
+        """What is shown, as JSON has it: how it is `now`, or was when the last sample was added."""
+        now = now or self._samples[-1]
+        then, about = self._before(now), self.about
+        earlier = {one.index: one for one in then.workers} if then is not None else {}
+        times = {one.index: _shares(self._seconds(one)) for one in now.workers}
+        passed = now.time - then.time if then is not None else 0.0
+        workers = [_worker(one, earlier.get(one.index), passed, times[one.index]) for one in now.workers]
+        found = diagnose(
+            [Times(one.index, one.lanes, one.steps, times[one.index]) for one in now.workers if one.alive],
+            learner=self._learner(now, then),
+            in_step=about.in_step,
+            frames_per_batch=about.frames_per_batch,
+            cores=about.cores,
+        )
+        start = self._rates[0][0] if self._rates else now.time
+        return {
+            "name": about.name,
+            "pid": about.pid,
+            "frames": now.frames,
+            "total": None if about.total == float("inf") else about.total,
+            "batches": now.batches,
+            "version": now.version,
+            "restarts": now.restarts,
+            "episodes": now.episodes,
+            "frames_per_second": (now.frames - then.frames) / passed if then is not None and passed else 0.0,
+            "memory": now.memory,
+            "closed": now.closed,
+            "diagnosis": {"limit": found.limit, "share": found.share, "text": found.text},
+            "split": _mean([one["split"] for one in workers if one["alive"]]),
+            "learner": self._learner(now, then),
+            "workers": workers,
+            "lags": sorted(now.lags.items()),
+            "returns": list(now.returns),
+            "mean_return": sum(now.returns) / len(now.returns) if now.returns else None,
+            "mean_length": sum(now.lengths) / len(now.lengths) if now.lengths else None,
+            "rates": [[round(when - start, 2), round(rate, 1)] for when, rate in self._rates],
+            "mean_returns": [[round(when - start, 2), mean] for when, mean in self._returns],
+        }
+
+    def _before(self, now: Sample) -> Sample | None:
+        """The sample that `now` is compared with: the oldest of the window; None: there is none."""
+        return self._samples[0] if self._samples[0] is not now else None
+
+    @staticmethod
+    def _learner(now: Sample, then: Sample | None) -> float | None:
+        if now.learner is None:
+            return None
+        learner, collecting = now.learner, now.collecting
+        if then is not None and then.learner is not None:
+            learner, collecting = learner - then.learner, collecting - then.collecting
+        return learner / (learner + collecting) if learner + collecting > 0 else 0.0
+
+    def _seconds(self, one: WorkerSample) -> tuple[float, ...]:
+        """Seconds of a worker in the window: since its first report there, for what comes before is its start."""
+        for sample in self._samples:
+            for before in sample.workers:
+                if before.index == one.index and any(before.seconds) and before.seconds != one.seconds:
+                    since = tuple(new - old for new, old in zip(one.seconds, before.seconds))
+                    if min(since) > -1e-3:  # else it was started again meanwhile
+                        return tuple(max(part, 0.0) for part in since)
+        return (*one.seconds[:-1], 0.0)
+
+
+def _worker(one: WorkerSample, before: WorkerSample | None, passed: float, shares: Sequence[float]) -> dict[str, Any]:
+    made = one.frames - before.frames if before is not None else 0
+    return {
+        "index": one.index,
+        "alive": one.alive,
+        "frames": one.frames,
+        "lanes": one.lanes,
+        "frames_per_second": max(made, 0) / passed if passed else 0.0,
+        "doing": one.doing,
+        "pid": one.pid,
+        "memory": one.memory,
+        "split": dict(zip(PARTS, shares)),
+    }
+
+
+def _shares(seconds: Sequence[float]) -> tuple[float, ...]:
+    whole = sum(seconds)
+    return tuple(part / whole for part in seconds) if whole > 0 else (0.0,) * len(seconds)
+
+
+def _mean(splits: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {part: sum(one[part] for one in splits) / len(splits) if splits else 0.0 for part in PARTS}
+
+
+def memory_of(pid: int | None) -> int | None:
+    """Bytes that a process of this machine has in memory, shared ones included; None: it is not known."""
+    if pid is None:
+        return None
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:  # it is gone, elsewhere, or this is not Linux
+        return None
+    return None
