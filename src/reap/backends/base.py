@@ -214,6 +214,9 @@ class Transport(Protocol):
     def retire(self, worker: WorkerHandle) -> None:
         """End what is left of a worker that has failed. It may be launched again, where that is possible."""
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
+
     def cannot_restart(self) -> str | None:
         """Why a worker that failed cannot be launched again; None: it can."""
 

@@ -192,12 +192,12 @@ class LocalWorkerServer(WorkerServer):
         self._at[0] = BETWEEN
         return frames
 
-    def _rest(self) -> int | None:
-        """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
+    def _rest(self) -> int:
+        """Milliseconds until it is worth a look whether to go on, should nobody have said something."""
         if self.control.rest:
             return int(1000 * AGAIN)
-        if self.control.claimed.sum() >= self.control.total:
-            return _UNTOLD if self._untold else None
+        if self.control.claimed.sum() >= self.control.total:  # what others have begun on is ours to make if they fail
+            return _UNTOLD if self._untold else int(1000 * AGAIN)
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:

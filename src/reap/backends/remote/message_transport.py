@@ -272,6 +272,9 @@ class MessageTransport(Transport):
         """Nobody knows: it shares no memory with us."""
         return {}
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        """Nobody here begins on anything that was not ordered."""
+
     def let_be_random(self, frames: int) -> None:
         """Each order says whether actions are random."""
 
