@@ -396,11 +396,7 @@ def test_a_draw_that_was_broken_off_before_it_was_sent_is_not_waited_for():
 
 
 class DiesOnce(Walk):
-<<<<<<< HEAD
-    """Ends its process when it is asked for a random action in the middle of an episode, while there is a note."""
-=======
     """Ends its process when it is asked for a random action in the middle of an episode, if there is a note."""
->>>>>>> main
 
     def __init__(self, note):
         super().__init__()
