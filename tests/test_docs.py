@@ -171,7 +171,7 @@ def test_diagrams_are_what_the_script_draws(tmp_path, monkeypatch):
 
 PUBLIC = (
     *("collectors", "collectors.distributed", "envs", "data", "modules", "weight_update", "loggers", "testing"),
-    *("compat", "checkpoint", "trajectories", "errors"),
+    *("compat", "checkpoint", "trajectories", "errors", "envs.transforms"),
 )
 ELSEWHERE = {"reap", "reap.cli", "reap.collectors.utils"}  # the same names as elsewhere, or none that is imported
 

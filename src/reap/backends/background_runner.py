@@ -173,6 +173,24 @@ class BackgroundRunner:
                 self._seen[worker.index] = place, now
         return self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
 
+    def exchange_statistics(self) -> None:
+        """Let workers know what the envs of the others have learned, between two rollouts of theirs."""
+        supervisor = self._supervisor
+        learns = any(worker.about.learns for worker in supervisor.living)
+        if not learns or not self.running or not supervisor.talking.acquire(blocking=False):
+            return
+        try:
+            workers = [worker for worker in supervisor.living if worker.joining is None]
+            reports = supervisor.call("statistics", {worker.index: () for worker in workers})
+            for index, seen in reports.items():
+                supervisor.statistics.report(index, seen)
+            for worker in workers:
+                supervisor.share_statistics(worker)
+        except ReapError as error:
+            self._failure = self._failure or error
+        finally:
+            supervisor.talking.release()
+
     @property
     def awaits_newcomer(self) -> bool:
         """Whether a worker that was started again is on its way: there is something to say to it soon."""
@@ -200,5 +218,6 @@ def _watch(watched: weakref.ref[BackgroundRunner], ended: threading.Event, perio
         if runner is None or not runner.look_for_silence():
             return
         runner.obey_pauses()
+        runner.exchange_statistics()
         wait = _LEAST if runner.awaits_newcomer else period
         del runner

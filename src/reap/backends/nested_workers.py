@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from reap.backends.remote.remote_worker import RemoteWorker
 from reap.backends.worker_backend import WorkerBackend
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.measuring.episode_log import LANE, WORKER
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.slot import TRAJ_IDS, Slot, State
 from reap.core.stats import together
 from reap.core.worker import Plan
@@ -177,6 +178,10 @@ class _Processes:
         first = np.cumsum([0, *lanes])
         rows[:, LANE] += first[rows[:, WORKER].astype(np.int64)]
         return rows
+
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        """None of its own: nested workers share theirs among themselves."""
+        return ()
 
     @property
     def version(self) -> int:

@@ -44,6 +44,7 @@ from reap.backends.base import Halted, Transport, WorkerActivity
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.moments import StatisticsPool
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
@@ -73,6 +74,7 @@ class Supervisor:
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
         self.arrived: deque[tuple[WorkerHandle, RolloutReady]] = deque()  # rollouts nobody has taken yet
         self.episodes = EpisodeLog()
+        self.statistics = StatisticsPool()  # that the workers' envs learn
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
         self._heard: Heard | None = None  # told of each answer to it
@@ -110,8 +112,9 @@ class Supervisor:
 
     def _started(self, worker: WorkerHandle) -> None:
         layout = worker.about.layout
-        made = "%s is there: %d lanes, rollouts of %d steps"
-        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
+        lanes = worker.about.lanes or layout.lanes
+        what = f"{lanes} lane{'s' * (lanes > 1)}"
+        record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -208,8 +211,12 @@ class Supervisor:
         worker.working.pop(ready.slot, None)
         worker.tell(ready.stats)
         worker.state_after = ready.state_after
-        if ready.episodes is not None:  # the last moment of a rollout is, by our clock, now
-            self.episodes.add(ready.episodes, worker.index, shift=time.perf_counter() - ready.span[1])
+        if ready.statistics is not None:
+            self.statistics.report(worker.index, ready.statistics)
+        if ready.episodes is not None:
+            # The last moment of a rollout is, by our clock, now or earlier: the least of these differences is the best.
+            worker.clock_behind = min(worker.clock_behind, time.perf_counter() - ready.span[1])
+            self.episodes.add(ready.episodes, worker.index, shift=worker.clock_behind)
         worker.frames, worker.rollouts = worker.frames + ready.frames, worker.rollouts + 1
         self.arrived.append((worker, ready))
         if self.on_rollout is not None:
@@ -288,6 +295,7 @@ class Supervisor:
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
+        self.statistics.retire(worker.index)
         self._end(worker)
         try:
             self.transport.launch([worker])
@@ -447,8 +455,18 @@ class Supervisor:
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
         """Give a worker a slot to fill."""
+        self.share_statistics(worker)
         before, self._given = self._given, self._given + worker.size
         worker.fill(slot, random=before < self._random)
+
+    def share_statistics(self, worker: WorkerHandle) -> None:
+        """Tell a worker what the envs of others have learned since it was told last. Nobody waits for its answer."""
+        pool = self.statistics
+        if pool.version > worker.statistics_heard and worker.joining is None:
+            worker.statistics_heard = pool.version
+            self.calls += 1
+            heard = pool.for_worker(worker.index)
+            worker.reached.call(dumps((self.calls, "hear_statistics", (heard,)), "running statistics"))
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""

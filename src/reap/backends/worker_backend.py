@@ -23,6 +23,7 @@ from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
 from reap.core.measuring.episode_log import EpisodeLog
+from reap.core.measuring.moments import as_moments, as_tensors, merged
 from reap.core.measuring.times import WorkClock
 from reap.core.resume import anew
 from reap.core.stats import Stats
@@ -336,7 +337,9 @@ class WorkerBackend:
         """The state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
         frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
         in_flight = {"frames": frames, "rollouts": rollouts}
-        shared = {"policy_version": self.version, "episodes": self.episodes.state(), "in_flight": in_flight}
+        learned = self.supervisor.statistics.former()
+        shared: dict[str, Any] = {"statistics": learned} if learned else {}
+        shared |= {"policy_version": self.version, "episodes": self.episodes.state(), "in_flight": in_flight}
         return {"traj_pool": {"traj_id": torch.tensor(first)}, **each, **shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -364,6 +367,27 @@ class WorkerBackend:
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             with self._weights.loading(own, self.version):
                 self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
+            self._load_statistics(state)
+
+    def _load_statistics(self, state: Mapping[str, Any]) -> None:
+        """What workers' envs had learned is known to all; also what those had that are not here any more."""
+        if not any(worker.about.learns for worker in self.workers):
+            return
+        reports = self.call("statistics", self.supervisor.everyone())
+        lost = [state[name].get("statistics", []) for name in state if _is_gone(name, len(self.workers))]
+        former = [
+            as_tensors(merged([found for one in parts if (found := as_moments(one)) is not None], _shape(parts)))
+            for parts in zip(state.get("statistics", []), *lost)
+        ]
+        self.supervisor.statistics.load(former, reports)
+
+
+def _is_gone(name: str, workers: int) -> bool:
+    return name.startswith("worker") and name[6:].isdigit() and int(name[6:]) >= workers
+
+
+def _shape(parts: Sequence[Any]) -> tuple[int, ...]:
+    return next((tuple(one[1].shape) for one in parts if one is not None), ())
 
 
 def _has_begun(worker: WorkerHandle, _: Any) -> None:

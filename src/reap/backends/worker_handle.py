@@ -31,6 +31,8 @@ class WorkerHandle:
         self._question = b""  # that call
         self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
         self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
+        self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
+        self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
@@ -98,7 +100,7 @@ class WorkerHandle:
 
     def keep_counts(self) -> None:
         """Another takes its place, and counts from nothing."""
-        self._earlier = self.stats
+        self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state it has answered with, in which those are counted too whose place it had taken by then."""

@@ -18,6 +18,7 @@ from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.measuring.episode_log import Episodes
+from reap.core.measuring.moments import Moments, Name, as_tensors
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.profiling import RolloutTracer, TraceSettings
@@ -87,6 +88,7 @@ class WorkerInfo:
     needed: tuple[str, ...]  # the names an update may not leave out
     weighs: bool  # whether its policy has weights at all
     lanes: int | None = None  # it has in all, where a rollout does not hold every one
+    learns: bool = False  # whether its env has running statistics that workers share
     told: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
 
@@ -103,6 +105,7 @@ class RolloutReady:
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
+    statistics: Mapping[Name, Moments] | None = None  # that its env learns while it steps: what it has seen in all
     state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
 
 
@@ -171,6 +174,7 @@ class WorkerServer:
             weighs=isinstance(model, nn.Module),
             told=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
             lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
+            learns=bool(self.worker.running_statistics()),
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
@@ -219,6 +223,7 @@ class WorkerServer:
             self.since,
             worker.span,
             worker.ended_since(),
+            self.do_statistics() or None,
             self._saved_state(),
         )
 
@@ -261,6 +266,8 @@ class WorkerServer:
         """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        if learned := self.do_statistics():
+            state["statistics"] = [as_tensors(one) for one in learned.values()]
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
 
     def _saved_state(self) -> dict[str, Any] | None:
@@ -294,6 +301,16 @@ class WorkerServer:
         else:
             local.load(self.worker.model, weights)
         self.worker.version = version
+
+    def do_statistics(self) -> dict[Name, Moments]:
+        """What its env has learned by itself, by the names of its statistics."""
+        return {one.name: one.own() for one in self.worker.running_statistics()}
+
+    def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
+        """What the envs of all others have learned."""
+        for one in self.worker.running_statistics():
+            if one.name in elsewhere:
+                one.hear(elsewhere[one.name])
 
     def do_mark_cut(self) -> None:
         """The trajectories that were open here have ended with the worker whose place this one has taken."""

@@ -19,7 +19,7 @@ from reap.buffers.replay import ReplayBuffer
 from reap.collectors.options import Options
 from reap.core.columns.assemble_frames import mark_frames
 from reap.core.columns.assemble_ragged import assembler
-from reap.core.slot import FRAME, MASK, Layout, Slot
+from reap.core.slot import FIRST, FRAME, MASK, Layout, Slot
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
@@ -115,6 +115,8 @@ def _plain(batch: TensorDictBase, ours: bool) -> TensorDictBase:
     """Without what no buffer stores: where compact episodes end; and for foreign ones, names of dimensions."""
     if batch.get(FINAL, None) is not None:
         batch = batch.exclude(FINAL)
+    if batch.get(FIRST, None) is not None:  # would be stored with every row
+        batch = batch.exclude(FIRST)
     return batch if ours else _unnamed(batch.copy())
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.resume import CannotResume
 from reap.core.slot import Row
 from reap.spec import EnvSpec, Key
@@ -65,6 +66,10 @@ class EnvHooks:
     def filled(self) -> int:
         """Return how many positions of the next row hold a lane that is ready."""
         return self.spec.lanes
+
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        """Return what is learned of the lanes' values while they are stepped, and shared with other workers."""
+        return ()
 
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.slot import Layout, Row, Slot
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -76,6 +77,9 @@ class Wrapped(Env):
         """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
+
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        return self._env.running_statistics()
 
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return self._env.rebuild_lanes(replace)
