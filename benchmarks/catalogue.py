@@ -15,10 +15,14 @@ from benchmarks import (
     scripts,
     scripts_more,
     training,
+    transforms,
 )
 from benchmarks.board import Workload
 
-MODULES = (scripts_more, scripts, training, env_adapters, processes, ready_envs, buffers, rollouts, remote, gpu)
+MODULES = (
+    *(scripts_more, scripts, training, transforms, env_adapters, processes, ready_envs, buffers, rollouts, remote),
+    gpu,
+)
 
 
 def workloads() -> list[Workload]:

@@ -32,7 +32,7 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 BELOW = {
     "core.capture": set(),
     "core.columns": set(),
-    "core.lanes": set(),
+    "core.lanes": {"core.measuring"},
     "core.measuring": set(),
     "core.policies": {"core.capture", "core.columns"},
     "core.device": {"core.measuring", "core.policies"},
@@ -45,6 +45,7 @@ BELOW = {
     "collectors.parts": set(),
     "collectors.distributed": {"collectors.parts"},
     "envs.adapters": set(),
+    "envs.transforms": {"envs.torchrl"},
     "envs.torchrl": {"envs.adapters", "envs.parallel"},
     "envs.parallel": {"envs.torchrl"},  # lanes in processes may be TorchRL's, and TorchRL's may be in processes
     "compat.startup": set(),
@@ -237,6 +238,7 @@ def test_no_two_classes_have_one_name():
         "reap.compat",
         "reap.data",
         "reap.envs",
+        "reap.envs.transforms",
         "reap.loggers",
         "reap.modules",
         "reap.testing",

@@ -76,6 +76,11 @@ def show_keys(keys: Iterable[Key]) -> str:
     return "[" + ", ".join(show(k) for k in keys) + "]"
 
 
+def in_every_row(row: np.ndarray[Any, Any], steps: int) -> np.ndarray[Any, Any]:
+    """One row `[1, …]` as a column of so many, all of them the same memory."""
+    return np.lib.stride_tricks.as_strided(row, (steps, *row.shape[1:]), (0, *row.strides[1:]))
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One column of the data, as one lane sees it."""
@@ -84,6 +89,7 @@ class Leaf:
     dtype: torch.dtype | None  # None: not tensors
     space: gym.Space[Any] | None = None
     one_hot: bool = False
+    once: bool = False  # a slot has room for the latest value only: for the policy to see, not to be delivered
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -105,6 +111,10 @@ class Leaf:
         if self.loose:
             return np.full(size, None, object)
         return np.zeros((*size, *self.shape), numpy_dtype(self.dtype))
+
+    def copied(self, column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy of a column `[T, …]`; where it is kept once, of its one row."""
+        return in_every_row(column[:1].copy(), len(column)) if self.once else column.copy()
 
     def blank(self) -> Any:
         """What stands where no value is: zeros, for a loose leaf an empty tensor, an empty text or None."""

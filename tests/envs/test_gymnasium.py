@@ -485,3 +485,42 @@ def test_a_users_wrapper_sees_every_step(where):
     batch = Collector(env, lambda observation: torch.tensor([1, 0]), frames_per_batch=23).next()
     assert seen.steps == 23
     assert batch["next", "truncated"].sum() == 4
+
+
+def recorded(env, keys, lanes):
+    """What RecordEpisodeStatistics said at the ends of episodes, and what reap has counted."""
+    c = Collector(GymEnv(env, info_keys=keys), frames_per_batch=120 * lanes)
+    batch = c.next().reshape(-1)
+    done = batch["next", "done"][:, 0]
+    told = batch["next", "episode"]
+    assert not any(value[~done].any() for value in told.values())
+    return {name: sorted(value[done].tolist()) for name, value in told.items()}, c.episodes()
+
+
+def test_record_episode_statistics_tells_what_episodes_does():
+    from gymnasium.wrappers import RecordEpisodeStatistics
+
+    told, episodes = recorded(RecordEpisodeStatistics(gym.make("CartPole-v1")), ["episode"], 1)
+    assert told.keys() == {"r", "l", "t"}
+    assert told["r"] == told["l"] == sorted(one["length"] for one in episodes)
+    assert episodes
+    keys = {("episode", "l"): np.int64}
+    told, episodes = recorded(RecordEpisodeStatistics(gym.make("CartPole-v1")), keys, 1)
+    assert told == {"l": sorted(one["length"] for one in episodes)}
+
+
+@pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode))
+@pytest.mark.parametrize("inside", [True, False])
+def test_record_episode_statistics_of_vector_envs(mode, inside):
+    from gymnasium import wrappers
+
+    def one():
+        env = gym.make("CartPole-v1")
+        return wrappers.RecordEpisodeStatistics(env) if inside else env
+
+    env = gym.vector.SyncVectorEnv([one] * 3, autoreset_mode=mode)
+    env = env if inside else wrappers.vector.RecordEpisodeStatistics(env)
+    told, episodes = recorded(env, ["episode"], 3)
+    assert told["l"] == sorted(one["length"] for one in episodes)
+    assert told["r"] == sorted(one["return"] for one in episodes)
+    assert len(episodes) > 3

@@ -47,7 +47,15 @@ def test_workloads_are_measured(words, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "group",
-    ["scripts", "bare envs", "modules and functions", "end to end", "env adapters", "two worker processes"]
+    [
+        "scripts",
+        "bare envs",
+        "modules and functions",
+        "end to end",
+        "env adapters",
+        "two worker processes",
+        "transforms",
+    ]
     + ["whoever is ready", "replay buffers", "env.rollout", "remote workers: distributed"],
 )
 def test_every_workload_of_a_group_runs(group, tmp_path):

@@ -18,6 +18,7 @@ from reap.core.attribute_path import get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.ledger import TrajectoryIds
 from reap.core.measuring.episode_log import Episodes
+from reap.core.measuring.moments import Moments, Name, as_tensors
 from reap.core.measuring.times import WorkClock
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.profiling import RolloutTracer, TraceSettings
@@ -87,6 +88,7 @@ class WorkerInfo:
     needed: tuple[str, ...]  # the names an update may not leave out
     weighs: bool  # whether its policy has weights at all
     lanes: int | None = None  # it has in all, where a rollout does not hold every one
+    learns: bool = False  # whether its env has running statistics that workers share
     told: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
 
@@ -103,6 +105,7 @@ class RolloutReady:
     since: int = 0  # the call it began anew with
     span: tuple[float, float] = (0.0, 0.0)  # from when to when it was made
     episodes: Episodes | None = None  # that ended in it, by the clock of `span`
+    statistics: Mapping[Name, Moments] | None = None  # that its env learns while it steps: what it has seen in all
     state_after: Mapping[str, Any] | None = None  # where the worker is after it, for another to go on from there
 
 
@@ -143,6 +146,7 @@ class WorkerServer:
             self.writer = writer()
             if job.hooks is not None:
                 self.writer.before, self.writer.hook = job.hooks
+        self.doing = "waiting"
 
     @property
     def hooks(self) -> Hooks:
@@ -170,13 +174,16 @@ class WorkerServer:
             weighs=isinstance(model, nn.Module),
             told=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
             lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
+            learns=bool(self.worker.running_statistics()),
         )
 
     def answer(self, call: int, name: str, arguments: Sequence[Any]) -> Answer:
         """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
         self.doing = name
         self.since = call if name in _ANEW else self.since
-        return answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        self.doing = "waiting"
+        return answer
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
@@ -216,7 +223,8 @@ class WorkerServer:
             self.since,
             worker.span,
             worker.ended_since(),
-            self._open_state() if self._saves else None,
+            self.do_statistics() or None,
+            self._saved_state(),
         )
 
     def counts(self) -> dict[str, Any]:
@@ -241,19 +249,30 @@ class WorkerServer:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def do_reset(self, taken: int) -> None:
+    def do_reset(self, taken: int) -> Any:
+        """Begin new episodes; so many of its frames were taken. Returns the state it is in then."""
         self.worker.reset()
         self._count_on(taken)
+        return self._saved_state()
 
-    def do_set_seed(self, taken: int, seed: int, static: bool) -> int:
+    def do_set_seed(self, taken: int, seed: int, static: bool) -> Any:
+        """Seed the lanes and begin new episodes; returns the state it is in then, where that is kept."""
         self._forget()
         self._count_on(taken)
-        return self.worker.set_seed(seed, static=static)
+        self.worker.set_seed(seed, static=static)
+        return self._saved_state()
 
     def do_state(self) -> dict[str, Any]:
+        """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        if learned := self.do_statistics():
+            state["statistics"] = [as_tensors(one) for one in learned.values()]
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
+
+    def _saved_state(self) -> dict[str, Any] | None:
+        """Where it is, for another to go on from there, if it is to say so."""
+        return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
         state = {"resume": self.worker.open_state()}
@@ -261,7 +280,8 @@ class WorkerServer:
             state = without_episodes(state, "it writes to a buffer; what it holds back of open episodes is not kept")
         return state["resume"]
 
-    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
+        """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
@@ -272,6 +292,7 @@ class WorkerServer:
             self.worker.resume(state["resume"])
         self._count_on(taken, loaded=True)
         self._forget()
+        return self._saved_state()
 
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()  # older ones, seen now so that they are not taken for newer later
@@ -280,6 +301,16 @@ class WorkerServer:
         else:
             local.load(self.worker.model, weights)
         self.worker.version = version
+
+    def do_statistics(self) -> dict[Name, Moments]:
+        """What its env has learned by itself, by the names of its statistics."""
+        return {one.name: one.own() for one in self.worker.running_statistics()}
+
+    def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
+        """What the envs of all others have learned."""
+        for one in self.worker.running_statistics():
+            if one.name in elsewhere:
+                one.hear(elsewhere[one.name])
 
     def do_mark_cut(self) -> None:
         """The trajectories that were open here have ended with the worker whose place this one has taken."""
@@ -318,6 +349,7 @@ class WorkerServer:
             self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
+        """Return the weights that act, by name."""
         self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -19,7 +19,7 @@ from reap.buffers.replay import ReplayBuffer
 from reap.collectors.options import Options
 from reap.core.columns.assemble_frames import mark_frames
 from reap.core.columns.assemble_ragged import assembler
-from reap.core.slot import FRAME, MASK, Layout, Slot
+from reap.core.slot import FIRST, FRAME, MASK, Layout, Slot
 from reap.errors import UsageError, WrongArgument, WrongState
 from reap.spec import Key
 from reap.trajectories import FINAL, WholeTrajectories, split_trajectories
@@ -40,7 +40,7 @@ class WriteOptions:
 
     @classmethod
     def of(cls, options: Options) -> WriteOptions:
-        """As these options have it."""
+        """Return what these options say about writing."""
         return cls(
             by_step=not options.extend_buffer,
             whole=options.trajs_per_batch is not None,
@@ -115,6 +115,8 @@ def _plain(batch: TensorDictBase, ours: bool) -> TensorDictBase:
     """Without what no buffer stores: where compact episodes end; and for foreign ones, names of dimensions."""
     if batch.get(FINAL, None) is not None:
         batch = batch.exclude(FINAL)
+    if batch.get(FIRST, None) is not None:  # would be stored with every row
+        batch = batch.exclude(FIRST)
     return batch if ours else _unnamed(batch.copy())
 
 
@@ -187,7 +189,7 @@ class WriterMaker:
     timeout: float | None
 
     def __call__(self, fds: Sequence[int], worker: int) -> Writer:
-        """For this worker, with the buffer's descriptors as they are there."""
+        """Make the writer of this worker, from the buffer's descriptors as they are in its process."""
         buffer = ReplayBuffer.open(fds, self.description)
         buffer.watch(self.timeout, worker)
         for transform in self.transforms:

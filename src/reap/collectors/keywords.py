@@ -82,6 +82,15 @@ class CommonOptions(TypedDict, total=False):
     minute the log says where it is."""
     start_method: Literal["forkserver", "spawn"]
     """How workers start, "forkserver" or "spawn"."""
+    on_failure: Literal["raise", "restart", "drop"]
+    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
+    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
+    max_restarts: int | None
+    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
+    restart_window: float
+    """Seconds over which restarts are counted."""
+    on_restart: Callable[[Any], Any] | None
+    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     pre_collect_hook: Callable[[], Any] | None
     """Called before each batch is collected."""
     post_collect_hook: Callable[[Any], Any] | None
@@ -140,15 +149,6 @@ class CollectorOptions(BatchedCollectorOptions, total=False):
     """Accepted; threads of this process are left as they are."""
     init_fn: Callable[[], Any] | None
     """Called first in each worker."""
-    on_failure: Literal["raise", "restart", "drop"]
-    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
-    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
-    max_restarts: int | None
-    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
-    restart_window: float
-    """Seconds over which restarts are counted."""
-    on_restart: Callable[[Any], Any] | None
-    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     hooks_in_workers: bool
     """Call both hooks in the workers, with what each has made, in place of here with whole batches."""
 
@@ -189,14 +189,5 @@ class MultiCollectorOptions(CommonOptions, total=False):
     """Accepted; threads of this process are left as they are."""
     init_fn: Callable[[], Any] | None
     """Called first in each worker."""
-    on_failure: Literal["raise", "restart", "drop"]
-    """What is done about a worker that dies, raises or is silent for longer than `timeout`: "raise" closes everything
-    and raises its error; "restart" puts another in its place; "drop" goes on without it. See docs/failures.md."""
-    max_restarts: int | None
-    """With "restart": how many workers may be started again within `restart_window`; None: any number."""
-    restart_window: float
-    """Seconds over which restarts are counted."""
-    on_restart: Callable[[Any], Any] | None
-    """Called with a `reap.collectors.WorkerFailure` after each restart, and when a worker is dropped."""
     hooks_in_workers: bool
     """Call both hooks in the workers, with what each has made, in place of here with whole batches."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.resume import CannotResume
 from reap.core.slot import Row
 from reap.spec import EnvSpec, Key
@@ -66,6 +67,10 @@ class EnvHooks:
         """Return how many positions of the next row hold a lane that is ready."""
         return self.spec.lanes
 
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        """Return what is learned of the lanes' values while they are stepped, and shared with other workers."""
+        return ()
+
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         """From now on, make the env of a lane anew where it raises; returns False where that cannot be done.
 
@@ -73,6 +78,13 @@ class EnvHooks:
         lane, which `step` returns among those that ended, not done.
         """
         return False
+
+    def not_rebuilt(self) -> str:
+        """Say why it cannot make the env of one lane anew."""
+        return (
+            f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
+            f"observations of fixed shapes, and no failure_dir"
+        )
 
     def restarts(self) -> int:
         """Return how many of those that step lanes were started again, or made anew, after a failure."""

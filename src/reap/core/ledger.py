@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from reap.core.columns.skipped_rows import clear_rest, close_gaps, running
-from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
+from reap.core.slot import CUT, FLAGS, MASK, TRAJ_IDS, VERSION, Slot
 from reap.core.stats import Stats
 from reap.spec import EnvSpec
 
@@ -226,7 +227,7 @@ class Ledger:
             return when, None
         made = None
         stay = _NOT_MOVED - {VERSION} if versions else _NOT_MOVED
-        columns = [column for key, column in slot.arrays.items() if key not in stay]
+        columns = [column for key, column in slot.arrays.items() if key not in stay and column.strides[0]]
         if self._skips:
             moved, made = close_gaps(mask, columns, when, where)
             for flag in _FLAGS:  # set at ends and nowhere else

@@ -24,7 +24,7 @@ from reap.core.ledger import Ledger
 from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
+from reap.core.slot import FIRST, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised, reraise
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
@@ -157,6 +157,8 @@ class RolloutLoop:
             arrays[MASK][...] = True
         for key, value in zip(self._keys.observation, self.current):
             arrays[key][0] = value
+            if (*FIRST, *key) in arrays:
+                arrays[(*FIRST, *key)][0] = value
 
     def _finish(self, slot: Slot, policy: Policy, steps: int, row: Row, ends: EpisodeEnds, due: list[int]) -> None:
         """Write what follows from the steps made, of which `row` is the last; lanes that are `due` are reset next."""

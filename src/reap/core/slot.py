@@ -29,7 +29,7 @@ import torch
 
 from reap.core.columns.object_columns import ObjectColumn
 from reap.errors import ReapError, UsageError
-from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import USUAL, BatchShape, EnvSpec, Key, Leaf, in_every_row, numpy_dtype
 
 _ALIGN = 64
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -38,11 +38,9 @@ _CHUNK = 1024  # rows cut at once: beyond it the views would outweigh the data t
 FLAGS = ("done", "terminated", "truncated")
 TRAJ_IDS: Key = ("collector", "traj_ids")
 MASK: Key = ("collector", "mask")
-EPISODE_RETURN: Key = ("collector", "episode_return")  # of the episode of each frame, so far
-EPISODE_LENGTH: Key = ("collector", "episode_length")
-EPISODE_COLUMNS = {EPISODE_RETURN: Leaf((), torch.float64), EPISODE_LENGTH: Leaf((), torch.int64)}
 CUT: Key = ("collector", "cut")  # the first row of a lane after a failure: the trajectory before it was cut
 VERSION: Key = ("policy_version",)
+FIRST: Key = ("collector", "first")  # under it: what policies saw at the first row of columns that are kept once
 FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/columns/assemble_frames.py)
 
 
@@ -61,7 +59,8 @@ class Layout:
             if leaf.loose:
                 continue
             self.offsets[key] = end
-            length = steps * lanes * int(np.prod(leaf.shape, dtype=np.int64)) * numpy_dtype(leaf.dtype).itemsize
+            rows, numbers = 1 if leaf.once else steps, int(np.prod(leaf.shape, dtype=np.int64))
+            length = rows * lanes * numbers * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
 
@@ -106,9 +105,10 @@ class Layout:
         found = {}
         for key in self.offsets:
             leaf = self.columns[key]
-            dtype, shape = numpy_dtype(leaf.dtype), (self.steps, self.lanes, *leaf.shape)
+            dtype, shape = numpy_dtype(leaf.dtype), (1 if leaf.once else self.steps, self.lanes, *leaf.shape)
             size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            found[key] = block[self.offsets[key] : self.offsets[key] + size].view(dtype).reshape(shape)
+            array = block[self.offsets[key] : self.offsets[key] + size].view(dtype).reshape(shape)
+            found[key] = in_every_row(array, self.steps) if leaf.once else array
         return found
 
     def tensors(self, arrays: Mapping[Key, np.ndarray[Any, Any]]) -> dict[Key, torch.Tensor]:
@@ -120,7 +120,7 @@ class Layout:
                 continue
             tensor = self.tensor(key, array)
             tensor = tensor.transpose(0, 1) if self.batched else tensor[:, 0]
-            if self.look.contiguous:
+            if self.look.contiguous and not self.columns[key].once:
                 tensor = tensor.contiguous()  # the slot is free again as soon as all columns are copied
             found[key] = tensor if dims is None else tensor.reshape(*dims, *tensor.shape[1:])
         return found
@@ -160,7 +160,7 @@ class Row:
         "truncated",
     )
 
-    inputs: tuple[Any, ...]  # what the policy reads: tensors, and Cells of loose columns
+    inputs: tuple[Any, ...]  # what the policy reads: tensors, and an ObjectColumn for each loose column
     outputs: tuple[np.ndarray[Any, Any], ...]  # what the policy writes, action among them
     action: tuple[np.ndarray[Any, Any], ...]  # what the env reads
     next: tuple[np.ndarray[Any, Any], ...]  # what the env writes: successors
@@ -227,7 +227,8 @@ class Slot:
 
     def copied(self) -> dict[Key, np.ndarray[Any, Any]]:
         """Copies of all columns, each its own: keeping one keeps one."""
-        return {key: array.copy() for key, array in self.arrays.items() if key not in self._loose} | self.hand_over()
+        columns = {key: leaf for key, leaf in self.layout.columns.items() if key not in self._loose}
+        return {key: leaf.copied(self.arrays[key]) for key, leaf in columns.items()} | self.hand_over()
 
     def lend(self) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns for a consumer to keep; the slot is `returned` when nothing looks at any of them any more."""

@@ -19,6 +19,7 @@ from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
+from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
@@ -29,7 +30,7 @@ from reap.core.policies.recurrent_state import carry_of, remembering
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
-from reap.core.slot import CUT, EPISODE_COLUMNS, FRAME, MASK, Layout, Pool, Slot, State
+from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
 from reap.errors import UsageError
@@ -144,6 +145,8 @@ class Worker(AnyWorker):
         spec, plan = self.env.spec, self.plan
         may_skip = self.env.tells_cuts or (plan.tell_cuts and not plan.compact)  # the same for all workers
         cuts = plan.tell_cuts or self.env.tells_cuts
+        more = {(*FIRST, *key): leaf for key, leaf in spec.observation.items() if leaf.once}
+        more |= (EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {})
         columns = columns_of(
             spec,
             self.policy,
@@ -151,7 +154,7 @@ class Worker(AnyWorker):
             mask=plan.masked or not plan.reset_when_done or self.halting is not None or may_skip,
             version=plan.track_policy_version,
             compact=plan.compact,
-            more=(EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {}),
+            more=more,
         )
         if plan.compact:
             self._check_compact(columns)
@@ -192,11 +195,10 @@ class Worker(AnyWorker):
             )
         if FRAME in columns:
             raise UsageError("compact_obs stores tensors of one shape; this env's steps are kept as they are")
-        ragged = [key for key, leaf in columns.items() if leaf.ragged]
-        if ragged:
-            raise UsageError(
-                f"compact_obs stores tensors of one shape; {show_keys(ragged[:1])} is ragged: leave it out"
-            )
+        odd = [key for key, leaf in columns.items() if leaf.ragged or leaf.once]
+        if odd:
+            what = "ragged" if columns[odd[0]].ragged else "stacked"
+            raise UsageError(f"compact_obs stores tensors of one shape; {show_keys(odd[:1])} is {what}: leave it out")
         both = [key for key in self.env.spec.observation if key in self.policy.outputs]
         if both:
             raise UsageError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reap.core.env import CLOSED, Env
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.policy import Policy
 from reap.core.resume import FORMAT, CannotResume, check, generators, packed, set_generators, unpacked
 from reap.core.rollout import RolloutLoop
@@ -32,7 +33,7 @@ class AnyWorker:
 
     @property
     def version(self) -> int:
-        """Of the weights that act."""
+        """The version of the weights that act."""
         return self.loop.version
 
     @version.setter
@@ -53,6 +54,10 @@ class AnyWorker:
     def ended_since(self) -> Any:
         """Episodes that ended since this was asked last."""
         return self.stats.ended_since()
+
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        """What its env learns while it is stepped."""
+        return self.env.running_statistics()
 
     def explain(self) -> str:
         """How env and policy are run, a line each."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.measuring.moments import RunningStatistics
 from reap.core.slot import Layout, Row, Slot
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -77,8 +78,14 @@ class Wrapped(Env):
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
 
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        return self._env.running_statistics()
+
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return self._env.rebuild_lanes(replace)
+
+    def not_rebuilt(self) -> str:
+        return self._env.not_rebuilt()
 
     def restarts(self) -> int:
         return self._env.restarts()
@@ -139,7 +146,7 @@ class Wrapped(Env):
 
 
 class WrappedOnDevice(DeviceEnv):
-    """The same for lanes on a device."""
+    """An env on a device around another, as `Wrapped` is elsewhere."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
         self._env = self.behind = env

@@ -10,16 +10,23 @@ import numpy as np
 import torch
 
 from reap.errors import UsageError, WrongArgument
-from reap.spec import Key, Leaf, show_keys, torch_dtype
+from reap.spec import AnyKey, Key, Leaf, as_key, show_keys, torch_dtype
 
-InfoKeys = Sequence[str] | Mapping[str, Any]
+InfoKeys = Sequence[AnyKey] | Mapping[AnyKey, Any]
+_RECORDED = ("r", "l", "t")  # what Gymnasium's RecordEpisodeStatistics says at the end of an episode
 
 
-def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
-    """Declared info keys as leaves: a bare name is a float32 number; a mapping gives dtype, (dtype, shape), space."""
+def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf], env: Any = None) -> dict[Key, Leaf]:
+    """Declared info keys as leaves: a bare name is a float32 number; a mapping gives dtype, (dtype, shape), space.
+
+    A tuple names an entry of a dict in the info. `env`: whose wrappers are looked at for what they put there.
+    """
     if isinstance(info_keys, str):
         raise WrongArgument(f"info_keys must be a list of names or a mapping, got the string {info_keys!r}")
     declared = dict(info_keys) if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys, np.float32)
+    if "episode" in declared and records_episodes(env):
+        kind = declared.pop("episode")
+        declared.update({("episode", entry): kind for entry in _RECORDED})
     leaves: dict[Key, Leaf] = {}
     for name, what in declared.items():
         if isinstance(what, gym.Space):
@@ -28,8 +35,31 @@ def info_leaves(info_keys: InfoKeys, taken: Mapping[Key, Leaf]) -> dict[Key, Lea
             dtype, shape = what.dtype, what.shape or ()
         else:
             dtype, shape = what if isinstance(what, tuple) else (what, ())
-        leaves[(name,)] = Leaf(tuple(shape), dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype))
+        leaves[as_key(name)] = Leaf(tuple(shape), dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype))
     clash = [key for key in leaves if key in taken]
     if clash:
         raise UsageError(f"info_keys {show_keys(clash)} are observation keys already")
     return leaves
+
+
+def info_entry(info: Any, key: Key) -> Any:
+    """What an info dict has under a key; None if nothing."""
+    for part in key:
+        info = info.get(part) if isinstance(info, Mapping) else None
+    return info
+
+
+def recorded_at_end(info: Mapping[str, Any], key: Key) -> bool:
+    """Whether an entry is what Gymnasium's RecordEpisodeStatistics says of an episode that ended."""
+    found = info.get(key[0])
+    return len(key) == 2 and isinstance(found, Mapping) and {*_RECORDED} <= found.keys()
+
+
+def records_episodes(env: Any) -> bool:
+    """Whether Gymnasium's RecordEpisodeStatistics is around an env, or around those of a vector env."""
+    while env is not None:
+        if type(env).__name__ == "RecordEpisodeStatistics":
+            return True
+        inner = getattr(env, "envs", None)  # of a vector env
+        env = inner[0] if inner else getattr(env, "env", None)
+    return False

@@ -57,8 +57,8 @@ class Message(NamedTuple):
     def of_rollout(cls, full: RolloutReady, block: np.ndarray[Any, Any]) -> Message:
         """A full slot. References, finals and episodes have no fixed size: they are bytes beside it."""
         ended = full.episodes is not None and len(full.episodes)
-        more = bool(full.loose) or full.finals is not None or ended or full.state_after is not None
-        kept = full.finals, full.loose, full.episodes, full.state_after
+        kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
+        more = bool(full.loose) or ended or any(one is not None for one in (kept[0], *kept[3:]))
         data = bytes(cloudpickle.dumps(kept)) if more else b""
         header = np.zeros(_WORDS, np.int64)
         header[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
@@ -77,16 +77,16 @@ class Header:
 
     def full(self, more: bytes) -> RolloutReady:
         """The rollout it speaks of."""
-        finals, loose, episodes, state_after = pickle.loads(more) if more else (None, {}, None, None)
+        finals, loose, *rest = pickle.loads(more) if more else (None, {}, None, None, None)
         frames, version, since = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
         span = begun, ended
-        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, span, episodes, state_after)
+        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, span, *rest)
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Room for one."""
+    """Return memory for the numbers of a message."""
     return np.zeros(_WORDS, np.int64)
 
 

@@ -16,6 +16,7 @@ from reap.core.device.cudagraph_rollout import CudaGraphRollout
 from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
 from reap.core.env import DeviceEnv, Env
+from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.call_policy import CallPolicy
@@ -25,7 +26,7 @@ from reap.core.policies.recurrent_state import carry_of, needs_room
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop, columns_of
-from reap.core.slot import EPISODE_COLUMNS, FLAGS, Pool, Slot, State
+from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker import Plan
 from reap.core.worker_base import AnyWorker

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from reap.core.ledger import Ledger
-from reap.core.slot import CUT, EPISODE_LENGTH, EPISODE_RETURN, MASK, TRAJ_IDS, VERSION, Slot
+from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
+from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
 from reap.spec import READY, Key
 
 Array = np.ndarray[Any, Any]

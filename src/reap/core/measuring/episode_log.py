@@ -17,6 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from reap.spec import Key, Leaf
+
+EPISODE_RETURN: Key = ("collector", "episode_return")  # of the episode of each frame, so far
+EPISODE_LENGTH: Key = ("collector", "episode_length")
+EPISODE_COLUMNS = {EPISODE_RETURN: Leaf((), torch.float64), EPISODE_LENGTH: Leaf((), torch.int64)}
 RECENT = 100  # episodes over which means and percentiles are taken
 KEPT = 100_000  # episodes that nobody has asked for: older ones are forgotten, and counted
 COLUMNS = (
@@ -93,7 +98,10 @@ class EpisodeLog:
         new = episodes.copy()
         new[:, TIME] += shift
         new[:, WORKER] = worker
-        self._recent[worker] = _latest(self._recent.get(worker, NO_EPISODES), new)
+        before = self._recent.get(worker, NO_EPISODES)
+        if len(before):  # whatever is known of its clock, a worker's episodes stay in their order
+            np.maximum(new[:, TIME], before[-1, TIME], out=new[:, TIME])
+        self._recent[worker] = _latest(before, new)
         self._untold.add(new)
 
     def take(self) -> Episodes:

@@ -19,10 +19,10 @@ from reap.core.resume import CannotResume
 from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
-from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import UsageError, WorkerRaised, WrongArgument, missing, reraise
-from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 def is_envpool(thing: Any) -> bool:
@@ -104,9 +104,9 @@ class EnvPoolLanes(Env):
         self._observations.write_some(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
-            value = info.get(key[0])
+            value = info_entry(info, key)
             wanted = (count, *leaf.shape)
-            array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {key[0]!r}")
+            array[at] = 0 if value is None else fit(value, wanted, numpy_dtype(leaf.dtype), f"info {show(key)}")
 
     def close(self) -> None:
         self.env.close()

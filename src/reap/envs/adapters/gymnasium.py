@@ -21,11 +21,11 @@ from reap.envs.adapters.gymnasium_state import noting_actions, restore_env, save
 from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
-from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, checked_space, fit
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.seeding import restart_seed
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 class GymLanes(Env):
@@ -60,7 +60,7 @@ class GymLanes(Env):
                     raise SpecMismatch(f"lane {lane} has {what} {theirs}, lane 0 has {mine}")
         self._observations = Observations(seen, categorical=categorical, loose=True)
         self._actions = Actions(acted, categorical=categorical)
-        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._info = info_leaves(info_keys, self._observations.leaves, first)
         self._info_at = len(self._observations.leaves)
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
@@ -239,9 +239,9 @@ class GymLanes(Env):
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
-            value = info.get(key[0])
+            value = info_entry(info, key)
             array[lane] = (
-                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {key[0]!r}")
+                0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), what=f"info {show(key)}")
             )
 
     def close(self) -> None:
@@ -293,7 +293,8 @@ class GymEnv(EnvBase):
         from_pixels: what `render()` shows, as "pixels", in place of the env's own observations; beside them with
             `pixels_only=False`.
         info_keys: info entries to keep as columns: names (float32 numbers), or a mapping from name to a dtype, a
-            (dtype, shape) or a space. Missing entries are zero.
+            (dtype, shape) or a space. Missing entries are zero. A tuple names an entry of a dict; "episode" all that
+            Gymnasium's `RecordEpisodeStatistics` says at the end of one.
         device: where tensors used by hand are placed.
     """
 

@@ -21,10 +21,10 @@ from reap.core.env import Env, Rows
 from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
-from reap.envs.info import InfoKeys, info_leaves
+from reap.envs.info import InfoKeys, info_entry, info_leaves, recorded_at_end, records_episodes
 from reap.envs.spaces import Actions, Observations, checked_space, fit
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
-from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
+from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 class VectorLanes(Env):
@@ -58,7 +58,8 @@ class VectorLanes(Env):
         shape, dtype = self._observations.plain
         self._plain = None if shape is None else ((self._count, *shape), dtype)  # one array: a bare row assignment
         self._actions = Actions(checked_space(env, "single_action_space"), categorical=categorical)
-        self._info = info_leaves(info_keys, self._observations.leaves)
+        self._info = info_leaves(info_keys, self._observations.leaves, env)
+        self._options: type[dict[str, Any]] = _SharedOptions if records_episodes(env) else dict
         self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
         skipping = self.mode is AutoresetMode.NEXT_STEP and not self._resets_lanes
         self.spec = EnvSpec(
@@ -112,7 +113,7 @@ class VectorLanes(Env):
             else:
                 mask = np.zeros(self._count, np.bool_)
                 mask[chosen] = True
-                observation, info = self.env.reset(seed=seed, options={"reset_mask": mask})
+                observation, info = self.env.reset(seed=seed, options=self._options(reset_mask=mask))
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
         at: Any = slice(None) if every else chosen
@@ -168,29 +169,28 @@ class VectorLanes(Env):
             for lane in ended:
                 self._kept[lane] = tuple(array[lane : lane + 1].copy() for array in row.next)
                 self._observations.write(_final(info, lane), row.next, lane)
-                self._write_final_info(info.get("final_info", {}), row.next, lane)
+                self._write_final_info(info, row.next, lane)
         return ended
 
-    def _write_final_info(self, info: Any, arrays: Rows, lane: int) -> None:
-        if isinstance(info, np.ndarray):  # one dict per lane
-            info = {key: [value] for key, value in (info[lane] or {}).items()}
-            lane_in_info = 0
-        else:
-            lane_in_info = lane
+    def _write_final_info(self, whole: Mapping[str, Any], arrays: Rows, lane: int) -> None:
+        info: Any = whole.get("final_info", {})
+        alone = isinstance(info, np.ndarray)  # one dict per lane
+        info = (info[lane] or {}) if alone else info
         for array, (key, leaf) in zip(arrays[len(self._observations.leaves) :], self._info.items()):
-            values = info.get(key[0])
-            array[lane] = (
-                0 if values is None else fit(values[lane_in_info], leaf.shape, numpy_dtype(leaf.dtype), key[0])
-            )
+            value = info_entry(info, key)
+            if value is None and recorded_at_end(whole, key):
+                continue  # said of the episode that ended, beside the info of the one that began
+            value = value if value is None or alone else value[lane]
+            array[lane] = 0 if value is None else fit(value, leaf.shape, numpy_dtype(leaf.dtype), f"info {show(key)}")
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, at: Any) -> None:
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
-            values, given = info.get(key[0]), info.get(f"_{key[0]}")
+            values, given = info_entry(info, key), info.get(f"_{key[0]}")
             if values is None:
                 array[at] = 0
                 continue
-            whole = fit(np.asarray(values), (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {key[0]!r}")
+            whole = fit(np.asarray(values), (self._count, *leaf.shape), numpy_dtype(leaf.dtype), f"info {show(key)}")
             array[at] = whole[at]
             if given is not None:
                 absent = ~np.asarray(given)
@@ -209,6 +209,15 @@ class VectorLanes(Env):
 
     def close(self) -> None:
         self.env.close()
+
+
+class _SharedOptions(dict[str, Any]):
+    """Options of a reset that stay whole: Gymnasium's vector envs take `reset_mask` out of what they are given, and the
+    wrapper that counts returns, which looks for it afterwards, would count anew for every lane.
+    """
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return self.get(key, *default)
 
 
 def _lanes(at: Any, count: int) -> set[int]:

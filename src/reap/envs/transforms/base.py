@@ -1,0 +1,255 @@
+"""Transforms: what is done to observations and rewards between an env and the policy, for all lanes at once.
+
+    env ── step ──► row of raw values ──► transform ──► … ──► row of the slot: what the policy sees and a batch holds
+
+A `Transform` says what is to be done; around an env it is a `TransformLanes`, an env itself. Where values keep their
+shape and dtype the env writes into the slot's row and they are changed there; else it writes into memory of its own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from reap.core.env import Env, Rows
+from reap.core.measuring.moments import RunningStatistics
+from reap.core.slot import Layout, Row, Slot
+from reap.core.wrapped import Wrapped
+from reap.envs.accept import as_env
+from reap.envs.base import EnvBase
+from reap.envs.torchrl.lanes import is_torchrl
+from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.spec import AnyKey, EnvSpec, Key, Leaf, as_key, show, show_keys
+
+Array = np.ndarray[Any, Any]
+
+
+class Transform(abc.ABC):
+    """What is done to an env's values. It may be given to several envs, and travels to workers."""
+
+    @abc.abstractmethod
+    def around(self, env: Env) -> Env:
+        """This env, transformed."""
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({told})"
+
+
+class TransformedEnv(EnvBase):
+    """An env with transforms around it, applied in this order.
+
+    >>> env = TransformedEnv(SerialEnv(4, "CartPole-v1"), NormalizeObservation(), ScaleReward(0.1))
+    >>> env.rollout(3)["observation"].shape
+    torch.Size([4, 3, 4])
+
+    Args:
+        env: whatever a collector takes: an env of reap's, a Gymnasium env or id, a vector env; with lanes, transforms
+            work on all of them at once.
+        *transforms: of `reap.envs.transforms`, the one nearest to the env first; or one list of them.
+    """
+
+    def __init__(self, env: Any, *transforms: Any, device: Any = None) -> None:
+        if len(transforms) == 1 and isinstance(transforms[0], (list, tuple)):
+            transforms = tuple(transforms[0])
+        wrong = [one for one in transforms if not isinstance(one, Transform)]
+        if wrong:
+            raise WrongArgument(f"transforms must be of reap.envs.transforms, got {wrong[0]!r}")
+        if is_torchrl(env):
+            raise UsageError(
+                "TorchRL's envs have transforms of their own, which reap runs: torchrl.envs.TransformedEnv(env, …)"
+            )
+        self.transforms = transforms
+        lanes = as_env(env)
+        try:
+            for one in transforms:
+                lanes = one.around(lanes)
+        except BaseException:
+            lanes.close()
+            raise
+        super().__init__(lanes, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Statistics of its transforms, and what the env itself has to say."""
+        return self.lanes_env.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The counterpart of `state_dict`."""
+        self.lanes_env.load_state_dict(state)
+
+
+class TransformLanes(Wrapped):
+    """An env around another that changes its values.
+
+    `raw`: leaves whose shape or dtype it changes, by their place, as the inner env has them; `added`: leaves it adds.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        name: str,
+        *,
+        changed: Mapping[Key, Leaf] | None = None,
+        added: Mapping[Key, Leaf] | None = None,
+    ) -> None:
+        spec = env.spec
+        if spec.ready_of is not None:
+            raise UsageError(
+                f"{name} works on lanes in step; these come as they are ready: give it to each env in the pool, "
+                f"TransformedEnv(env, {name}(…))"
+            )
+        clash = [key for key in added or {} if key in spec.observation]
+        if clash:
+            raise UsageError(f"{name} adds {show(clash[0])}, which the env has already; give it another key")
+        own = spec.observation
+        new = {key: (changed or {}).get(key, leaf) for key, leaf in own.items()} | dict(added or {})
+        side = spec.side | (added or {}).keys()
+        super().__init__(env, dataclasses.replace(spec, observation=new, side=side))
+        self._name, self._own = name, len(own)
+        self._raw: dict[int, Array] = {}  # memory of leaves that the inner env writes differently
+        for at, (key, leaf) in enumerate(own.items()):
+            if key in (changed or {}) and (leaf.shape, leaf.dtype) != (new[key].shape, new[key].dtype):
+                self._raw[at] = leaf.column(spec.lanes)
+        self._every = range(spec.lanes)
+        self._inner = Row()
+        self._inner.copies, self._inner.place, self._inner.narrow = (), None, {}
+
+    def joined(self, others: Sequence[Any]) -> Env:
+        """Transforms of single envs would not work on all lanes at once."""
+        raise UsageError(
+            f"put the transforms around the lanes: TransformedEnv(SerialEnv(n, make_env), {self._name}(…))"
+        )
+
+    def make_slot(self, layout: Layout, index: int) -> Slot:
+        """Lanes elsewhere can write to a slot only what a slot has."""
+        same = not self._raw and self.spec.observation.keys() == self._env.spec.observation.keys()
+        return self._env.make_slot(layout, index) if same else Slot(layout, index)
+
+    def _memory(self, arrays: Rows) -> list[Array]:
+        """Where the inner env writes its leaves."""
+        return [self._raw.get(at, array) for at, array in enumerate(arrays[: self._own])]
+
+    def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
+        inner = self._memory(into)
+        self._env.reset(lanes, inner, seeds)
+        self._begun(list(lanes), inner, into)
+
+    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        if not self._raw:
+            ended = self._env.step(lanes, row)
+            return self._stepped(lanes, row.next, row, ended)
+        inner = self._inner
+        inner.inputs, inner.outputs, inner.action, inner.after = row.inputs, row.outputs, row.action, row.after
+        inner.rewards, inner.reward, inner.mask = row.rewards, row.reward, row.mask
+        inner.terminated, inner.truncated, inner.done = row.terminated, row.truncated, row.done
+        inner.next = tuple(self._memory(row.next))
+        ended = self._env.step(lanes, inner)
+        return self._stepped(lanes, inner.next, row, ended)
+
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        """New episodes in these lanes: their observations are in `raw`, and belong in `into`."""
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        """A step of these lanes: their successors are in `raw`, and belong in `row.next`."""
+        return ended
+
+    def _chosen(self, lanes: Sequence[int], row: Row) -> Any:
+        """The lanes that made a frame, as an index."""
+        if row.mask is not None:
+            return [lane for lane in lanes if row.mask[lane]]
+        return slice(None) if len(lanes) == len(self._every) else list(lanes)
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def _learned(self) -> dict[str, Any]:
+        """What it has learned of all lanes."""
+        return {}
+
+    def _load_learned(self, state: Mapping[str, Any]) -> None:
+        """The counterpart of `_learned`."""
+
+    def _lane_arrays(self) -> dict[str, Array]:
+        """What it remembers of each lane's open episode: arrays `[N, …]`."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"transform": self._name, "learned": self._learned(), "env": self._env.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        if state.get("transform") != self._name:
+            raise UsageError(f"this state is of {state.get('transform')}, the transform here is {self._name}")
+        self._load_learned(state["learned"])
+        self._env.load_state_dict(state["env"])
+
+    def open_state(self) -> Any:
+        kept = {name: torch.from_numpy(array.copy()) for name, array in self._lane_arrays().items()}
+        return {"env": self._env.open_state(), "lanes": kept}
+
+    def load_open_state(self, state: Any) -> None:
+        self._env.load_open_state(state["env"])
+        for name, array in self._lane_arrays().items():
+            array[...] = state["lanes"][name].numpy()
+
+    def lane_state(self, lane: int) -> Any:
+        kept = {name: torch.from_numpy(array[lane : lane + 1].copy()) for name, array in self._lane_arrays().items()}
+        return {"env": self._env.lane_state(lane), "lanes": kept}
+
+    def load_lane_state(self, lane: int, state: Any) -> None:
+        self._env.load_lane_state(lane, state["env"])
+        for name, array in self._lane_arrays().items():
+            array[lane] = state["lanes"][name].numpy()[0]
+
+
+class LearningLanes(TransformLanes):
+    """A transform with running statistics, which all workers share."""
+
+    def __init__(
+        self, env: Env, name: str, statistics: Sequence[RunningStatistics], *, training: bool, **more: Any
+    ) -> None:
+        super().__init__(env, name, **more)
+        self._statistics, self._training = statistics, training
+
+    def running_statistics(self) -> Sequence[RunningStatistics]:
+        return [*self._env.running_statistics(), *(self._statistics if self._training else ())]
+
+    def _learned(self) -> dict[str, Any]:
+        return {str(at): one.state() for at, one in enumerate(self._statistics)}
+
+    def _load_learned(self, state: Mapping[str, Any]) -> None:
+        for at, one in enumerate(self._statistics):
+            one.load(state[str(at)])
+
+
+def chosen_keys(name: str, keys: Collection[AnyKey] | AnyKey | None, spec: EnvSpec) -> list[Key]:
+    """The observations a transform is for: those named, or all that are tensors, but for counters and infos."""
+    if keys is None:
+        found = [key for key, leaf in spec.observation.items() if key not in spec.side and not leaf.loose]
+    else:
+        named = [keys] if isinstance(keys, str) or (isinstance(keys, tuple) and keys in spec.observation) else keys
+        found = [as_key(key) for key in named]
+        absent = [key for key in found if key not in spec.observation]
+        if absent:
+            raise SpecMismatch(
+                f"{name}: keys names {show(absent[0])}; the env has the observations {show_keys(spec.observation)}"
+            )
+    stacked = [key for key in found if spec.observation[key].once]
+    if stacked:
+        raise SpecMismatch(f"{name}: {show(stacked[0])} is stacked already; put FrameStack last")
+    loose = [key for key in found if spec.observation[key].loose]
+    if loose or not found:
+        what = f"{show(loose[0])} has no fixed shape" if loose else "the env has no observation that is a tensor"
+        raise SpecMismatch(f"{name}: {what}")
+    return found
+
+
+def float_leaf(leaf: Leaf) -> Leaf:
+    """The same as floating-point numbers, without bounds."""
+    floats = leaf.dtype is not None and leaf.dtype.is_floating_point and leaf.dtype is not torch.bfloat16
+    return Leaf(leaf.shape, leaf.dtype if floats else torch.float32)

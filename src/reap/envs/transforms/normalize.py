@@ -1,0 +1,191 @@
+"""Observations and rewards, normalised by running statistics of all lanes and workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from reap.core.env import Env, Rows
+from reap.core.measuring.moments import LearnedStatistics, RunningStatistics
+from reap.core.slot import Row
+from reap.envs.transforms.base import LearningLanes, Transform, chosen_keys, float_leaf
+from reap.errors import UsageError, WrongArgument
+from reap.spec import AnyKey, Key, as_key, show, show_keys
+
+Array = np.ndarray[Any, Any]
+
+
+class _Normalizer(Transform):
+    """What both have in common: statistics, and whether they are learned."""
+
+    def __init__(self, epsilon: float, clip: float | None) -> None:
+        for name, value in (("epsilon", epsilon), ("clip", clip)):
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            if not number and not (value is None and name == "clip"):
+                raise WrongArgument(f"{name} must be a positive number, got {value!r}")
+        self.epsilon, self.clip, self.training = epsilon, clip, True
+        self._learned = LearnedStatistics()
+
+    def frozen(self) -> Self:
+        """The same for evaluation: it reads these statistics as they are now or later, and never changes them.
+
+        >>> evaluation = TransformedEnv(make_env(), normalize.frozen())
+        """
+        other = copy.copy(self)
+        other.training = False
+        return other
+
+    def statistics(self, key: AnyKey = "observation") -> RunningStatistics:
+        """Mean, variance and count under one key."""
+        known = self._learned.found
+        if as_key(key) not in known:
+            raise UsageError(f"nothing was learned of {show(as_key(key))} so far, but of {show_keys(known)}")
+        return known[as_key(key)]
+
+    def learned_of(self, key: Key, shape: tuple[int, ...]) -> RunningStatistics:
+        """The statistics of values of this shape."""
+        found = self._learned.of(key)
+        try:
+            found.expect(shape)
+        except ValueError as error:
+            raise UsageError(f"{type(self).__name__} of {show(key)}: {error}; give each kind of env its own") from None
+        return found
+
+
+class NormalizeObservation(_Normalizer):
+    """(observation − mean) / √(variance + epsilon), by the running mean and variance of all that was observed.
+
+    Every observation counts once, as soon as the env has said it: of each step those of all lanes, then those that
+    lanes begin anew with. Statistics are those of all lanes and, between rollouts, of all workers.
+
+    Args:
+        keys: which observations; None: all that are tensors, but for counters and infos.
+        epsilon: is added to the variance.
+        clip: cut off beyond ± this; None: nothing is.
+    """
+
+    def __init__(
+        self, keys: Collection[AnyKey] | AnyKey | None = None, *, epsilon: float = 1e-8, clip: float | None = None
+    ) -> None:
+        super().__init__(epsilon, clip)
+        self.keys = keys
+
+    def around(self, env: Env) -> Env:
+        return _NormalizedObservations(env, self)
+
+    def inverse(self, observation: Tensor, key: AnyKey = "observation") -> Tensor:
+        """Observations as the env has said them, where nothing was clipped."""
+        found = self.statistics(key)
+        mean, scale = (
+            torch.as_tensor(value, device=observation.device) for value in (found.mean, found.scale(self.epsilon))
+        )
+        return (observation * scale + mean).to(observation.dtype)
+
+
+class _NormalizedObservations(LearningLanes):
+    def __init__(self, env: Env, how: NormalizeObservation) -> None:
+        name = "NormalizeObservation"
+        keys = chosen_keys(name, how.keys, env.spec)
+        own = env.spec.observation
+        learned = [how.learned_of(key, own[key].shape) for key in keys]
+        changed = {key: float_leaf(own[key]) for key in keys}
+        super().__init__(env, name, learned, training=how.training, changed=changed)
+        places = {key: at for at, key in enumerate(own)}
+        self._parts = [
+            (places[key], one, np.zeros((env.spec.lanes, *own[key].shape))) for key, one in zip(keys, learned)
+        ]
+        self._epsilon, self._clip = how.epsilon, how.clip
+
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        for at, statistics, _ in self._parts:
+            values = raw[at][lanes].astype(np.float64)
+            if self._training:
+                statistics.update(values)
+            into[at][lanes] = self._normalised(values, statistics)
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        whole = len(lanes) == len(self._every) and row.mask is None
+        chosen = None if whole else self._chosen(lanes, row)
+        for at, statistics, memory in self._parts:
+            if whole:
+                memory[...] = raw[at]
+                values = memory
+            else:
+                values = raw[at][chosen].astype(np.float64)
+            if self._training and len(values):
+                statistics.update(values)
+            row.next[at][... if whole else chosen] = self._normalised(values, statistics)
+        return ended
+
+    def _normalised(self, values: Array, statistics: RunningStatistics) -> Array:
+        """The same memory."""
+        values -= statistics.mean
+        values /= statistics.scale(self._epsilon)
+        if self._clip is not None:
+            np.clip(values, -self._clip, self._clip, out=values)
+        return values
+
+
+class NormalizeReward(_Normalizer):
+    """reward / √(variance + epsilon), by the running variance of the discounted return of each lane.
+
+    A lane's return is G ← γ·G + reward, and begins anew with 0 after an episode's end. All lanes' G count once per
+    step, also the one an episode ends with. Rewards are not shifted: a mean of zero would change what is good.
+
+    Args:
+        gamma: the discount.
+        epsilon: is added to the variance.
+        clip: cut off beyond ± this; None: nothing is.
+    """
+
+    def __init__(self, gamma: float = 0.99, *, epsilon: float = 1e-8, clip: float | None = None) -> None:
+        super().__init__(epsilon, clip)
+        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 <= gamma <= 1:
+            raise WrongArgument(f"gamma must lie between 0 and 1, got {gamma!r}")
+        self.gamma = gamma
+
+    def around(self, env: Env) -> Env:
+        return _NormalizedRewards(env, self)
+
+    def inverse(self, reward: Tensor) -> Tensor:
+        """Rewards as the env has said them, where nothing was clipped."""
+        scale = torch.as_tensor(self.statistics("reward").scale(self.epsilon), device=reward.device)
+        return (reward * scale).to(reward.dtype)
+
+
+class _NormalizedRewards(LearningLanes):
+    def __init__(self, env: Env, how: NormalizeReward) -> None:
+        leaves = env.spec.reward
+        if len(leaves) != 1 or next(iter(leaves.values())).shape != (1,):
+            raise UsageError(f"NormalizeReward is for one reward per lane; this env has {list(leaves)}")
+        (self._learns,) = learned = [how.learned_of(("reward",), ())]
+        super().__init__(env, "NormalizeReward", learned, training=how.training)
+        self._gamma, self._epsilon, self._clip = how.gamma, how.epsilon, how.clip
+        self._return = np.zeros(env.spec.lanes)
+
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        self._return[lanes] = 0.0
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._chosen(lanes, row)
+        reward = row.reward[chosen].astype(np.float64)
+        if self._training:
+            values = self._return[chosen] * self._gamma
+            values += reward
+            self._return[chosen] = values
+            if len(values):
+                self._learns.update(values)
+        reward /= self._learns.scale(self._epsilon)
+        if self._clip is not None:
+            np.clip(reward, -self._clip, self._clip, out=reward)
+        row.reward[chosen] = reward
+        return ended
+
+    def _lane_arrays(self) -> dict[str, Array]:
+        return {"return": self._return}

@@ -1,0 +1,129 @@
+"""Transforms of the shape of observations."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import interpolate
+
+from reap.arguments import whole
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.transforms.base import Transform, TransformLanes, chosen_keys
+from reap.errors import SpecMismatch
+from reap.spec import AnyKey, Leaf, show
+
+Array = np.ndarray[Any, Any]
+_Part = tuple[int | None, bool, tuple[int, int]]  # where colours are, whether it is to be gray, its new size
+_GRAY = (0.299, 0.587, 0.114)  # of red, green and blue, as OpenCV and Gymnasium weigh them
+
+
+class FlattenObservation(Transform):
+    """Observations as one dimension of numbers. It costs nothing: the env writes into the same memory."""
+
+    def __init__(self, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
+        self.keys = keys
+
+    def around(self, env: Env) -> Env:
+        return _Flat(env, self.keys)
+
+
+class _Flat(TransformLanes):
+    def __init__(self, env: Env, keys: Any) -> None:
+        own, name = env.spec.observation, "FlattenObservation"
+        keys = chosen_keys(name, keys, env.spec)
+        sizes = {key: int(np.prod(own[key].shape, dtype=np.int64)) for key in keys}
+        super().__init__(env, name, changed={key: Leaf((sizes[key],), own[key].dtype) for key in keys})
+        leaves = list(own.values())
+        self._shapes = {at: (env.spec.lanes, *leaves[at].shape) for at in self._raw}
+
+    def _memory(self, arrays: Rows) -> list[Array]:
+        shapes = self._shapes
+        return [array.reshape(shapes[at]) if at in shapes else array for at, array in enumerate(arrays[: self._own])]
+
+
+class GrayscaleResize(Transform):
+    """Pictures `[H, W, 3]`, `[3, H, W]` or `[H, W]` of bytes as gray ones `[1, height, width]`, averaged over areas.
+
+    Args:
+        height, width: the new size; None: as it is.
+        gray: False leaves colours, `[3, height, width]`.
+        keys: which observations; None: all that are such pictures.
+    """
+
+    def __init__(
+        self,
+        height: int | None = 84,
+        width: int | None = 84,
+        *,
+        gray: bool = True,
+        keys: Collection[AnyKey] | AnyKey | None = None,
+    ) -> None:
+        self.height, self.width = (
+            whole(name, n, least=1, none=True) for name, n in (("height", height), ("width", width))
+        )
+        self.gray, self.keys = gray, keys
+
+    def around(self, env: Env) -> Env:
+        return _Pictures(env, self)
+
+
+class _Pictures(TransformLanes):
+    def __init__(self, env: Env, how: GrayscaleResize) -> None:
+        own, name = env.spec.observation, "GrayscaleResize"
+        keys = chosen_keys(name, how.keys, env.spec)
+        keys = [key for key in keys if how.keys is not None or _colours(own[key]) is not None]
+        bad = [key for key in keys if _colours(own[key]) is None]
+        if bad or not keys:
+            seen = bad[:1] or list(own)
+            told = ", ".join(f"{show(key)} is {own[key]}" for key in seen)
+            raise SpecMismatch(f"{name} is for pictures of bytes, [H, W, 3], [3, H, W] or [H, W]; {told}")
+        parts: dict[Any, _Part] = {}
+        for key in keys:
+            colours, (height, width) = _colours(own[key]), _size(own[key])
+            gray = how.gray or colours == 0
+            parts[key] = colours, gray, (how.height or height, how.width or width)
+        changed = {key: Leaf((1 if gray else 3, *size), torch.uint8) for key, (_, gray, size) in parts.items()}
+        super().__init__(env, name, changed=changed)
+        self._parts = [(at, *parts[key]) for at, key in enumerate(own) if key in parts]
+
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        for at, colours, gray, size in self._parts:
+            into[at][lanes] = _picture(raw[at][lanes], colours, gray, size)
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen: Any = slice(None) if len(lanes) == len(self._every) else list(lanes)
+        for at, colours, gray, size in self._parts:
+            row.next[at][chosen] = _picture(raw[at][chosen], colours, gray, size)
+        return ended
+
+
+def _colours(leaf: Leaf) -> int | None:
+    """Where a picture has its colours: -1 last, 1 first, 0 it has none; None: it is no picture."""
+    if leaf.dtype is not torch.uint8 or len(leaf.shape) not in (2, 3):
+        return None
+    if len(leaf.shape) == 2:
+        return 0
+    return -1 if leaf.shape[-1] == 3 else 1 if leaf.shape[0] == 3 else None
+
+
+def _size(leaf: Leaf) -> tuple[int, int]:
+    sides = [n for n in leaf.shape if n != 3] if len(leaf.shape) == 3 else list(leaf.shape)
+    if len(sides) != 2:
+        sides = list(leaf.shape[:2]) if leaf.shape[-1] == 3 else list(leaf.shape[1:])
+    return sides[0], sides[1]
+
+
+def _picture(pictures: Array, colours: int | None, gray: bool, size: tuple[int, int]) -> Array:
+    """Pictures `[n, …]` as `[n, C, *size]` of bytes."""
+    values = torch.from_numpy(np.ascontiguousarray(pictures)).float()
+    values = values.permute(0, 3, 1, 2) if colours == -1 else values[:, None] if colours == 0 else values
+    if gray and values.shape[1] == 3:
+        weights = torch.tensor(_GRAY).reshape(1, 3, 1, 1)
+        values = (values * weights).sum(1, keepdim=True).round_()
+    if tuple(values.shape[-2:]) != size:
+        values = interpolate(values, size, mode="area").round_()
+    return values.clamp_(0, 255).to(torch.uint8).numpy()

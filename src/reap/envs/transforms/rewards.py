@@ -1,0 +1,136 @@
+"""Transforms of rewards, and counts of an episode: how much it has brought, and how long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from reap.arguments import whole
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
+from reap.envs.step_limit import STEP_COUNT, StepLimit
+from reap.envs.transforms.base import Transform, TransformLanes
+from reap.errors import WrongArgument
+from reap.spec import AnyKey, Leaf, as_key
+
+Array = np.ndarray[Any, Any]
+_NEVER = 2**62  # steps
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise WrongArgument(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+class ScaleReward(Transform):
+    """reward · scale + shift."""
+
+    def __init__(self, scale: float, shift: float = 0.0) -> None:
+        self.scale, self.shift = _number("scale", scale), _number("shift", shift)
+        if not self.scale:
+            raise WrongArgument("scale must not be 0: every reward would be the same")
+
+    def around(self, env: Env) -> Env:
+        return _ChangedRewards(env, "ScaleReward", self._change)
+
+    def _change(self, reward: Array) -> Array:
+        return reward * self.scale + self.shift
+
+    def inverse(self, reward: Tensor) -> Tensor:
+        """Rewards as the env has said them."""
+        return (reward - self.shift) / self.scale
+
+
+class ClipReward(Transform):
+    """Rewards cut off below `low` and above `high`."""
+
+    def __init__(self, low: float | None = -1.0, high: float | None = 1.0) -> None:
+        self.low = None if low is None else _number("low", low)
+        self.high = None if high is None else _number("high", high)
+        if (self.low is None and self.high is None) or (
+            self.low is not None and self.high is not None and self.low >= self.high
+        ):
+            raise WrongArgument(f"low must lie below high, got {low!r} and {high!r}")
+
+    def around(self, env: Env) -> Env:
+        return _ChangedRewards(env, "ClipReward", self._change)
+
+    def _change(self, reward: Array) -> Array:
+        clipped: Array = np.clip(reward, self.low, self.high)
+        return clipped
+
+
+class _ChangedRewards(TransformLanes):
+    """Every reward of an env, as a function changes it."""
+
+    def __init__(self, env: Env, name: str, change: Any) -> None:
+        super().__init__(env, name)
+        self._change = change
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        if len(lanes) == len(self._every):
+            for reward in row.rewards:
+                reward[...] = self._change(reward)
+        else:
+            for reward in row.rewards:
+                reward[list(lanes)] = self._change(reward[list(lanes)])
+        return ended
+
+
+class RewardSum(Transform):
+    """Adds the sum of an episode's rewards so far, as the transforms before it have left them: 0 at its beginning.
+
+    Args:
+        key: what it is called.
+    """
+
+    def __init__(self, key: AnyKey = "episode_reward") -> None:
+        self.key = key
+
+    def around(self, env: Env) -> Env:
+        return _SummedRewards(env, self.key)
+
+
+class _SummedRewards(TransformLanes):
+    def __init__(self, env: Env, key: AnyKey) -> None:
+        (leaf,) = list(env.spec.reward.values())[:1]
+        super().__init__(env, "RewardSum", added={as_key(key): Leaf(leaf.shape, torch.float32)})
+        self._sum = np.zeros((env.spec.lanes, *leaf.shape))
+
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        self._sum[lanes] = 0.0
+        into[self._own][lanes] = 0.0
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen = self._chosen(lanes, row)
+        self._sum[chosen] += row.rewards[0][chosen]
+        row.next[self._own][...] = self._sum
+        return ended
+
+    def _lane_arrays(self) -> dict[str, Array]:
+        return {"sum": self._sum}
+
+
+class TimeLimit(Transform):
+    """Episodes are truncated after `max_steps`; `step_count` says how long they are."""
+
+    def __init__(self, max_steps: int, key: AnyKey = STEP_COUNT) -> None:
+        self.max_steps, self.key = int(whole("max_steps", max_steps, least=1) or 1), key
+
+    def around(self, env: Env) -> Env:
+        return StepLimit(env, self.max_steps, as_key(self.key))
+
+
+class StepCounter(Transform):
+    """Adds `step_count`: 0 at the beginning of an episode, counted up by each step."""
+
+    def __init__(self, key: AnyKey = STEP_COUNT) -> None:
+        self.key = key
+
+    def around(self, env: Env) -> Env:
+        return StepLimit(env, _NEVER, as_key(self.key))
