@@ -39,7 +39,7 @@ test-all: $(VENV)/.with-test
 	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
 
 soak: $(VENV)/.with-test
-	$(VENV)/bin/python -m benchmarks.soak --only sync async background parallel gloo ray --faults 170 --frames 17000000
+	$(VENV)/bin/python -m benchmarks.soak --faults 170 --frames 17000000 --minutes 60 --json bench-results/soak.json
 
 # Without TorchRL, which asks for the newest tensordict of its series; tests that need it, or Ray, are skipped.
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt

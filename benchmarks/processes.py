@@ -62,7 +62,7 @@ def hand(case: Case, kind: str, turn: int) -> Contender:
     return Contender(made, WORKERS * case.frames, made.close, turn=turn)
 
 
-def reap(case: Case, kind: str, turn: int = 1, *, probabilistic: bool = False) -> Contender:
+def reap(case: Case, kind: str, turn: int = 1, *, probabilistic: bool = False, **options: Any) -> Contender:
     def lane() -> GymEnv:
         return GymEnv(case.make(), categorical_action_encoding=True)
 
@@ -75,7 +75,7 @@ def reap(case: Case, kind: str, turn: int = 1, *, probabilistic: bool = False) -
     else:
         frames = WORKERS * case.frames if kind == "sync" else case.frames
         multi = MultiSyncCollector if kind == "sync" else MultiAsyncCollector
-        collector = multi([lambda: SerialEnv(lanes, lane)] * WORKERS, policy, frames_per_batch=frames)
+        collector = multi([lambda: SerialEnv(lanes, lane)] * WORKERS, policy, frames_per_batch=frames, **options)
     ahead = 4 * WORKERS if kind == "async" else 0
     return Contender(iter(collector).__next__, frames, collector.shutdown, ahead, turn)
 
@@ -132,6 +132,39 @@ def with_actors(case: Case, kind: str, aim: float, turn: int) -> Race:
 
     name = f"{case.name}, 2 × {case.lanes} lanes, {KINDS[kind]}, ProbabilisticActor"
     return Race(GROUP, name, {TORCHRL: aim}, build=build, workers=True)
+
+
+def that_restarts(case: Case, kind: str, turn: int) -> Race:
+    """What `on_failure="restart"` costs while nobody fails: beside "raise"."""
+
+    def build(scale: float) -> dict[str, Contender]:
+        short = shorter(case, scale)
+        return {"raise": reap(short, kind, turn), REAP: reap(short, kind, turn, on_failure="restart")}
+
+    return Race(GROUP, f"{KINDS[kind]}, restart beside raise", {"raise": 0.99}, build=build, workers=True)
+
+
+def replaced(budget: Budget, workload: Workload) -> list[Row]:
+    """From the death of a worker, which the kernel kills, to the first batch with rows of the one in its place."""
+    case = replace(CARTPOLE, steps=max(4, int(8 * budget.scale)))
+    policy, rounds, told = case.policy(probabilistic=False), 2 if budget.scale < 1 else 10, []
+    makers = ["CartPole-v1"] * WORKERS
+    collector = MultiSyncCollector(
+        makers, policy, frames_per_batch=8 * WORKERS, on_failure="restart", max_restarts=None
+    )
+    try:
+        for _ in range(rounds):
+            collector.next()
+            began = time.perf_counter()
+            os.kill(collector._backend.workers[0].child.pid, signal.SIGKILL)
+            found: Any = collector.next()
+            while not found["collector", "cut"].any():
+                found = collector.next()
+            told.append(time.perf_counter() - began)
+    finally:
+        collector.shutdown()
+    beside = ratio(((one, 1.0) for one in told), 1.0, at_most=True)
+    return [Row(GROUP, workload.name, "s", {REAP: statistics.median(told)}, {"a second": beside}, rounds)]
 
 
 # Peers with interpreters of their own: their scripts, what they are measured beside, and who names the interpreter.
@@ -329,5 +362,8 @@ def workloads() -> list[Workload]:
         with_actors(replace(CARTPOLE, steps=256), "async", 12.0, 6),
         Probe(GROUP, "CartPole-v1, 2 × 16 lanes, peers elsewhere", board=False, measure=elsewhere),
         Probe(GROUP, "update of weights", {"one copy": 1.5}, measure=weights),
+        that_restarts(CARTPOLE, "sync", 4),
+        that_restarts(replace(CARTPOLE, steps=256), "async", 6),
+        Probe(GROUP, "a worker that was killed delivers again", {"a second": 1.0}, measure=replaced),
         Probe(GROUP, "idle workers", {"a core": 0.01}, measure=idle),
     ]

@@ -15,6 +15,21 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
 LINE = re.compile(r"^ *([\d,]+) (frames|updates) +return +(-?[\d.]+)$", re.M)
+# Lines in place of a progress bar, for scripts that show one.
+LINES = """
+from reap.collectors import BaseCollector
+
+
+def progress(self, *_, **__):
+    for batch in self:
+        yield batch
+        stats = self.stats()
+        if stats["mean_return"] is not None:
+            print(f"{stats['frames']} frames   return {stats['mean_return']:.1f}")
+
+
+BaseCollector.progress = progress
+"""
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 260, 56, 38, 34
 
 
@@ -63,7 +78,7 @@ def curve(title: str, points: Sequence[tuple[float, float]], unit: str) -> str:
 def main(pages: Sequence[str]) -> None:
     for page in pages or sorted(path.stem for path in (DOCS / "tutorials").glob("*.md") if path.stem != "index"):
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", script(page)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", LINES + script(page)], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{page}:\n{done.stderr}")
         points = [(float(x.replace(",", "")), float(y)) for x, _, y in LINE.findall(done.stdout)]

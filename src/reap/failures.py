@@ -178,10 +178,7 @@ class Rebuilds:
             return "deterministic=True has a lane go on exactly where it was, which an env that was made anew is not"
         if env.tells_cuts or env.rebuild_lanes(self._replace):
             return None
-        return (
-            f"{type(env).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
-            f"observations of fixed shapes, and no failure_dir"
-        )
+        return env.not_rebuilt()  # type: ignore[no-any-return]
 
     def _replace(self, lane: int, error: ReapError, make: Callable[[], Any]) -> Any:
         """What `make` makes, in place of an env that has raised."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -138,8 +141,11 @@ def test_doctor(capsys):
 @pytest.mark.timeout(120)
 def test_bench_prints_a_line_that_runs(file, capsys):
     command = ["bench", f"{file}:Pictures", "--policy", f"{file}:Always", "--seconds", "0.05", "--workers", "2"]
-    assert main(command) == 0
+    plot = Path(file).parent / "bench.png"
+    assert main([*command, "--plot", str(plot)] if importlib.util.find_spec("matplotlib") else command) == 0
     told = capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG") or not importlib.util.find_spec("matplotlib")
+    assert len(re.findall(r"env \d+% · policy \d+% · transport \d+% · loop \d+%", told)) == 6
     assert told.count("frames/s") == 8
     assert told.count("◄ best") == 1
     code = told.strip().splitlines()[-1]

@@ -32,7 +32,7 @@ class Machines:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
         ip("-n", self.hub, "link", "add", "to-a", "type", "veth", "peer", "name", "up0", "netns", self.a)
-        command = [sys.executable, Path(__file__).parent / "slow_link.py", str(DELAY)]
+        command = [sys.executable, str(Path(__file__).parent / "slow_link.py"), str(DELAY)]
         self._slow = subprocess.Popen([*command, self.hub, "to-b", self.b, "up0"], stdout=subprocess.PIPE, text=True)
         if (self._slow.stdout.readline() if self._slow.stdout else "") != "ready\n":
             raise OSError("no tun devices")

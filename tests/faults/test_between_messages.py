@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -16,6 +17,8 @@ from reap.backends.local.shared_memory import ProcessConnection, SharedMemoryTra
 from reap.backends.supervisor import Supervisor
 from reap.backends.worker_server import RolloutReady
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors.distributed import DistributedCollector
+from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WrongState
 from reap.testing import CountingEnv, EchoPolicy
 from tests.faults.worlds import all_gone, collect, freeze, healthy, pids
@@ -136,6 +139,69 @@ def test_rollouts_of_a_newcomer_are_not_of_the_time_before(monkeypatch):
         assert 0 in {worker.index for worker, _ in c._backend.supervisor.arrived}
 
 
+def test_who_takes_the_place_of_one_that_has_begun_begins_too(monkeypatch):
+    """Though the others have not begun yet; and it learns of weights for all."""
+    call, hear, returned, found = ProcessConnection.call, ProcessConnection.hear, Supervisor._returned, {}
+
+    def ask(connection, data):
+        if connection.index not in found:  # "begin" is the first thing anybody is asked
+            found[connection.index] = connection.child.pid
+            if connection.index == 1:
+                freeze(connection.child.pid)
+        call(connection, data)
+
+    def heard(connection):
+        said, gone = hear(connection)
+        if connection.child.pid == found.get(0) and said and not gone:
+            os.kill(found[0], signal.SIGKILL)
+            assert all_gone([found[0]], 10)
+        return said, gone
+
+    def back(supervisor, worker):
+        returned(supervisor, worker)
+        os.kill(found[1], signal.SIGCONT)
+
+    monkeypatch.setattr(ProcessConnection, "call", ask)
+    monkeypatch.setattr(ProcessConnection, "hear", heard)
+    monkeypatch.setattr(Supervisor, "_returned", back)
+    with collect(MultiSyncCollector, [healthy(0), healthy(1)], on_failure="restart") as c:
+        c.update_policy_weights_({"weight": torch.tensor(2.0)})
+        batch = c.next()
+        assert torch.equal(batch["action"], 2 * (batch["observation"] * EchoPolicy().mix).sum(-1, keepdim=True))
+        assert "cut" not in batch["collector"].keys() or not batch["collector", "cut"].any()
+        assert c.stats()["restarts"] == 1
+
+
+class Drawn(EchoPolicy):
+    """Its actions are random: only who goes on exactly where another was draws the same."""
+
+    def forward(self, observation):
+        return super().forward(observation) + torch.rand(())
+
+
+@pytest.mark.parametrize("verb", ["set_seed", "reset", "load"])
+@pytest.mark.parametrize("until", ["noticed", "back"])
+def test_a_run_that_is_repeated_exactly_begins_anew_exactly(verb, until, monkeypatch):
+    """A worker that has begun anew and dies, before the others have or before it has made anything since."""
+    found = []
+    for dies in ("never", "answered", "later"):
+        options = {"on_failure": "restart", "deterministic": True, "frames_per_batch": 20}
+        with collect(MultiSyncCollector, [healthy(0), healthy(1)], Drawn(), **options) as c:
+            c.set_seed(1)
+            c.next()
+            state = c.state_dict()
+            c.next()
+            act = {"set_seed": lambda: c.set_seed(1), "reset": c.reset, "load": lambda: c.load_state_dict(state)}[verb]
+            with DiesAfterAnswering(c, monkeypatch, until=until) if dies == "answered" else contextlib.nullcontext():
+                act()
+            if dies == "later":
+                os.kill(pids(c)[0], signal.SIGKILL)
+            found.append(torch.stack([c.next().clone() for _ in range(3)]))
+            assert c.stats()["restarts"] == (dies != "never")
+    for other in found[1:]:
+        assert (found[0] == other).all()
+
+
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
@@ -207,3 +273,92 @@ def test_a_state_is_loaded_by_who_takes_the_place_of_one_that_has_loaded_it(monk
             c.load_state_dict(state)
         assert [float(c.get_cached_weights(worker=w)["weight"]) for w in (0, 1)] == [2.0, 2.0]
         assert c.stats()["restarts"] == 1
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+class FailsOnce(CountingEnv):
+    """Dies in its `at`-th step; who takes its place does not."""
+
+    def __init__(self, note, lane=1, at=20):
+        super().__init__((3, 1, 5), lane)
+        self.note, self.left = note, at
+
+    def step(self, action):
+        self.left -= 1
+        if self.left == 0 and not self.note.exists():
+            self.note.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def memory():
+    return ReplayBuffer(storage=LazyTensorStorage(5_000), batch_size=8)
+
+
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+@pytest.mark.parametrize("before", [0, 6])
+def test_in_the_background_as_many_frames_are_made_as_are_wanted(on_failure, before, tmp_path):
+    """What a worker had begun on when it failed is for others to make, also if batches were taken before."""
+    rows, told = memory(), []
+    options = {"replay_buffer": rows, "total_frames": 1000, "on_failure": on_failure, "on_restart": told.append}
+    with collect(MultiAsyncCollector, [healthy(), lambda: FailsOnce(tmp_path / "note", at=60)], **options) as c:
+        for _ in range(before):
+            c.next()
+        c.start()
+        until = time.monotonic() + 30
+        while c.is_running():
+            assert time.monotonic() < until, f"{c.stats()['frames']} of 1000 frames"
+            time.sleep(0.01)
+        assert on_failure == "restart" or len(told) == 1  # the others may have been faster than who takes its place
+        assert len(rows) == c.stats()["frames"] == 1000
+        assert c.stats()["episodes"] == int(rows[:]["next", "done"].sum())
+
+
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, DistributedCollector])
+@pytest.mark.parametrize("on_failure", ["restart", "drop"])
+def test_random_frames_that_a_worker_did_not_make_are_made_by_others(kind, on_failure, tmp_path):
+    options = {"init_random_frames": 64, "on_failure": on_failure, "frames_per_batch": 8}
+    options |= {"sync": False} if kind is DistributedCollector else {}
+    told = []
+    with collect(kind, [healthy(), lambda: FailsOnce(tmp_path / "n", at=12)], on_restart=told.append, **options) as c:
+        found, after = 0, [0, 0]  # batches of each worker since then
+        while after[0] < 12 or after[1] < 6 * (on_failure == "restart"):
+            batch = c.next()
+            after[batch.origin.worker] += bool(told)
+            echo = (batch["observation"] * EchoPolicy().mix).sum(-1, keepdim=True)
+            found += 0 if torch.equal(batch["action"], echo) else 8
+    assert found == 64
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_episodes_are_counted_once(deterministic):
+    """Also by a worker that goes on exactly where the one before it was; and after a state is loaded."""
+    options = {"on_failure": "restart", "deterministic": deterministic}
+    with collect(MultiSyncCollector, [healthy(0), healthy(1)], **options) as c:
+        c.set_seed(1)
+
+        def play(batches, kill):
+            ends = sum(int(c.next()["next", "done"].sum()) for _ in range(batches))
+            if kill:
+                os.kill(pids(c)[1], signal.SIGKILL)
+            return ends
+
+        ends = play(10, True) + play(10, True) + play(10, False)
+        assert c.stats()["episodes"] == ends
+        state = c.state_dict()
+        play(4, True)
+        play(4, False)
+        c.load_state_dict(state)
+        assert c.stats()["episodes"] == ends
+        ends += play(3, True) + play(3, False)
+        assert c.stats()["episodes"] == ends
+        c.load_state_dict(state)
+        os.kill(pids(c)[1], signal.SIGKILL)
+        assert c.stats()["episodes"] == state_episodes(state)
+        assert play(3, False) + state_episodes(state) == c.stats()["episodes"]
+
+
+def state_episodes(state):
+    return sum(int(state[f"worker{w}"]["resume"]["statistics"]["episodes"]) for w in (0, 1))

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from benchmarks.soak import soak
+from benchmarks.soak import Skipped, soak, write_docs
 
 from reap.backends.remote import rpc
 from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
@@ -473,12 +473,35 @@ def test_a_recurrent_policy_forgets_lanes_that_were_cut(tmp_path):
     assert torch.equal(rows["action"][..., 0], step * (step + 1) / 2)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "background", "parallel", "gloo"])
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("nodes", "ray")]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "background", "memmap", "parallel", "gloo", "rpc", *LONG])
 def test_a_short_soak(kind):
     """Faults of every kind at random moments; every row is looked at (`make soak` for the long one)."""
-    found = soak(kind, faults=3, every=1500)
+    try:
+        found = soak(kind, faults=3, every=1500)
+    except Skipped as why:
+        pytest.skip(str(why))
     assert found["faults"] >= 3
     assert sum(found["causes"].values()) == found["faults"]
+    assert sum(found["injected"].values()) >= found["faults"]
+    kept = 24 * found["faults"] if kind == "rpc" else 0  # torch's own, of agents that died
     for name in ("descriptors", "children"):
         before, after = found["held"][name]
-        assert after <= before + found["workers"], name  # a process that is another has one more, however often
+        assert after <= before + found["workers"] + kept, name  # a process that is another has one more, however often
+
+
+def test_what_soaks_have_found_is_told(tmp_path):
+    """Several runs make one table and one chart."""
+    found = soak("parallel", faults=1, every=200)
+    record = {"date": "today", "commit": "x", "machine": {"cores": 2}, "found": [found], "skipped": {"ray": "not here"}}
+    page = tmp_path / "failures.md"
+    page.write_text("before\n<!-- soak -->\nold\n<!-- end -->\nafter\n")
+    write_docs([record, record], page)
+    told = page.read_text()
+    assert "old" not in told
+    assert "Skipped: ray (not here)." in told
+    assert f"{2 * found['frames'] / 1e6:.3g} million | {2 * sum(found['injected'].values())} |" in told
+    assert told.endswith("<!-- end -->\nafter\n")
+    assert (tmp_path / "soak.svg").stat().st_size > 1000

@@ -32,6 +32,7 @@ WHERE = {
     "threads of processes": {"env_backend": "multiprocessing", "envs_per_worker": 2, "worker_threads": True},
     "threads": {"env_backend": "threading"},
 }
+TIMEOUT = {"hang": 1.5, "stop": 1.5}  # seconds; others are found without
 BY_GROUP = {"processes": 1, "two in a process": 2, "threads of processes": 2, "threads": 1}  # lanes that fail together
 
 
@@ -85,10 +86,10 @@ class Exits(Once):
 @pytest.mark.parametrize(
     ("where", "fault"),
     [
-        *[("processes", fault) for fault in ("kill", "raise", "exit", "segfault", "hang", "stop")],
-        *[(where, fault) for where in ("two in a process", "threads of processes") for fault in ("kill", "hang")],
-        *[(where, "sys.exit") for where in ("processes", "threads", "threads of processes")],
-        ("threads", "raise"),
+        *[("processes", fault) for fault in ("kill", "raise", "hang", "stop", "sys.exit")],
+        *[("two in a process", fault) for fault in ("segfault", "raise")],
+        *[("threads of processes", fault) for fault in ("kill", "raise", "hang", "sys.exit")],
+        *[("threads", fault) for fault in ("raise", "sys.exit")],
     ],
 )
 def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
@@ -101,7 +102,7 @@ def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
             return Exits(note, fault, at=20, lane=1)
 
     makers = [healthy(), unlucky, healthy(2), healthy(3)]
-    options = {"on_failure": "restart", "on_restart": told.append, "timeout": 0.5}
+    options = {"on_failure": "restart", "on_restart": told.append, "timeout": TIMEOUT.get(fault)}
     with caplog.at_level(logging.WARNING, "reap"), batched(makers, where=where, **options) as c:
         batches = until_told(c, told)
         stats = c.stats()
@@ -120,7 +121,8 @@ def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
     cuts, _ = check(batches)
     assert cuts[1] == 1
     assert cuts[2:] == [0, 0]
-    assert cuts[0] <= BY_GROUP[where] - 1
+    in_place = fault == "raise" or (where == "threads of processes" and fault == "sys.exit")
+    assert cuts[0] == (0 if in_place else BY_GROUP[where] - 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
 def test_an_env_that_fails_is_left_out(where, fault, tmp_path):
     told = []
     makers = [healthy(), failing(tmp_path / "note", fault), healthy(2), healthy(3)]
-    options = {"on_failure": "drop", "on_restart": told.append, "timeout": 0.5}
+    options = {"on_failure": "drop", "on_restart": told.append, "timeout": TIMEOUT.get(fault)}
     with batched(makers, where=where, **options) as c:
         batches = until_told(c, told)
         assert c.stats()["restarts"] == 0
@@ -169,7 +171,7 @@ def test_lanes_of_a_parallel_env_that_come_as_they_are_ready(on_failure, fault, 
     """Batches hold as much of every lane: the newcomer is waited for, those that were dropped are masked."""
     told, batches = [], []
     makers = [healthy(), failing(tmp_path / "note", fault), healthy(2), healthy(3)]
-    env = ParallelEnv(4, makers, ready=2, on_failure=on_failure, on_restart=told.append, timeout=0.5)
+    env = ParallelEnv(4, makers, ready=2, on_failure=on_failure, on_restart=told.append, timeout=TIMEOUT.get(fault))
     with Collector(env, EchoPolicy(), frames_per_batch=32, total_frames=-1) as c:
         while len(batches) < 8:
             batches.append(c.next().clone())
@@ -233,7 +235,7 @@ def test_too_many_restarts_are_told_with_the_cause(where, tmp_path):
     with pytest.raises(WorkerError, match=r"an injected fault.*max_restarts=3"):
         for _ in range(500):
             c.next()
-    assert len(list(tmp_path.glob("tried-*"))) == 3
+    assert len(list(tmp_path.glob("tried-*"))) == 4  # in its place first, then three that were started again
 
 
 def slow_to_come_back(gate, note, fault="kill"):

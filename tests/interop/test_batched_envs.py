@@ -5,6 +5,8 @@ Which env comes when is nobody's promise, so frames are compared lane by lane, e
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 
 import pytest
@@ -391,3 +393,33 @@ def test_a_draw_that_was_broken_off_before_it_was_sent_is_not_waited_for():
             batch = collector.next()
             follows = torch.where(batch["next", "done"], 0, batch["observation"] + batch["action"])
             assert torch.equal(batch["observation"][:, 1:], follows[:, :-1])
+
+
+class DiesOnce(Walk):
+    """Ends its process when it is asked for a random action in the middle of an episode, if there is a note."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def rand_action(self, tensordict=None):
+        if self.at > 1 and self.note.exists():
+            self.note.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().rand_action(tensordict)
+
+
+def test_a_process_that_dies_when_it_is_asked_for_actions_is_replaced(tmp_path):
+    told, note = [], tmp_path / "note"
+    note.touch()
+    env = Processes(2, [Walk, lambda: DiesOnce(note)], on_failure="restart", on_restart=told.append)
+    with Collector(env, None, frames_per_batch=32, total_frames=64) as collector:
+        batches = torch.cat([batch.clone() for batch in collector], 1)
+    assert [failure.worker for failure in told] == [1]
+    for lane in (0, 1):
+        rows = batches[lane][batches["collector", "mask"][lane]]
+        same = rows["collector", "traj_ids"][1:] == rows["collector", "traj_ids"][:-1]
+        follows = torch.where(same[:, None], (rows["observation"] + rows["action"])[:-1], 0)
+        assert torch.equal(rows["observation"][1:], follows)
+        ended = (~same & ~rows["next", "done"][:-1, 0]).sum()
+        assert (len(rows), int(ended), int(rows["collector", "cut"].sum())) == (batches.shape[1] - lane, lane, lane)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
 import resource
 import shutil
 import signal
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from reap._system.checked_files import write_manifest
 from reap.collectors import Collector
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
+from reap.testing.faults import full_disk
 from tests.resume.worlds import Samples, same
 
 
@@ -223,3 +226,18 @@ def test_wrong_arguments(tmp_path):
         with pytest.raises(UsageError, match="a checkpoint cannot be written there"):
             checkpoint.save(tmp_path / "two", n=1)
         os.chmod(tmp_path, 0o700)
+
+
+def test_one_that_does_not_fit_holds_on_to_nothing(tmp_path):
+    """What was to be saved can go: a collector with its memory, for one."""
+
+    class Part(nn.Linear):
+        pass
+
+    part = Part(300, 300)
+    gone = weakref.ref(part)
+    with pytest.raises(NoSpace, match="does not fit on the disk"), full_disk(1000):
+        checkpoint.save(tmp_path, policy=part)
+    del part
+    gc.collect()
+    assert gone() is None

@@ -30,8 +30,8 @@ def save_tensors(value: Any, path: Path) -> dict[str, Any]:
     with open(path, "xb") as file, ThreadPoolExecutor(1, "reap-checksum") as beside:
         summed = _Summed(file, beside)
         torch.save(value, cast(Any, summed))
-        if summed.failure is not None:
-            raise summed.failure
+        if summed.failure:
+            raise OSError(summed.failure, os.strerror(summed.failure))
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": summed.size, "sha256": summed.digest.hexdigest()}
@@ -94,17 +94,17 @@ class _Summed:
 
     def __init__(self, file: Any, beside: Executor) -> None:
         self._file, self._beside, self.size, self.digest = file, beside, 0, hashlib.sha256()
-        self.failure: OSError | None = None
+        self.failure = 0  # an errno; not the error, which would hold on to whoever writes, and torch to us
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        if self.failure is None:
+        if not self.failure:
             # Summing up takes about as long as writing: what is large is summed by another thread meanwhile.
             summing = self._beside.submit(self.digest.update, data) if size >= _PIECE else None
             try:
                 self._file.write(data)
             except OSError as error:
-                self.failure = error
+                self.failure = error.errno or errno.EIO
             if summing is None:
                 self.digest.update(data)
             else:

@@ -15,7 +15,7 @@ Every way this can end, and what follows:
 - this process ends, however it ends: the request socket closes, or, where a fork of this process keeps it open, the
   kernel tells the server (PR_SET_PDEATHSIG); it terminates its children, then kills them;
 - signals to this process's group (`timeout`, a closed terminal) end this process, and so the line above follows;
-- what a child has started itself and left behind is killed with it (see fork_server.py);
+- what a child has started itself and left behind is killed with it (see fork_server/orphans.py);
 - the server is killed: the kernel kills its children (PR_SET_PDEATHSIG), their status pipes close without a code, and
   whoever sees that here kills what they had started.
 

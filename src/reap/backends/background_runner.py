@@ -53,7 +53,7 @@ class BackgroundRunner:
         watched = weakref.ref(self), self._watch_over, min(max(self._silence.limit / _LOOKS, _LEAST), 1.0)
         self._watch = threading.Thread(target=_watch, args=watched, name="reap-watch", daemon=True)
         self._failure: ReapError | None = None
-        backend.catch_up = self.catch_up  # a worker that is started again goes on counting from there
+        self._supervisor.catch_up = self.catch_up  # a worker that is started again goes on counting from there
         self._supervisor.on_return = self._let_run
         self.told = False
 
@@ -67,6 +67,7 @@ class BackgroundRunner:
         words = self._words
         frames, rollouts = self._backend.settle()
         self._count(frames, rollouts)
+        words.claimed[:] = [worker.frames for worker in self._backend.workers]  # from here on, what is made
         self._before = int(words.claimed.sum())
         words.stop, words.random = False, max(self._before + self._random - frames, 0)
         words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
@@ -112,8 +113,8 @@ class BackgroundRunner:
             new, self._counted = made - self._counted, made
             for worker, frames, rollouts in zip(self._backend.known_workers, *new.tolist()):
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
-                if told := self._words.stats(worker.index):
-                    worker.tell(told)
+                if rollouts:  # else what it says may be of one whose place it has taken
+                    worker.tell(self._words.stats(worker.index))
                 self._backend.episodes.add(self._words.take_ended(worker.index), worker.index)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)

@@ -183,7 +183,7 @@ class WorkerConnection(Protocol):
         """Give permission to fill a slot; `random`: with random actions, where the worker does not know by itself."""
 
     def hear(self) -> tuple[list[Any], bool]:
-        """What it has said since, and whether it is gone and that was all."""
+        """Return what it has said since the last call, and whether it is gone, so that no more will come."""
 
 
 class WeightChannel(Protocol):
@@ -213,6 +213,9 @@ class Transport(Protocol):
 
     def retire(self, worker: WorkerHandle) -> None:
         """End what is left of a worker that has failed. It may be launched again, where that is possible."""
+
+    def give_back(self, worker: WorkerHandle) -> None:
+        """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
 
     def cannot_restart(self) -> str | None:
         """Why a worker that failed cannot be launched again; None: it can."""

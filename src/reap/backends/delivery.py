@@ -279,7 +279,7 @@ def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
 
 
 def _blank(arrays: Mapping[Key, np.ndarray[Any, Any]]) -> None:
-    """Rows that are no frames."""
+    """Make rows say that they are no frames."""
     for key, array in arrays.items():
         array[...] = -1 if key == TRAJ_IDS else 0
 

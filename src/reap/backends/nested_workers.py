@@ -77,14 +77,14 @@ class NestedRemoteWorker(RemoteWorker):
         self.worker.call("mark_cut")
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """Of every worker, as a list."""
+        """Return what is at a path in every worker, as a list."""
         try:
             return self.worker.find(path, None if packed is None else cloudpickle.loads(packed))
         except Exception as error:
             return Raised.of(error, path)
 
     def do_apply(self, path: str, packed: bytes) -> Any:
-        """In every worker."""
+        """Give the models at a path in every worker what a user's strategy has made of their weights."""
         try:
             self.worker.call("apply", path, packed)
         except Exception as error:
@@ -200,7 +200,7 @@ class _Processes:
         return self._backend.version
 
     def publish(self, weights: Any, version: int) -> None:
-        """New weights for all."""
+        """Send new weights to all workers."""
         self._backend.version = version - 1
         with self._named():
             self._backend.publish(weights)
@@ -211,7 +211,7 @@ class _Processes:
             tensor.copy_(value)
 
     def weights(self) -> Any:
-        """Those of the first."""
+        """Return the weights of the first worker; all have the same."""
         with self._named():
             return self._backend.weights_of(0)
 

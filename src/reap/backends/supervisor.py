@@ -48,6 +48,7 @@ from reap.core.measuring.moments import StatisticsPool
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 
+Heard = Callable[[WorkerHandle, Any], None]
 FIRST = 0  # the number of what workers say unasked, when they start
 
 
@@ -67,6 +68,7 @@ class Supervisor:
         self._budget = RestartBudget(self.on_failure)
         self._causes: dict[int, ReapError] = {}  # of workers that join: what ended those before them
         self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
+        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
@@ -75,6 +77,7 @@ class Supervisor:
         self.statistics = StatisticsPool()  # that the workers' envs learn
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
+        self._heard: Heard | None = None  # told of each answer to it
         self.interrupts = Interrupts()
         self.talking = threading.RLock()  # one thread at a time listens
         self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
@@ -109,8 +112,9 @@ class Supervisor:
 
     def _started(self, worker: WorkerHandle) -> None:
         layout = worker.about.layout
-        made = "%s is there: %d lanes, rollouts of %d steps"
-        record("start", worker.name, made, f"worker {worker.name}", worker.about.lanes or layout.lanes, layout.steps)
+        lanes = worker.about.lanes or layout.lanes
+        what = f"{lanes} lane{'s' * (lanes > 1)}"
+        record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
     @property
     def restarts(self) -> int:
@@ -191,13 +195,13 @@ class Supervisor:
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
                 continue
-            call = message.call if isinstance(message, Answer) else FIRST
+            call, value = (message.call, message.value) if isinstance(message, Answer) else (FIRST, message)
             if worker.joining is not None:
-                self._go_on_joining(worker, message.value if isinstance(message, Answer) else message)
+                self._go_on_joining(worker, value)
             elif call == worker.asked:  # else the caller was interrupted, and has gone
-                worker.asked = None
-                worker.inbox.append(message)
-                worker.made_at_answer = worker.frames, worker.rollouts
+                worker.answered(message)
+                if call != FIRST and self._heard is not None and not isinstance(value, Raised):
+                    self._heard(worker, value)
             if worker.reached is not connection:
                 return  # it has failed while joining, and there is another
         if ended and worker.reached is connection:
@@ -257,8 +261,10 @@ class Supervisor:
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
-            self.transport.retire(worker)
+            lost = sum(worker.working.values()) * worker.size  # frames with random actions, which others are to make
+            self._given = min(self._given, self._random) - lost
             worker.drop()
+            self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
@@ -266,6 +272,13 @@ class Supervisor:
             self._start_again(worker, error)
         else:
             self._failure = refused(error, why)
+
+    def _end(self, worker: WorkerHandle) -> None:
+        """End what is left of a worker; nobody waits any more for what it had begun on."""
+        self.transport.retire(worker)
+        if self.catch_up is not None:
+            self.catch_up()
+        self.transport.give_back(worker)
 
     def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
         """A worker has made one of its envs anew, and goes on; unless that was one too many."""
@@ -282,9 +295,8 @@ class Supervisor:
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
-        worker.keep_counts()
         self.statistics.retire(worker.index)
-        self.transport.retire(worker)
+        self._end(worker)
         try:
             self.transport.launch([worker])
         except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
@@ -296,7 +308,7 @@ class Supervisor:
         next(worker.joining)
 
     def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
-        """Yields the numbers of calls; is sent the answers."""
+        """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
         about = yield FIRST
         if worker.begun and not about.layout.same_as(worker.about.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
@@ -323,8 +335,7 @@ class Supervisor:
     def _returned(self, worker: WorkerHandle) -> None:
         """One that was started again is there, and knows what the others know."""
         if worker.asked == FIRST:  # its first words are what somebody waits for
-            worker.asked = None
-            worker.inbox.append(worker.about)
+            worker.answered(worker.about)
         worker.in_a_row = 0
         worker.go_on()
         self._started(worker)
@@ -389,13 +400,15 @@ class Supervisor:
             self.listen()
         return {worker.index: worker.inbox.popleft() for worker in workers if not worker.dropped}
 
-    def call(self, name: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, Sequence[Any]], heard: Heard | None = None) -> dict[int, Any]:
         """Ask workers (by number) something, all at once; they answer between two rollouts.
 
-        Returns the answer of each. Those that were dropped, or are while they are asked, give none.
+        Returns the answer of each. Those that were dropped, or are while they are asked, give none. `heard` is told of
+        each when it comes: a worker may fail, and another be told what it knows, before all have answered.
         """
         with self.talking, self.interrupts.held():
             self.calls += 1
+            self._heard = heard
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
             for worker in workers:
                 worker.ask(dumps((self.calls, name, tuple(arguments[worker.index])), name))

@@ -44,15 +44,11 @@ class WeightPublisher:
             )
         self._supervisor, self._scheme, self._source, self._in_step = supervisor, scheme, source, in_step
         self.version = 0
+        self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
         self._lock = threading.Lock()  # inside `talking`, if both are held
         self._own: dict[int, tuple[_Given, ...]] = {}  # since then, what earlier ones hold and later ones leave out too
         self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later
-
-    @property
-    def packing(self) -> Packing | None:
-        """What the channel holds, if there is one."""
-        return None if self._channel is None else self._channel.packing
 
     def choose_packing(self) -> Packing | None:
         """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""
@@ -63,13 +59,14 @@ class WeightPublisher:
             raise UsageError(
                 "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
             )
-        return None if self._scheme in ("per_worker", "none") else packing
+        self.packing = None if self._scheme in ("per_worker", "none") else packing
+        return self.packing
 
-    def open(self, packing: Packing | None) -> None:
-        """All workers have begun, and expect weights of this packing."""
-        if packing is not None:
+    def open(self) -> None:
+        """All workers have begun, and expect weights of the packing that was chosen."""
+        if self.packing is not None:
             needed = self._supervisor.workers[0].about.needed
-            self._channel = self._supervisor.transport.weight_channel(packing, needed)
+            self._channel = self._supervisor.transport.weight_channel(self.packing, needed)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
         """New weights for all workers, or for some; returns their version."""

@@ -18,7 +18,7 @@ from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Supervisor, fresh_entropy
+from reap.backends.supervisor import Heard, Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
@@ -76,7 +76,6 @@ class WorkerBackend:
         self._count = len(self._plans)  # of workers, as each is told: trajectory ids are unique among so many
         self._id_block = 0  # in which trajectory ids are: blocks before it may have been given whole
         self._seeds: dict[int, tuple[int, bool]] = {}  # of each worker, where somebody has given one
-        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -88,10 +87,9 @@ class WorkerBackend:
             del self._plans[:]  # and with them our duplicates of the descriptors in them
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
-            self.call("begin", {worker.index: self.transport.beginning(worker, packing) for worker in self.workers})
-            self._weights.open(packing)
-            for worker in self.workers:
-                worker.begun = True
+            beginnings = {worker.index: self.transport.beginning(worker, packing) for worker in self.workers}
+            supervisor.call("begin", beginnings, _has_begun)
+            self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
         return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
@@ -108,21 +106,19 @@ class WorkerBackend:
             self.delivery.prepare(supervisor)
             for worker in new:
                 for name, arguments in self._joining(worker):
-                    self.call(name, {worker.index: arguments})
-                worker.begun = True
+                    supervisor.call(name, {worker.index: arguments}, _has_begun if name == "begin" else None)
 
     def _joining(self, worker: WorkerHandle) -> Iterator[tuple[str, Sequence[Any]]]:
         """The calls by which a worker that comes later learns where memory is, and begins with the latest weights, new
         episodes, and ids nobody has seen.
         """
-        if self.catch_up is not None:
-            self.catch_up()
         self._id_block += 1
         yield "begin", self.transport.beginning(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        state_after = worker.state_after if worker.begun else None
-        goes_on = state_after is not None and state_after.get("why") is None
+        goes_on, state_after = worker.can_go_on, worker.state_after
         state = {"resume": state_after} if goes_on else {}
+        if not goes_on:
+            worker.keep_counts()
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
         if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
@@ -130,7 +126,7 @@ class WorkerBackend:
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
         for own in self._weights.own_of(worker):
             yield "load_weights", own
-        if worker.begun and not goes_on:
+        if worker.rollouts and not goes_on:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
@@ -278,7 +274,9 @@ class WorkerBackend:
         """Begin new episodes in all workers, or in some."""
         if lanes is not None:
             raise UsageError("single lanes of other processes cannot be reset; reset() begins anew everywhere")
-        self._begin_anew("reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()))
+        self._begin_anew(
+            "reset", dict.fromkeys(range(len(self.workers)) if workers is None else workers, ()), _began_anew
+        )
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
         """Each worker's lanes take the links of the chain that follow the last worker's."""
@@ -286,10 +284,10 @@ class WorkerBackend:
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
             _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
-        self._begin_anew("set_seed", calls)
+        self._begin_anew("set_seed", calls, _seeded)
         return seed
 
-    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]]) -> None:
+    def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]], heard: Heard) -> None:
         """A call that ends all episodes. What was made before it is not delivered any more."""
         supervisor = self.supervisor
         with supervisor.talking, supervisor.interrupts.held():
@@ -297,9 +295,7 @@ class WorkerBackend:
             supervisor.count_wanted(anew=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
             number = supervisor.calls + 1
-            self.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()})
-            for w in calls:
-                self.workers[w].state_after = None
+            supervisor.call(name, {w: (taken[w], *arguments) for w, arguments in calls.items()}, heard)
             self.delivery.begin_anew(list(calls), number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,7 +305,7 @@ class WorkerBackend:
             worker = self.workers[w]
             # What nobody has taken will not be there for whoever goes on from this state.
             taken = self._taken(worker)
-            each[f"worker{w}"] = {**state, "frames": taken[0], "iter": taken[1] - 1}
+            each[f"worker{w}"] = {**worker.with_counts(state), "frames": taken[0], "iter": taken[1] - 1}
             lost += np.subtract(worker.made_at_answer, taken)
         return self._joined(max(state.pop("traj_id") for state in each.values()), each, lost)
 
@@ -358,6 +354,11 @@ class WorkerBackend:
         own = {w: state.get(f"worker{w}", usual) for w in range(len(self.workers))}
         if sum(name.startswith("worker") for name in state) != len(own):
             own = {w: _with_ids_from(first, one) for w, one in own.items()}
+
+        def loaded(worker: WorkerHandle, state_after: Any) -> None:
+            _began_anew(worker, state_after)
+            worker.load_counts(own[worker.index])
+
         with supervisor.talking, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
@@ -365,7 +366,7 @@ class WorkerBackend:
                 worker.frames = int(own[w].get("frames", 0)) + frames
                 worker.rollouts = int(own[w].get("iter", -1)) + 1 + rollouts
             with self._weights.loading(own, self.version):
-                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own})
+                self._begin_anew("load_state", {w: (own[w], first, self.version) for w in own}, loaded)
             self._load_statistics(state)
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
@@ -387,6 +388,22 @@ def _is_gone(name: str, workers: int) -> bool:
 
 def _shape(parts: Sequence[Any]) -> tuple[int, ...]:
     return next((tuple(one[1].shape) for one in parts if one is not None), ())
+
+
+def _has_begun(worker: WorkerHandle, _: Any) -> None:
+    """It knows its memory: so must whoever takes its place, from this very moment on."""
+    worker.begun = True
+
+
+def _began_anew(worker: WorkerHandle, state_after: Any) -> None:
+    """It has ended its episodes: whoever takes its place goes on from there, if it says where that is."""
+    worker.state_after = state_after
+
+
+def _seeded(worker: WorkerHandle, state_after: Any) -> None:
+    """The same; one that cannot say where it is, is where its seed begins."""
+    goes_on = state_after is not None and state_after.get("why") is None
+    worker.state_after = state_after if goes_on else None
 
 
 def _with_ids_from(first: int, state: Mapping[str, Any]) -> Mapping[str, Any]:

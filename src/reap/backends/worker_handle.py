@@ -10,7 +10,7 @@ from typing import Any
 from reap.backends.base import WorkerConnection
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.slot import Slot
-from reap.core.stats import Stats, counted_on
+from reap.core.stats import Stats, added, counted_on
 
 
 class WorkerHandle:
@@ -35,6 +35,7 @@ class WorkerHandle:
         self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
+        self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
@@ -44,7 +45,7 @@ class WorkerHandle:
 
     @property
     def reached(self) -> WorkerConnection:
-        """Its connection, which it has."""
+        """The connection of a worker that was launched."""
         if self.connection is None:
             raise RuntimeError(f"worker {self.index} was not launched")
         return self.connection
@@ -81,14 +82,38 @@ class WorkerHandle:
         self.asked = call
         self.busy_since += grace
 
+    def answered(self, answer: Any) -> None:
+        """It has answered."""
+        self.asked = None
+        self.inbox.append(answer)
+        self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
+
     @property
     def restarts(self) -> int:
         """How many have been in its place before it."""
         return 0 if self.job is None else self.job.restarts
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another that takes its place goes on exactly where it was after its last rollout."""
+        return self.begun and self.state_after is not None and self.state_after.get("why") is None
+
     def keep_counts(self) -> None:
         """Another takes its place, and counts from nothing."""
         self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
+
+    def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state it has answered with, in which those are counted too whose place it had taken by then."""
+        resume = state.get("resume")
+        if resume is None:
+            return state
+        return {**state, "resume": {**resume, "statistics": added(resume["statistics"], self._earlier_at_answer)}}
+
+    def load_counts(self, state: Mapping[str, Any]) -> None:
+        """It has loaded this state: what it has seen is what that says."""
+        if (resume := state.get("resume")) is not None:
+            self._earlier = Stats(0).summary()
+            self.stats = Stats.of(resume["statistics"]).summary()
 
     def go_on(self) -> None:
         """The one that took its place is there: it is asked for what the other did not do."""

@@ -146,6 +146,7 @@ class WorkerServer:
             self.writer = writer()
             if job.hooks is not None:
                 self.writer.before, self.writer.hook = job.hooks
+        self.doing = "waiting"
 
     @property
     def hooks(self) -> Hooks:
@@ -180,7 +181,9 @@ class WorkerServer:
         """Do what is asked. A wrong call is answered as such; what else goes wrong is the worker's end."""
         self.doing = name
         self.since = call if name in _ANEW else self.since
-        return answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        answer = answered(call, lambda: getattr(self, f"do_{name}")(*arguments), UsageError)
+        self.doing = "waiting"
+        return answer
 
     def _refresh(self) -> None:
         """Act with the latest weights from here on."""
@@ -221,7 +224,7 @@ class WorkerServer:
             worker.span,
             worker.ended_since(),
             self.do_statistics() or None,
-            self._open_state() if self._saves else None,
+            self._saved_state(),
         )
 
     def counts(self) -> dict[str, Any]:
@@ -246,21 +249,30 @@ class WorkerServer:
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
-    def do_reset(self, taken: int) -> None:
+    def do_reset(self, taken: int) -> Any:
+        """Begin new episodes; so many of its frames were taken. Returns the state it is in then."""
         self.worker.reset()
         self._count_on(taken)
+        return self._saved_state()
 
-    def do_set_seed(self, taken: int, seed: int, static: bool) -> int:
+    def do_set_seed(self, taken: int, seed: int, static: bool) -> Any:
+        """Seed the lanes and begin new episodes; returns the state it is in then, where that is kept."""
         self._forget()
         self._count_on(taken)
-        return self.worker.set_seed(seed, static=static)
+        self.worker.set_seed(seed, static=static)
+        return self._saved_state()
 
     def do_state(self) -> dict[str, Any]:
+        """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
         state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
         if learned := self.do_statistics():
             state["statistics"] = [as_tensors(one) for one in learned.values()]
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
+
+    def _saved_state(self) -> dict[str, Any] | None:
+        """Where it is, for another to go on from there, if it is to say so."""
+        return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
         state = {"resume": self.worker.open_state()}
@@ -268,7 +280,8 @@ class WorkerServer:
             state = without_episodes(state, "it writes to a buffer; what it holds back of open episodes is not kept")
         return state["resume"]
 
-    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
+    def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
+        """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
         if self.about.weighs and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
@@ -279,6 +292,7 @@ class WorkerServer:
             self.worker.resume(state["resume"])
         self._count_on(taken, loaded=True)
         self._forget()
+        return self._saved_state()
 
     def _load(self, weights: Any, version: int) -> None:
         self._refresh()  # older ones, seen now so that they are not taken for newer later
@@ -335,6 +349,7 @@ class WorkerServer:
             self.writer.before, self.writer.hook = self._hooks
 
     def do_weights(self) -> dict[str, Any]:
+        """Return the weights that act, by name."""
         self._refresh()
         named = local.named_tensors(self.worker.model)
         return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}

@@ -3,7 +3,8 @@
     reap bench CartPole-v1
     reap bench my_env.py:make --policy my_policy.py:make --seconds 5
 
-Prints frames per second of the env alone and of each way, and the best of them as a line of code.
+Prints frames per second of the env alone and of each way, what the time of each goes to, and the best of them as a line
+of code. `--plot` draws it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from reap.cli.named import add_policy_arguments, env_factory, in_lanes, policy_of
+from reap.cli.show import new_figure
 from reap.collectors import AsyncBatchedCollector, Collector, MultiSyncCollector
 
 _STEPS = 64  # of each lane in a batch
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each way (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes to try (default: as many as there are cores)")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, as a png, svg or pdf file (reap[demo])")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,31 +46,51 @@ def run(args: argparse.Namespace) -> int:
     workers = args.workers or len(os.sched_getaffinity(0))
     written = f'"{args.env}"' if ":" not in args.env else args.env.rpartition(":")[2]
     found: dict[Setting, float] = {}
-    alone = _rate(lambda: Collector(make, None, frames_per_batch=10 * _STEPS), args.seconds)
+    shares: dict[Setting, str] = {}
+    alone, _ = _rate(lambda: Collector(make, None, frames_per_batch=10 * _STEPS), args.seconds)
     print(f"  {'env with random actions':28} {alone:12,.0f} frames/s")
     if policy is not None:
-        both = _rate(lambda: Collector(make, policy, frames_per_batch=10 * _STEPS), args.seconds)
+        both, _ = _rate(lambda: Collector(make, policy, frames_per_batch=10 * _STEPS), args.seconds)
         share = max(0.0, 1 - both / alone)
         print(f"  {'env and policy':28} {both:12,.0f} frames/s: the policy takes {share:.0%} of the time with one lane")
     print()
     for way in _ways(make, policy, workers, written):
-        found[way] = _rate(way.make, args.seconds)
+        found[way], shares[way] = _rate(way.make, args.seconds)
     best = max(found, key=lambda way: found[way])
     for way, rate in found.items():
         bar = "█" * max(1, round(_WIDTH * rate / found[best]))
         print(f"  {way.name:28} {rate:12,.0f} frames/s  {bar}{' ◄ best' if way is best else ''}")
+        print(f"  {'':28} {shares[way]}")
+    if args.plot is not None:
+        _draw(args.plot, args.env, {way.name: rate for way, rate in found.items()})
     print(f"\n{best.code}")
     return 0
 
 
-def _rate(make: Callable[[], Any], seconds: float) -> float:
-    """Frames per second, after the first batch."""
+def _rate(make: Callable[[], Any], seconds: float) -> tuple[float, str]:
+    """Frames per second, after the first batch, and what the time of the workers went to."""
     with make() as collector:
         collector.next()
         before, began = collector.stats()["frames"], time.perf_counter()
         while time.perf_counter() - began < seconds:
             collector.next()
-        return float(collector.stats()["frames"] - before) / (time.perf_counter() - began)
+        ended, stats = time.perf_counter(), collector.stats()
+    spent = {name: stats[f"{name}_seconds"] or 0.0 for name in ("env", "policy", "transport", "loop")}
+    whole = max(sum(spent.values()), 1e-9)
+    told = " · ".join(f"{name} {part / whole:.0%}" for name, part in spent.items())
+    return (stats["frames"] - before) / (ended - began), told
+
+
+def _draw(path: str, env: str, rates: dict[str, float]) -> None:
+    figure = new_figure(8, 0.5 * len(rates) + 1.2)
+    axes = figure.subplots()
+    bars = axes.barh(list(rates), list(rates.values()))
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel="frames per second", title=env)
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def _ways(make: Callable[[], Any], policy: Any, workers: int, env: str) -> list[Setting]:

@@ -113,19 +113,21 @@ def _images(dataset: Dataset, key: str | None) -> tuple[str, ...]:
     )
 
 
-def _plot(dataset: Dataset, path: str) -> None:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib's, so many inches wide and high, to be saved to a file."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise missing("matplotlib", "demo") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    return Figure(figsize=(width, height))
 
-    figure, axes = plt.subplots(2, 1, sharex=True, figsize=(8, 5))
+
+def _plot(dataset: Dataset, path: str) -> None:
+    figure = new_figure(8, 5)
+    axes = figure.subplots(2, 1, sharex=True)
     for axis, name, values in zip(axes, ("return", "length"), (returns_of(dataset), dataset.lengths)):
         axis.plot(values, ".")
         axis.set_ylabel(name)
     axes[0].set_title(str(dataset.metadata.get("env") or dataset.path))
     axes[1].set_xlabel("episode")
     figure.savefig(path)
-    plt.close(figure)

@@ -114,7 +114,6 @@ def _drawn(view: dict[str, Any]) -> Any:
     """A view for a terminal."""
     from rich import box
     from rich.console import Group
-    from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
@@ -143,7 +142,7 @@ def _drawn(view: dict[str, Any]) -> Any:
     lags = sum(count for _, count in view["lags"])
     lag = "  ".join(f"{age}: {count / lags:.0%}" for age, count in view["lags"][:8]) if lags else "–"
     return Group(
-        Text(head), Panel(Text(view["diagnosis"]["text"]), expand=False), table, keys, Text(f"lag (updates)  {lag}")
+        Text(head), Text(f"\n▶ {view['diagnosis']['text']}", style="bold"), table, keys, Text(f"lag (updates)  {lag}")
     )
 
 

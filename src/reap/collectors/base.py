@@ -303,7 +303,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         return work() if life.failed else self._ask(work)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """The counterpart of `state_dict`. Episodes begin anew, with fresh trajectory ids."""
+        """Go on where `state_dict` was taken, open episodes included where the state holds them.
+
+        Other episodes begin anew, with trajectory ids that nobody has seen.
+        """
         self._check_open()
         needed = {"frames", "iter", "traj_pool"}
         if self._runner is not None:

@@ -40,7 +40,7 @@ class WriteOptions:
 
     @classmethod
     def of(cls, options: Options) -> WriteOptions:
-        """As these options have it."""
+        """Return what these options say about writing."""
         return cls(
             by_step=not options.extend_buffer,
             whole=options.trajs_per_batch is not None,
@@ -189,7 +189,7 @@ class WriterMaker:
     timeout: float | None
 
     def __call__(self, fds: Sequence[int], worker: int) -> Writer:
-        """For this worker, with the buffer's descriptors as they are there."""
+        """Make the writer of this worker, from the buffer's descriptors as they are in its process."""
         buffer = ReplayBuffer.open(fds, self.description)
         buffer.watch(self.timeout, worker)
         for transform in self.transforms:

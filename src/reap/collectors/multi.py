@@ -140,7 +140,7 @@ class MultiCollector(BaseCollector):
         self._backend = self._make_backend(plans, settings)
         try:
             self._backend.start()
-            for text in sorted({text for remote in self._backend.workers for text in remote.about.told}):
+            for text in sorted({text for worker in self._backend.workers for text in worker.about.told}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
             self._begin()
             self._count_frames()
@@ -216,6 +216,7 @@ class MultiCollector(BaseCollector):
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
     ) -> list[Any]:
+        """Return what each worker is built from, packed for its journey."""
         packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
@@ -249,7 +250,7 @@ class MultiCollector(BaseCollector):
 
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
-        layouts = [remote.about.layout for remote in self._backend.workers]
+        layouts = [worker.about.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)

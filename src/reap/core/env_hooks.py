@@ -79,6 +79,13 @@ class EnvHooks:
         """
         return False
 
+    def not_rebuilt(self) -> str:
+        """Say why it cannot make the env of one lane anew."""
+        return (
+            f"{type(self).__name__} cannot make the env of one lane anew: give a factory of Gymnasium envs with "
+            f"observations of fixed shapes, and no failure_dir"
+        )
+
     def restarts(self) -> int:
         """Return how many of those that step lanes were started again, or made anew, after a failure."""
         return 0

@@ -54,6 +54,9 @@ class SharedFile:
             disk = os.fstatvfs(self.fd)
             if os.fstat(self.fd).st_size != before:
                 os.ftruncate(self.fd, before)  # what was reserved until there was no more
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                limit = "the limit of open files is reached (ulimit -n)"
+                raise NoSpace(f"{what}: a map of {in_bytes(size)} needs a descriptor, and {limit}") from None
             told = f"; {in_bytes(disk.f_bavail * disk.f_frsize)} are free" if on_disk else ""
             raise NoSpace(f"{what}: there is no room for {in_bytes(size)}{told} ({error})") from None
 

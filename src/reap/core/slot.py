@@ -160,7 +160,7 @@ class Row:
         "truncated",
     )
 
-    inputs: tuple[Any, ...]  # what the policy reads: tensors, and Cells of loose columns
+    inputs: tuple[Any, ...]  # what the policy reads: tensors, and an ObjectColumn for each loose column
     outputs: tuple[np.ndarray[Any, Any], ...]  # what the policy writes, action among them
     action: tuple[np.ndarray[Any, Any], ...]  # what the env reads
     next: tuple[np.ndarray[Any, Any], ...]  # what the env writes: successors

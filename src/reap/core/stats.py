@@ -218,6 +218,13 @@ class Stats:
                 self._open_since = time.perf_counter() - state["lasted"].numpy()
 
     @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Stats:
+        """Those that have counted what is in a `state`."""
+        stats = cls(0)
+        stats.load(state, opened=False)
+        return stats
+
+    @classmethod
     def counted(cls, lanes: int, summary: Mapping[str, Any], *, frames: int, rollouts: int) -> Stats:
         """Those of a worker of which no more is known than its `summary` and what it has made."""
         stats = cls(lanes)
@@ -295,6 +302,12 @@ def stats_of(numbers: Array) -> dict[str, Any]:
 def counted_on(before: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
     """The counts of a worker that has taken the place of another, which had counted so much."""
     return {**stats, **{name: _sum([before[name], stats[name]]) for name in TOLD if name != "frames_per_second"}}
+
+
+def added(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """A worker's `Stats.state()`, to which the counts of those are added whose place it has taken."""
+    names = {"episodes": "episodes", "nan_rewards": "nan_rewards", "seconds": "collect_seconds"}
+    return {**state, **{name: state[name] + before[told] for name, told in names.items()}}
 
 
 def together(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class AnyWorker:
 
     @property
     def version(self) -> int:
-        """Of the weights that act."""
+        """The version of the weights that act."""
         return self.loop.version
 
     @version.setter

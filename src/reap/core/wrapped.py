@@ -84,6 +84,9 @@ class Wrapped(Env):
     def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
         return self._env.rebuild_lanes(replace)
 
+    def not_rebuilt(self) -> str:
+        return self._env.not_rebuilt()
+
     def restarts(self) -> int:
         return self._env.restarts()
 
@@ -143,7 +146,7 @@ class Wrapped(Env):
 
 
 class WrappedOnDevice(DeviceEnv):
-    """The same for lanes on a device."""
+    """An env on a device around another, as `Wrapped` is elsewhere."""
 
     def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
         self._env = self.behind = env

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from reap._system.forks import guard, refuse_all
 from reap._system.pickling import dumps
-from reap.backends.remote.ray import CLUSTER, engine
+from reap.backends.remote.ray import CLUSTER, import_ray
 from reap.buffers.replay import ReplayBuffer
 from reap.buffers.row_source import Feed, sample_while
 from reap.errors import Starved, UsageError, WorkerDied, WrongArgument, WrongState
@@ -99,7 +99,7 @@ class _Client:
         return _unpacked(self._ask(self._actor.call, name, tuple(map(_packed, arguments)), options))
 
     def _ask(self, method: Any, *arguments: Any) -> Any:
-        ray = engine()
+        ray = import_ray()
         try:
             return ray.get(method.remote(*arguments))
         except ray.exceptions.RayTaskError as error:
@@ -252,7 +252,7 @@ class RayReplayBuffer(_Client):
         """End the actor, and its rows with it. May be called twice."""
         if self._open:
             self._open = False
-            ray = engine()
+            ray = import_ray()
             if ray.is_initialized() and hasattr(self, "_actor"):
                 ray.kill(self._actor)
             CLUSTER.leave()

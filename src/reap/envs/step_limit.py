@@ -49,8 +49,10 @@ class StepLimit(Wrapped):
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
         ended = self._env.step(lanes, row)
         count = self._count
-        if row.mask is not None and (self._skips or ended):  # only frames count; others, after a failure, end
+        if row.mask is not None and self._skips:  # only frames count
             count[[lane for lane in lanes if row.mask[lane]]] += 1
+        elif ended and self._env.tells_cuts:  # who has ended and is not done has failed, and made none
+            count[[lane for lane in lanes if row.done[lane] or lane not in ended]] += 1
         elif len(lanes) == len(count):
             count += 1
         else:

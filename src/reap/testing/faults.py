@@ -4,16 +4,21 @@ raise     an exception                     stop   SIGSTOP: there, but frozen
 exit      os._exit(3)                      hang   waits for ever; signals still reach it
 kill      SIGKILL, as the kernel's         deaf   waits for ever, as native code would: no signal but SIGKILL helps
           out-of-memory killer sends it    oom    an allocation beyond the process's limit: MemoryError
-segfault  reads address 0
+segfault  reads address 0                  disk   a file that may not grow: OSError, as from a disk that is full
+                                           descriptors  all but the standard ones are closed under it; it goes on,
+                                                        until it needs one
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
+import tempfile
 import threading
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import gymnasium as gym
@@ -21,7 +26,7 @@ import numpy as np
 
 from reap.errors import UsageError
 
-Fault = Literal["raise", "exit", "kill", "segfault", "hang", "deaf", "stop", "oom"]
+Fault = Literal["raise", "exit", "kill", "segfault", "hang", "deaf", "stop", "oom", "disk", "descriptors"]
 _ROOM = 1 << 26  # what `oom` leaves to the process, in bytes; it asks for sixteen times as much
 
 
@@ -87,9 +92,30 @@ def inject(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "oom":
         _run_out_of_memory()
+    if fault == "disk":
+        _fill_the_disk()
+    if fault == "descriptors":
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        return
     if fault == "deaf":
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Event().wait()
+
+
+@contextlib.contextmanager
+def full_disk(room: int = 0) -> Iterator[None]:
+    """Inside, no file of this process grows beyond so many bytes: OSError, of the kind that a full disk gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _fill_the_disk() -> None:
+    with full_disk(), tempfile.TemporaryFile(buffering=0) as file:
+        file.write(b"one byte too many")
 
 
 def _run_out_of_memory() -> None:

@@ -133,6 +133,9 @@ class InlineConnection(WorkerConnection):
         """The worker itself knows whether its actions are random: it counts frames with the others."""
         self._slots.append(slot)
 
+    def _say(self, message: Any) -> None:
+        self._inbox.append(message)
+
     def hear(self) -> tuple[list[Any], bool]:
         said, self._inbox = self._inbox, []
         return said, self.over
@@ -150,9 +153,7 @@ class InlineConnection(WorkerConnection):
 
     def _do_one(self) -> None:
         if self._server is None:
-            self._server = _InlineWorkerServer(
-                self._job, self._files, self._broken_off, lambda said: self._inbox.append(said)
-            )
+            self._server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
             self._inbox.append(self._server.about)
         elif self._calls:
             call, name, arguments = pickle.loads(self._calls[0])

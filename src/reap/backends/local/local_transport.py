@@ -55,6 +55,9 @@ class LocalTransport(Transport):
         """A worker is in no rollout any more."""
         self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        self.counters.claimed[worker.index] = worker.frames
+
     def place(self, worker: WorkerHandle) -> dict[str, int]:
         step = int(self.counters.step[worker.index])
         if step < 0:

@@ -56,7 +56,7 @@ class Pauses:
         self._all: list[_Pause] = []
 
     def begin(self, paused: Paused) -> None:
-        """From here on it holds."""
+        """Let a pause hold from here on."""
         self._all.append(paused.pause)
 
     def end(self, paused: Paused | None) -> None:

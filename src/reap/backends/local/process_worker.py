@@ -103,7 +103,7 @@ class _Interruptor:
         self.control = control
 
     def collection_stopped(self) -> bool:
-        """Asked after every step."""
+        """Return whether rollouts are to end where they are; it is asked after every step."""
         return bool(self.control.stop)
 
     def start_collection(self) -> None:
@@ -192,12 +192,12 @@ class LocalWorkerServer(WorkerServer):
         self._at[0] = BETWEEN
         return frames
 
-    def _rest(self) -> int | None:
-        """Milliseconds until it is worth a look whether to go on; None: until somebody says something."""
+    def _rest(self) -> int:
+        """Milliseconds until it is worth a look whether to go on, should nobody have said something."""
         if self.control.rest:
             return int(1000 * AGAIN)
-        if self.control.claimed.sum() >= self.control.total:
-            return _UNTOLD if self._untold else None
+        if self.control.claimed.sum() >= self.control.total:  # what others have begun on is ours to make if they fail
+            return _UNTOLD if self._untold else int(1000 * AGAIN)
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
@@ -238,7 +238,7 @@ class LocalWorkerServer(WorkerServer):
         self.settle()
 
     def do_run(self) -> None:
-        """From here on it needs no slots."""
+        """Make rollouts without being asked, from here on; its slot needs no permission any more."""
         self._free = True
 
     def do_look(self) -> None:

@@ -58,7 +58,7 @@ class Address:
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:
-        """Joined when all others have."""
+        """Join the process group of this name; returns when all others have."""
         return torch_internals.gloo_group(PrefixStore(name, self.store()), rank, size, self.listen, JOIN)
 
 

@@ -272,11 +272,14 @@ class MessageTransport(Transport):
         """Nobody knows: it shares no memory with us."""
         return {}
 
+    def give_back(self, worker: WorkerHandle) -> None:
+        """Nobody here begins on anything that was not ordered."""
+
     def let_be_random(self, frames: int) -> None:
         """Each order says whether actions are random."""
 
     def cut_short(self, stop: bool) -> None:
-        """Rollouts are too far away to be cut short; no delivery asks for it."""
+        """Do nothing: rollouts are too far away to be cut short, whoever asks for it."""
 
     # ---- memory ----------------------------------------------------------------------------------------------------
 

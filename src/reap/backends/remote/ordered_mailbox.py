@@ -1,6 +1,6 @@
 """MailboxWorker: a remote worker whose orders are delivered and whose messages are fetched by remote method calls.
 
-    order(n, …) ──► in order of n ──► remote worker ──► outbox ──► messages() waits for the next
+    order(n, …) ──► in order of n ──► remote worker ──► outbox ──► message() waits for the next
 
 What `message` has returned is on its way until it is called again: then its block is free.
 """

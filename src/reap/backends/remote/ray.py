@@ -45,8 +45,8 @@ _STACK = 1.0  # seconds for a stack to come
 _SLOW = 60.0  # seconds more for actors that there is room for, on a busy machine
 
 
-def engine() -> Any:
-    """The library."""
+def import_ray() -> Any:
+    """Return the library, or say how to get it."""
     try:
         import ray
     except ImportError:
@@ -62,7 +62,7 @@ class _Cluster:
 
     def enter(self, config: Mapping[str, Any]) -> Any:
         """The library, connected: to what it is connected to already, or else as `config` says."""
-        ray = engine()
+        ray = import_ray()
         with self._lock:
             if not ray.is_initialized():
                 self._connect(ray, config)
@@ -92,7 +92,7 @@ class _Cluster:
                 self._ours = False  # it is the caller's from now on
             elif end or (self._ours and not self._users):
                 self._ours, self._users = False, 0
-                engine().shutdown()
+                import_ray().shutdown()
 
 
 def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
@@ -155,7 +155,7 @@ class ReapWorker(MailboxWorker):
 
     def where(self) -> tuple[int, str]:
         """Process and node."""
-        return os.getpid(), engine().get_runtime_context().get_node_id()
+        return os.getpid(), import_ray().get_runtime_context().get_node_id()
 
     def stack(self) -> str:
         """Where its thread is right now."""
@@ -194,7 +194,7 @@ class _Actor:
 
     def ask_stack(self) -> str:
         """Where its thread is right now; empty if it does not answer at all."""
-        ray = engine()
+        ray = import_ray()
         asked = self._handle.stack.options(concurrency_group="stack").remote()
         try:
             return str(ray.get(asked, timeout=_STACK))
@@ -257,7 +257,7 @@ class RayActorTransport(MessageTransport):
     grows = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
-        engine()  # is it there?
+        import_ray()  # is it there?
         super().__init__()
         self._config, self._resources = dict(cluster), list(resources)
         self._ray: Any = None  # when connected

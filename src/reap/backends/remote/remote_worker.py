@@ -86,7 +86,7 @@ class Header:
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Room for one."""
+    """Return memory for the numbers of a message."""
     return np.zeros(_WORDS, np.int64)
 
 

@@ -99,11 +99,11 @@ class GuardedStore(Store):
         return f"uv://{LOOPBACK}:{port}".encode()
 
     def compare_set(self, key: str, expected: Any, wanted: Any) -> bytes:
-        """As the store itself does it."""
+        """Set a key if it has the expected value, as the store itself does; returns what it has now."""
         return bytes(self._store.compare_set(key, expected, wanted))
 
     def check(self, keys: list[str]) -> bool:
-        """As the store itself does it."""
+        """Set a key if it has the expected value, as the store itself does; returns what it has now."""
         return bool(self._store.check(keys))
 
     def cut(self, peer: str) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from reap._system.forks import guard, refuse_all
 from reap._system.pickling import dumps
-from reap.backends.remote.ray import engine
+from reap.backends.remote.ray import import_ray
 from reap.errors import UsageError, WrongState
 from reap.spec import AnyKey
 from reap.weights.local import load
@@ -87,7 +87,7 @@ class RayEvalWorker:
         name: str | None = None,
         **remote_kwargs: Any,
     ) -> None:
-        ray = self._ray = engine()
+        ray = self._ray = import_ray()
         named: Mapping[str, Any] = {} if name is None else {"name": name, "lifetime": "detached"}
         kind = ray.remote(num_gpus=num_gpus, **remote_kwargs)(_Player)
         self._actor = kind.options(**named).remote(dumps((init_fn, env_maker, policy_maker), "env_maker"))
@@ -103,7 +103,7 @@ class RayEvalWorker:
     def from_name(cls, name: str, *, reward_keys: AnyKey = ("next", "reward")) -> RayEvalWorker:
         """The worker another process has made under this name."""
         found: RayEvalWorker = object.__new__(cls)
-        found._ray = engine()
+        found._ray = import_ray()
         found._actor = found._ray.get_actor(name)
         found._reward, found._pending = reward_keys, None
         guard(found)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from reap._system.pickling import pack_bytes
+from reap.arguments import flag
 from reap.backends.local.pauses import Paused
 from reap.backends.nested_workers import NestedWorkers
 from reap.backends.remote.message_transport import MessageTransport
@@ -96,6 +97,7 @@ class FarCollector(MultiCollector):
 
 def _interval(each: Any, interval: Any) -> int:
     """After how many batches weights are sent; -1: when the user says so."""
+    flag("update_after_each_batch", each, none=True)
     if isinstance(interval, bool) or not isinstance(interval, int):
         raise WrongArgument(f"max_weight_update_interval must be a whole number, got {interval!r}")
     if each and interval > -1:

@@ -39,7 +39,8 @@ from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
 ORDER = struct.Struct("iii")  # what, slot, step
-# a step of all lanes, of some; a message; new episodes in some; …; random actions for all; another env in a thread
+# a step of all lanes, of some; a message; new episodes in some; are you done?; no more; random actions for all;
+# another env in a thread
 STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
 UNSEEDED = -1
 DONE, FAILED, REBUILT = b"\1", b"\2", b"\3"
@@ -236,7 +237,7 @@ class EnvChild(abc.ABC):
         return list(slot.cut(self._keys, [array[first:last] for array in self._first]))
 
     def _answered(self, what: int, token: int) -> bool:
-        """Whether this was a question after the orders before it, which are done."""
+        """Answer a PING, when the orders before it are done; returns whether it was one."""
         if what == PING:
             os.write(self._reply, bytes([PONG + token]))
         return what == PING

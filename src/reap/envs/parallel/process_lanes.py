@@ -508,15 +508,26 @@ class ProcessLanes(Env):
         shared = row if row.place is not None else self.shared_row()
         assert shared.place is not None
         for remote in self.remotes:
-            if remote.owes:
-                self._settle(remote)
-            remote.owes = True
-            self._ring(remote, DRAW, *shared.place)
-        for remote in self.remotes:
-            self.finish(remote)
+            try:
+                if remote.owes:
+                    self._settle(remote)
+                remote.owes = True
+                self._ring(remote, DRAW, *shared.place)
+            except ReapError as error:
+                self._lose(remote, error)
+        self._finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
+
+    def _finish_all(self) -> None:
+        """Wait for everybody who was sent something."""
+        for remote in self.remotes:
+            if remote.owes:
+                try:
+                    self.finish(remote)
+                except ReapError as error:
+                    self._lose(remote, error)
 
     def after_step(self, row: Row) -> None:
         """What every lane sees next lies in `first` with the answer."""
@@ -551,12 +562,7 @@ class ProcessLanes(Env):
                 self._lose(remote, error)
 
     def recv(self) -> list[int]:
-        for remote in self.remotes:
-            if remote.owes:
-                try:
-                    self.finish(remote)
-                except ReapError as error:
-                    self._lose(remote, error)
+        self._finish_all()
         _, row = self._sent
         shared = self._shared
         if shared is not row:

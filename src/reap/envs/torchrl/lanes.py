@@ -29,7 +29,7 @@ from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.by_hand import handed_out, taken_back
 from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
-from reap.envs.torchrl.rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec
+from reap.envs.torchrl.rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec, not_rebuilt
 from reap.errors import UsageError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -221,6 +221,9 @@ class WrappedGym(GymLanes):
 
     def bind_policy(self, model: Any) -> None:
         give_spec(model, self.outer)
+
+    def not_rebuilt(self) -> str:
+        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.outer)

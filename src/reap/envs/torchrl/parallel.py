@@ -31,7 +31,7 @@ from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
 from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back
 from reap.envs.torchrl.captured import Array, Base
-from reap.envs.torchrl.rows import give_spec
+from reap.envs.torchrl.rows import give_spec, not_rebuilt
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -248,6 +248,9 @@ class ParallelLanes(ProcessLanes):
     def _next_values(self, outputs: Collection[Key]) -> list[Key]:
         """Of what a policy writes, next values of what the workers carry from step to step: recurrent states."""
         return [key for key in outputs if key[0] == "next" and key[1:] in self._carried]
+
+    def not_rebuilt(self) -> str:
+        return not_rebuilt()
 
     def explain(self) -> str:
         inside = self._call(self.remotes[0], "explain")

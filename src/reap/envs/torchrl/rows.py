@@ -128,6 +128,14 @@ def give_spec(model: Any, env: Any) -> None:
             part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
 
 
+def not_rebuilt() -> str:
+    """Why an env inside one of TorchRL's is not made anew where it raises."""
+    return (
+        "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot be "
+        "told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
+    )
+
+
 class TorchRLEnv(Env):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
@@ -200,6 +208,9 @@ class TorchRLEnv(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
+
+    def not_rebuilt(self) -> str:
+        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.env)
