@@ -248,6 +248,8 @@ class LaneWorkers(abc.ABC):
         self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
         left, since = set(self._at_hand(range(len(self.bounds)))), time.monotonic()
         for group in left:
+            if self._comebacks and not self._at_hand([group]):
+                continue  # lost just now, with another of its process
             self._away[group] = since
             try:
                 self._ping(group, self._token)

@@ -251,6 +251,8 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
+            if self._comebacks and not self._at_hand([group]):
+                continue  # lost just now, with another of its process: the newcomer knows of no order yet
             try:
                 self._order(group, order)
             except ReapError as error:
