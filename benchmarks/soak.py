@@ -242,8 +242,9 @@ class Surroundings:
         if self._saved is None or random.random() < 0.5:
             self._saved = checkpoint.save(path, collector=collector, policy=collector.policy)
             return
+        state = Kept(collector.state_dict())  # before: newcomers need files that grow
         with contextlib.suppress(NoSpace), full_disk(100):
-            checkpoint.save(path, collector=collector, policy=collector.policy)
+            checkpoint.save(path, collector=state, policy=collector.policy)
             raise AssertionError("a checkpoint was written to a disk that is full")
         if checkpoint.load(path).path != self._saved:
             raise AssertionError("a checkpoint that did not fit on the disk took the place of one that did")
@@ -251,6 +252,20 @@ class Surroundings:
 
     def close(self) -> None:
         """Leave everything as it was."""
+
+
+class Kept:
+    """A state that was asked for."""
+
+    def __init__(self, state: Any) -> None:
+        self.state_dict = lambda: state
+
+
+class Agents(Surroundings):
+    """RPC's, which make files in threads of their own and end the program where those may not grow: none is limited."""
+
+    def _save(self, collector: Any) -> None:
+        checkpoint.save(f"{self.folder}/checkpoints", collector=collector, policy=collector.policy)
 
 
 class SmallDisk(Surroundings):
@@ -360,7 +375,13 @@ def enter_network(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
-AROUND: Mapping[str, type[Surroundings]] = {"memmap": SmallDisk, "nodes": Links}
+class Cluster(Surroundings):
+    """Ray's: messages pass through other processes, which may have to wait for a core, too."""
+
+    timeout = 10.0
+
+
+AROUND: Mapping[str, type[Surroundings]] = {"memmap": SmallDisk, "nodes": Links, "rpc": Agents, "ray": Cluster}
 
 
 def soak(
@@ -415,8 +436,8 @@ def _soak(
     series.append([seconds, rows, len(told)])
     causes = Counter(type(failure.cause).__name__ for failure in told)
     injected = around.injected()
-    if sum(injected.values()) - sum(around.count.values()) < len(told):
-        raise AssertionError(f"{len(told)} workers failed, and only {dict(injected)} were made to")
+    if sum(injected.values()) - sum(around.count.values()) < len(told) - causes["WorkerSilent"]:  # or merely slow
+        raise AssertionError(f"workers failed ({dict(causes)}) that were not made to: {dict(injected)}")
     return {
         "kind": kind,
         "workers": workers,

@@ -542,3 +542,22 @@ def test_an_evaluation_in_an_actor():
     assert seen == [{"reward": 8.0, "frames": None}] * 3
     with pytest.raises(WrongState, match="shut down"):
         worker.submit(None, max_steps=1)
+
+
+def test_actors_tell_their_episodes_and_share_what_their_envs_learn():
+    from reap.envs.transforms import NormalizeObservation, TransformedEnv
+    from tests.backends.test_episodes import GAMMA, LENGTHS, check
+
+    with collect([functools.partial(CountingEnv, LENGTHS, w) for w in range(2)], sync=True, gamma=GAMMA) as c:
+        found = []
+        for _ in range(6):
+            c.next()
+            found += c.episodes()
+        assert len(found) == c.stats()["episodes"] > 0
+        check(found, {(0, 0): 0, (1, 0): 1}, frames=24)
+    normalize = NormalizeObservation()
+    with collect([lambda: TransformedEnv(CountingEnv((50,), 3), normalize)] * 2, sync=True) as c:
+        for _ in range(3):
+            c.next()
+    assert normalize.statistics().count == pytest.approx(2 * (1 + 12), abs=1e-3)
+    assert normalize.statistics().mean == pytest.approx([3, 0, 6], abs=1e-3)

@@ -528,6 +528,19 @@ def test_a_short_soak(kind):
         assert after <= before + found["workers"], name
 
 
+def test_an_answer_is_not_taken_from_a_process_that_is_found_silent_with_it(tmp_path):
+    """Threads of one process: some answer in the moment in which another has been silent for too long."""
+    told = []
+    makers = [*[lambda n=n: CountingEnv((1,), n) for n in range(7)], failing(tmp_path / "note", "hang", at=5, lane=7)]
+    options = {"on_failure": "restart", "on_restart": told.append, "timeout": 1.0, "envs_per_worker": 8}
+    with batched(makers, where="threads of processes", **options) as c:
+        rows = torch.cat(until_told(c, told))
+    own = rows[rows["env_index"] < 7]
+    assert own["next", "done"].all(), "episodes have one step"
+    assert not own["observation"][:, 2].any()
+    assert int(own["collector", "cut"].sum()) == 7
+
+
 def test_processes_that_are_killed_between_batches():
     with batched([healthy(n) for n in range(3)], on_failure="restart", max_restarts=None) as c:
         workers, batches = c._backend.worker.env.lane_workers, []

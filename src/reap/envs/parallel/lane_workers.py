@@ -158,6 +158,9 @@ class LaneWorkers(abc.ABC):
                 self._note_comebacks(found)
             if self.timeout is not None:
                 self._check_silence(now)
+                if found and self.lost:  # with one that is silent others of its process are lost, what they said too
+                    coming = {group for comeback in self._comebacks.values() for group in comeback.left}
+                    found = [n for n in found if n not in coming and self.bounds[n][0] not in self.dropped]
             if found or not self._away or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:

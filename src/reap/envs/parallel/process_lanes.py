@@ -516,12 +516,12 @@ class ProcessLanes(Env):
                 self._ring(remote, DRAW, *shared.place)
             except ReapError as error:
                 self._lose(remote, error)
-        self._finish_all()
+        self.finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
 
-    def _finish_all(self) -> None:
+    def finish_all(self) -> None:
         """Wait for everybody who was sent something."""
         for remote in self.remotes:
             if remote.owes:
@@ -563,7 +563,7 @@ class ProcessLanes(Env):
                 self._lose(remote, error)
 
     def recv(self) -> list[int]:
-        self._finish_all()
+        self.finish_all()
         _, row = self._sent
         shared = self._shared
         if shared is not row:
