@@ -186,8 +186,9 @@ def make(kind: str, workers: int, every: float, told: list[Any], around: Surroun
         size = LANES * STEPS
         return MultiAsyncCollector(makers, EchoPolicy(), frames_per_batch=size, replay_buffer=buffer, **options), buffer
     if kind in BY_LANE:
+        notes = around.notes
         envs = [
-            (lambda n=n: Unlucky(n, every, around.notes) if n % LANES == 0 else CountingEnv(LENGTHS, n))
+            (lambda n=n: Unlucky(n, every, notes) if n % LANES == 0 else CountingEnv(LENGTHS, n))
             for n in range(workers * LANES)
         ]
         options["envs_per_worker"] = LANES

@@ -121,8 +121,7 @@ def test_an_env_that_fails_is_replaced(where, fault, tmp_path, caplog):
     cuts, _ = check(batches)
     assert cuts[1] == 1
     assert cuts[2:] == [0, 0]
-    in_place = fault == "raise" or (where == "threads of processes" and fault == "sys.exit")
-    assert cuts[0] == (0 if in_place else BY_GROUP[where] - 1)
+    assert cuts[0] == (0 if fault == "raise" else BY_GROUP[where] - 1)  # one that raised is made anew in its place
 
 
 @pytest.mark.parametrize(
