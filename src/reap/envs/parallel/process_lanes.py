@@ -83,6 +83,13 @@ def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
     return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
 
 
+def _logged(name: str, error: E) -> E:
+    """The error for a child that has failed, which the log tells of, too."""
+    error.at(worker=name)
+    record("death", name, "%s", str(error).partition("\n")[0])
+    return error
+
+
 class EnvProcess:
     """A child process and its lanes, `[first, last)` of all."""
 
@@ -296,14 +303,8 @@ class ProcessLanes(Env):
             remote.talk.hear()
         for message in remote.talk.inbox:
             if isinstance(message, Raised):
-                return self._logged(remote, self.named(message.unpack(), remote))
-        return self._logged(remote, remote.child.death())
-
-    def _logged(self, remote: EnvProcess, error: E) -> E:
-        """The error for a child that has failed, which the log tells of, too."""
-        error.at(worker=self._name(remote))
-        record("death", self._name(remote), "%s", str(error).partition("\n")[0])
-        return error
+                return _logged(self._name(remote), self.named(message.unpack(), remote))
+        return _logged(self._name(remote), remote.child.death())
 
     def _name(self, remote: EnvProcess) -> str:
         lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
@@ -325,7 +326,7 @@ class ProcessLanes(Env):
         """The error for a child that has not answered for too long."""
         self._failed = True
         remote.silent = True
-        return self._logged(remote, remote.child.silence(self._timeout or 0.0, self._timeout))
+        return _logged(self._name(remote), remote.child.silence(self._timeout or 0.0, self._timeout))
 
     def finish(self, remote: EnvProcess) -> None:
         """Wait for the byte a child owes for a step."""
