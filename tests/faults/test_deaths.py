@@ -27,7 +27,7 @@ TOLD = {
     "stop": (WorkerSilent, "does not answer signals"),
     "oom": (WorkerRaised, "MemoryError|Unable to allocate"),
 }
-PATIENCE = 1.0  # a healthy worker on a busy machine is not silent for so long
+PATIENCE = 2.0  # a healthy worker on a busy machine is not silent for so long
 SLOW = pytest.mark.slow
 
 

@@ -13,6 +13,7 @@ Each record has the attributes `event` (one of the words above) and `worker` (it
 from __future__ import annotations
 
 import logging
+import threading
 
 _log = logging.getLogger("reap.workers")
 _LEVELS = {
@@ -26,5 +27,7 @@ _LEVELS = {
 
 
 def record(event: str, worker: str, text: str, *arguments: object) -> None:
-    """Write down what has happened to a worker."""
+    """Write down what has happened to a worker; but not when the program ends, and its workers with it."""
+    if not threading.main_thread().is_alive():
+        return
     _log.log(_LEVELS[event], text, *arguments, extra={"event": event, "worker": worker})
