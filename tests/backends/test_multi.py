@@ -183,7 +183,9 @@ def test_random_frames_are_counted_over_all_workers():
 
     make = [lambda w=w: Picky((9,), w) for w in (0, 1)]
     for kind in (MultiSyncCollector, MultiAsyncCollector):
-        c = kind(make, EchoPolicy(), frames_per_batch=8, init_random_frames=16, total_frames=80)
+        c = kind(
+            make, EchoPolicy(), frames_per_batch=8, init_random_frames=16, total_frames=4000
+        )  # both have their turn
         drawn = sum(int(((b["action"] >= 5) & (b["action"] <= 6) & (b["action"] % 1 != 0)).sum()) for b in c)
         assert drawn == 16
         c.shutdown()

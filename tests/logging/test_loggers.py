@@ -73,7 +73,7 @@ def test_tensorboard(tmp_path):
 
 
 WANDB = """
-import json, struct, sys
+import json, struct, sys, time
 import numpy as np
 from pathlib import Path
 from reap.loggers import WandbLogger
@@ -106,15 +106,26 @@ def records(data, block=32768):
             piece = b""
 
 
+def read():
+    returns, videos = {}, []
+    for data in records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
+        if "return" in items:
+            step = json.loads(items["_step"]) if "_step" in items else record.history.step.num
+            returns[int(step)] = float(items["return"])
+        videos += [key for key in items if "video" in key]
+    return returns, videos
+
+
+deadline = time.monotonic() + 60
 returns, videos = {}, []
-for data in records(file.read_bytes()):
-    record = wandb_internal_pb2.Record()
-    record.ParseFromString(data)
-    items = {(item.key or "/".join(item.nested_key)): item.value_json for item in record.history.item}
-    if "return" in items:
-        step = json.loads(items["_step"]) if "_step" in items else record.history.step.num
-        returns[int(step)] = float(items["return"])
-    videos += [key for key in items if "video" in key]
+while len(returns) < 3 and time.monotonic() < deadline:  # a process of W&B's writes it, when it gets its turn
+    try:
+        returns, videos = read()
+    except Exception:  # half a record
+        time.sleep(0.1)
 assert returns == {0: 1.5, 10: 2.5, 20: 3.5}, returns
 assert videos
 assert list(where.glob("wandb/offline-run-*/files/media/videos/eval/*.mp4"))
