@@ -31,9 +31,12 @@ demo: $(VENV)/.with-demo
 
 # Many tests wait for processes more than they compute: more of them at once than there are cores. They start some fifty
 # interpreters, which would all compile reap where writing bytecode is switched off.
+# Beside three others on two cores a worker may wait for its turn for seconds: what failed is said, and run again alone.
+QUICK := -m "not slow and not cuda" $(TESTS)
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.with-test
-	$(BIN)/python -m pytest -m "not slow and not cuda" -n 4
+	$(BIN)/python -m pytest $(QUICK) -n 4 || { test $$? -eq 1 && echo "once more, alone, what failed beside others:" && \
+		$(BIN)/python -m pytest $(QUICK) -n 0 --last-failed; }
 
 test-all: $(VENV)/.with-test
 	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
