@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from reap.data.columns import Array, Arrays, Column, copied, observation_columns
+from reap.data.columns import Array, Arrays, Column, observation_columns
 from reap.data.formats.base import KEY, Spaces, columns_in
 from reap.errors import UsageError, missing
 from reap.spec import show
@@ -58,8 +58,6 @@ class MinariWriter:
         from minari.data_collector import EpisodeBuffer
 
         seen = {one.name: _all_observations(one, episode) for one in self._observations}
-        stored = {one.name for one in self._observations}
-        episode = copied({name: values for name, values in episode.items() if name.removeprefix("next.") not in stored})
         acted = {one.name: one.as_index(episode[one.name]) for one in self._actions}
         assert self._reward is not None
         rewards = episode[self._reward.name]
@@ -77,7 +75,7 @@ class MinariWriter:
                 infos=others or None,
             )
         )
-        self._bytes += sum(values.nbytes for values in (*seen.values(), *episode.values()))
+        self._bytes += sum(values.nbytes for values in (*seen.values(), *others.values()))
         if self._bytes > _TOGETHER:
             self._flush()
 
