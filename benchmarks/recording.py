@@ -1,9 +1,9 @@
 """What recording costs at 50 MB a second: `python -m benchmarks.recording [FORMAT …]`.
 
-An env shows images of 84×84×4 bytes and computes, in Python, until its collector makes 50 MB of batches in a second. Blocks
-of batches are collected in turns with a recording and without: the median of what each adds to the block before it, as
-time on the clock (with the wait, at the end of a block, until all of it is written), as CPU time of the thread that
-collects, and as CPU time of the whole process. A shared machine shows in the first.
+An env shows images of 84×84×4 bytes and computes, in Python, until its collector makes 50 MB of batches in a second.
+Blocks of batches are collected in turns with a recording and without: the median of what each adds to the block before
+it, as time on the clock (with the wait, at the end of a block, until all of it is written), as CPU time of the thread
+that collects, and as CPU time of the whole process. Others on the machine show in the first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reap.data import record
 RATE = 50e6  # bytes of batches in a second
 SHAPE = (84, 84, 4)
 FRAMES = 300  # of a batch: three episodes
-BATCHES = 6  # of a block
+BATCHES = 3  # of a block
 CLOCKS = (time.perf_counter, time.thread_time, time.process_time)
 FORMATS = ("memmap", "npz", "hdf5", "minari", "parquet", "lerobot")
 
@@ -55,7 +55,7 @@ def pace(collector: Collector) -> None:
 
     def seconds(work: int) -> float:
         Images.work, found = work, []
-        for _ in range(5):
+        for _ in range(3):
             began = time.thread_time()
             collector.next()
             found.append(time.thread_time() - began)
@@ -79,7 +79,7 @@ def block(collector: Collector, recording: Any = None) -> list[float]:
     return [clock() - start for clock, start in zip(CLOCKS, began)]
 
 
-def added(format: str, where: Path, rounds: int = 10) -> list[float]:
+def added(format: str, where: Path, rounds: int = 8) -> list[float]:
     """What a recording adds, by each clock, as a part of the CPU time of the same batches without it."""
     collector = Collector(Images, None, frames_per_batch=FRAMES)
     pace(collector)

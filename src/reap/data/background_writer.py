@@ -4,10 +4,10 @@
     write(…)    ──► wait their turn ──► thread: pieces are joined, DatasetWriter.add ──► counted as written
     finish(…)   ──► returns when all are written, and the metadata behind them
 
-File libraries let other threads run while they write. An episode is counted when its format has taken it, not before. An
-error ends the thread: what waits is dropped, and every call raises it from then on. Once `finish` is called all is
-written, even if Ctrl-C ends the wait for it: another `finish`, or the end of Python, waits again. A writer that is dropped
-without `finish`, by the program or when Python ends, writes the episode in hand and no other.
+File libraries let other threads run while they write. An episode is counted when its format has taken it, not before.
+An error ends the thread: what waits is dropped, and every call raises it from then on. Once `finish` is called all is
+written, even if Ctrl-C ends the wait for it: another `finish`, or the end of Python, waits again. A writer that is
+dropped without `finish`, by the program or when Python ends, writes the episode in hand and no other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AHEAD = 1 << 26  # bytes of episodes that may wait before `ready` waits too
 
 
 class _Work:
-    """What the thread shares with those who give it work. It does not hold the `BackgroundWriter`, which may be dropped."""
+    """What the thread shares with those who give it work. It does not hold the `BackgroundWriter`, which may go."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -38,6 +38,7 @@ class _Work:
         self.metadata: Mapping[str, Any] | None = None  # once no more will come
         self.failure: BaseException | None = None
         self.lengths: list[int] = []  # of the episodes that are written
+        self.ended = False  # the thread writes no more
 
 
 class BackgroundWriter:
@@ -46,7 +47,7 @@ class BackgroundWriter:
     def __init__(self, writer: DatasetWriter, path: Path) -> None:
         self._path, self._work = path, _Work()
         self._error: RecordingFailed | None = None
-        # Before it calls finalizers Python waits for every thread that is no daemon: this one is ended by its finalizer.
+        # At its end Python waits for all threads but daemons, then calls finalizers: this one is ended by the latter.
         self._thread = threading.Thread(
             target=_write_all, args=(self._work, writer), name=f"reap-recording-{path.name}", daemon=True
         )
@@ -79,6 +80,8 @@ class BackgroundWriter:
         with self._work.changed:
             self._work.metadata = metadata
             self._work.changed.notify_all()
+            # Not by `join`: Python 3.11 takes a thread for ended when Ctrl-C has broken off a `join`.
+            self._work.changed.wait_for(lambda: self._work.ended)
         self._thread.join()
         self._raise_failure()
 
@@ -89,7 +92,7 @@ class BackgroundWriter:
         if self._error is None:
             self._error = RecordingFailed(
                 f"the recording at {self._path} could not be written: {type(cause).__name__}: {cause}; "
-                f"close() it to go on without it"
+                f"it has no metadata, and is not whole"
             )
         raise self._error from cause
 
@@ -120,6 +123,9 @@ def _write_all(work: _Work, writer: DatasetWriter) -> None:
         with work.changed:
             work.failure = cause
             work.waiting.clear()
+    finally:
+        with work.changed:
+            work.ended = True
             work.changed.notify_all()
 
 
@@ -129,5 +135,7 @@ def _drop(work: _Work, thread: threading.Thread, process: int) -> None:
     with work.changed:
         work.dropped = work.metadata is None
         work.changed.notify_all()
-    if threading.current_thread() is not thread:  # in which garbage is found, too
-        thread.join()
+        if threading.current_thread() is thread:  # where garbage is found, too
+            return
+        work.changed.wait_for(lambda: work.ended)
+    thread.join()

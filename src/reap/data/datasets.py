@@ -30,7 +30,7 @@ import reap
 from reap.data.background_writer import BackgroundWriter
 from reap.data.columns import Arrays, Column, EpisodeSplitter, as_tensordict, columns_of
 from reap.data.formats.base import columns_in, lengths_of
-from reap.errors import CorruptState, RecordingFailed, UsageError, WrongArgument, WrongState, nearest
+from reap.errors import CorruptState, ReapError, RecordingFailed, UsageError, WrongArgument, WrongState, nearest
 from reap.spec import AnyKey, EnvSpec, as_key
 from reap.trajectories import FINAL, with_next
 
@@ -58,7 +58,9 @@ class Dataset(Sequence[TensorDict]):
         try:
             self._reader = _part(format, 2)(path)
             self.metadata: dict[str, Any] = self._reader.metadata
-        except (KeyError, FileNotFoundError, json.JSONDecodeError) as cause:
+        except ReapError:
+            raise
+        except Exception as cause:  # each library says in its own way that a file is not whole
             raise CorruptState(
                 f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
                 f"recording is closed"
