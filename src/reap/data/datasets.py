@@ -326,8 +326,9 @@ def load(path: Any, format: str | None = None) -> Dataset:
 
 
 def _place(path: Any) -> Path:
+    """The path from the root on: Minari wants it so, and nobody minds whoever changes the directory later."""
     if isinstance(path, Path) or (isinstance(path, str) and path):
-        return Path(path)
+        return Path(path).absolute()
     raise WrongArgument(f"path must be a directory or a file, got {path!r}")
 
 

@@ -81,14 +81,16 @@ class MinariWriter:
 
     def close(self, metadata: Mapping[str, Any]) -> None:
         self._file.close()
+        actions = [list(one.key) for one in self._actions]
+        # First what `load` needs: if Minari's own part fails, the recording is there all the same.
+        self._storage.update_metadata({KEY: json.dumps({**metadata, "actions": actions})})
         about: dict[str, Any] = {"dataset_id": self._name, "minari_version": self._minari.__version__}
         about |= {"total_episodes": self._count, "total_steps": self._steps, "dataset_size": self._storage.get_size()}
         if metadata.get("env_spec"):
             about["env_spec"] = metadata["env_spec"]
         if metadata.get("policy"):
             about["algorithm_name"] = str(metadata["policy"])
-        actions = [list(one.key) for one in self._actions]
-        self._storage.update_metadata({**about, KEY: json.dumps({**metadata, "actions": actions})})
+        self._storage.update_metadata(about)
 
 
 def _put(group: Any, name: str, values: Any) -> None:
