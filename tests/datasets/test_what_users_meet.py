@@ -6,7 +6,7 @@ import pytest
 
 from reap.collectors import Collector
 from reap.data import export, load, record
-from reap.errors import RecordingFailed
+from reap.errors import CorruptState, RecordingFailed
 from tests.datasets.test_round_trips import FORMATS, same, whole_episodes
 
 
@@ -51,3 +51,37 @@ def test_a_failure_of_minari_itself_loses_no_recording(tmp_path, monkeypatch):
         recording.close()
     collector.shutdown()
     assert all(map(same, load(tmp_path / "one"), whole_episodes(seen)))
+
+
+def cut_in_half(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("format", "file"),
+    [
+        ("npz", "."),
+        ("hdf5", "."),
+        ("parquet", "data/train-00000-of-00001.parquet"),
+        ("lerobot", "data/chunk-000/episode_000000.parquet"),
+        ("minari", "data/main_data.hdf5"),
+        ("memmap", "observation.memmap"),
+    ],
+)
+def test_a_file_that_was_cut_short_is_told_with_its_path(tmp_path, format, file):
+    export(played(), tmp_path / "one", format)
+    cut_in_half(tmp_path / "one" / file)
+    with pytest.raises(CorruptState, match="test_a_file_that_was_cut_short.*/one"):
+        list(load(tmp_path / "one", format))
+    with pytest.raises(CorruptState, match="test_a_file_that_was_cut_short.*/one"):
+        export(load(tmp_path / "one", format), tmp_path / "two")
+    with pytest.raises(CorruptState):
+        _ = load(tmp_path / "one", format).frames
+
+
+def test_an_episode_that_is_not_there_is_told(tmp_path):
+    dataset = export(played(), tmp_path / "one")
+    assert same(dataset[-1], dataset[len(dataset) - 1])
+    with pytest.raises(IndexError, match=f"has {len(dataset)} episodes, and no episode 1000"):
+        dataset[1000]

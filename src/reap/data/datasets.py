@@ -63,7 +63,7 @@ class Dataset(Sequence[TensorDict]):
         except Exception as cause:  # each library says in its own way that a file is not whole
             raise CorruptState(
                 f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
-                f"recording is closed"
+                f"recording is closed, and gone from a file that was cut short since"
             ) from cause
         self.columns: list[Column] = columns_in(self.metadata)
         self.lengths = lengths_of(self.metadata)
@@ -74,14 +74,32 @@ class Dataset(Sequence[TensorDict]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(self._read(range(len(self))[index]))
-        return next(self._read([range(len(self))[index]]))
+        try:
+            return next(self._read([range(len(self))[index]]))
+        except IndexError:
+            raise IndexError(f"{self.path} has {len(self)} episodes, and no episode {index}") from None
 
     def __iter__(self) -> Iterator[TensorDict]:
         return self._read(range(len(self)))
 
     def _read(self, which: Iterable[int]) -> Iterator[TensorDict]:
-        for arrays in self._reader.episodes(which):
+        for arrays in self._arrays(which):
             yield as_tensordict(self.columns, arrays)
+
+    def _arrays(self, which: Iterable[int]) -> Iterator[Arrays]:
+        found = self._reader.episodes(which)
+        while True:
+            try:
+                arrays = next(found)
+            except StopIteration:
+                return
+            except ReapError:
+                raise
+            except Exception as cause:
+                raise CorruptState(
+                    f"an episode of {self.path} cannot be read: {cause!r}; is a file cut short?"
+                ) from cause
+            yield arrays
 
     @property
     def frames(self) -> TensorDictBase:
@@ -90,7 +108,12 @@ class Dataset(Sequence[TensorDict]):
             empty = {one.name: np.zeros((0, *one.shape), one.numpy) for one in self.columns}
             return as_tensordict(self.columns, empty)
         if self.format == "memmap":
-            found: TensorDictBase = self._reader.frames
+            try:
+                found: TensorDictBase = self._reader.frames
+            except Exception as cause:
+                raise CorruptState(
+                    f"the frames of {self.path} cannot be read: {cause!r}; is a file cut short?"
+                ) from cause
             return found
         return torch.cat(list(self))
 
@@ -305,7 +328,7 @@ def export(
             raise UsageError("a dataset is exported whole; keys are for batches")
         with recording:
             recording._begin(data.columns)
-            for arrays in data._reader.episodes(range(len(data))):
+            for arrays in data._arrays(range(len(data))):
                 recording._write(arrays)
     else:
         batches = [data] if isinstance(data, TensorDictBase) else data

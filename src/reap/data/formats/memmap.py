@@ -17,6 +17,7 @@ from tensordict import MemoryMappedTensor, TensorDict, TensorDictBase
 from reap.core.assemble import tree_of
 from reap.data.columns import Arrays, Column
 from reap.data.formats.base import Spaces, bounds, columns_in, lengths_of
+from reap.errors import CorruptState
 
 _ABOUT = "reap.json"
 
@@ -56,6 +57,11 @@ class MemmapReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.metadata: dict[str, Any] = json.loads((path / _ABOUT).read_text())
+        frames = sum(lengths_of(self.metadata))
+        for column in columns_in(self.metadata):  # mapping a file that is too short would fill it up with zeros
+            size = frames * int(np.prod(column.shape)) * column.numpy.itemsize
+            if _place(path, column).stat().st_size < size:
+                raise CorruptState(f"{_place(path, column)} was cut short: {frames:,} frames take {size:,} bytes")
 
     @property
     def frames(self) -> TensorDictBase:
