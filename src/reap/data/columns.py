@@ -5,34 +5,41 @@ batch [N, T] ──► rows of plain arrays ──► sorted by trajectory ─�
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 
 from reap.core.assemble import tree_of
 from reap.core.slot import MASK, TRAJ_IDS
+from reap.data.spaces import space_from, space_state
+from reap.envs.spaces import Actions
 from reap.errors import SpecMismatch, UsageError
-from reap.spec import EnvSpec, Key, as_key, numpy_dtype, own_entry, show
+from reap.spec import EnvSpec, Key, Leaf, as_key, numpy_dtype, own_entry, show
 from reap.trajectories import FINAL, ended
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]  # the columns of one episode, each `[steps, …]`
 Pieces = list[Arrays]  # one episode in the order of its steps, as it came in several batches
 FLAGS = ("done", "terminated", "truncated")
+_COUNTERS = ("step_count", "policy_version")  # what collectors and counters add, by name where no spec says so
 
 
 @dataclass(frozen=True)
 class Column:
-    """One entry of every frame: its key in a batch, its shape and dtype, and whether it is a one-hot choice."""
+    """One entry of every frame: its key in a batch, its shape and dtype, and what other libraries take it for."""
 
     key: Key
     shape: tuple[int, ...]
     dtype: torch.dtype
     one_hot: bool = False
+    scores: bool = False  # an action from which the env was given another value: of scores, the number of the largest
+    side: bool = False  # beside what the env shows: counters, infos, memory
+    space: gym.Space[Any] | None = field(default=None, compare=False)  # the env's own, of observations and actions
 
     @property
     def name(self) -> str:
@@ -47,20 +54,26 @@ class Column:
     @property
     def is_observation(self) -> bool:
         """Whether this is what the env shows: neither a flag, nor of the collector, nor what a step leads to."""
-        return self.key[0] not in ("next", "collector") and self.key[-1] not in FLAGS
+        return not self.side and self.key[0] not in ("next", "collector") and self.key[-1] not in FLAGS
 
     def state(self) -> dict[str, Any]:
         """This column in JSON."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"key": list(self.key), "shape": list(self.shape), "dtype": dtype, "one_hot": self.one_hot}
+        found = {"key": list(self.key), "shape": list(self.shape), "dtype": dtype, "one_hot": self.one_hot}
+        return {**found, "scores": self.scores, "side": self.side, "space": space_state(self.space)}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Column:
         """The column that `state` returned."""
-        return cls(tuple(state["key"]), tuple(state["shape"]), getattr(torch, state["dtype"]), state["one_hot"])
+        key, shape, dtype = tuple(state["key"]), tuple(state["shape"]), getattr(torch, state["dtype"])
+        more = (state.get("scores", False), state.get("side", False), space_from(state.get("space")))
+        return cls(key, shape, dtype, state["one_hot"], *more)
 
     def as_index(self, values: Array) -> Array:
-        """One-hot rows as the number of the choice, as other libraries store discrete actions; others as they are."""
+        """One-hot rows and scores as the choice the env was given, as other libraries store it; others as they are."""
+        if self.scores:
+            assert self.space is not None
+            return np.asarray(_decoder(self.space, self.shape, self.dtype)(values))
         return values.argmax(-1).astype(np.int64) if self.one_hot else values
 
     def from_index(self, values: Array) -> Array:
@@ -90,16 +103,57 @@ def columns_of(batch: TensorDictBase, keys: Sequence[Key] | None = None, spec: E
     for key in wanted:
         if key not in tensors:
             raise UsageError(f"keys names {show(key)}, which this batch has not; it has {[*map(show, tensors)]}")
-        value = tensors[key]
-        leaf = None if spec is None else spec.action.get(key)
-        shape = tuple(value.shape[batch.ndim :])
-        simple = leaf is not None and leaf.one_hot and len(shape) == 1 and hasattr(leaf.space, "n")
-        found.append(Column(key, shape, value.dtype, simple))
+        shape = tuple(tensors[key].shape[batch.ndim :])
+        if spec is not None and key in spec.action:
+            found.append(_action_column(key, shape, tensors[key], spec.action[key]))
+            continue
+        side, leaf = _is_side(key, spec), None if spec is None else spec.observation.get(key)
+        known = leaf.space if leaf is not None and not side and isinstance(leaf.space, gym.Space) else None
+        found.append(Column(key, shape, tensors[key].dtype, side=side, space=known))
+    if not observation_columns(found):  # nothing but sides: of an env that shows nothing else
+        found = [replace(column, side=False) for column in found]
     names = [column.name for column in found]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise UsageError(f"two keys of this batch are both {twice[0]!r} when their parts are joined by dots")
     return found
+
+
+def _is_side(key: Key, spec: EnvSpec | None) -> bool:
+    """Whether an entry is beside what the env shows. What a step leads to is what it is the next value of."""
+    own = key[1:] if key[0] == "next" else key
+    if spec is None:
+        return own[-1:] != () and own[-1] in _COUNTERS
+    if own not in spec.observation or own in spec.side:
+        return True
+    return own[-1] in _COUNTERS and not isinstance(spec.observation[own].space, gym.Space)
+
+
+def _action_column(key: Key, shape: tuple[int, ...], values: torch.Tensor, leaf: Leaf) -> Column:
+    """An action as the policy writes it: as the env takes it, one-hot, or scores of which the largest acts."""
+    space = leaf.space if isinstance(leaf.space, gym.Space) else None
+    if space is None and leaf.one_hot and hasattr(leaf.space, "n"):  # a spec of TorchRL's
+        space = gym.spaces.Discrete(int(leaf.space.n))  # type: ignore[union-attr]
+    column = Column(key, shape, values.dtype, space=space)
+    if not isinstance(space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        return column
+    whole = not values.dtype.is_floating_point
+    if whole and shape == space.shape and not np.any(space.start):
+        return column
+    if whole and isinstance(space, gym.spaces.Discrete) and shape == (int(space.n),) and not space.start:
+        rows = values.reshape(-1, *shape)
+        if bool(((rows == 0) | (rows == 1)).all() and (rows.sum(-1) == 1).all()):
+            return replace(column, one_hot=True)
+    try:
+        _decoder(space, shape, values.dtype)
+    except SpecMismatch:  # of several agents, say
+        return replace(column, space=None)
+    return replace(column, scores=True)
+
+
+def _decoder(space: gym.Space[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
+    """The function from rows of an action column to what the env is given for them."""
+    return Actions(space, categorical=False).batch_decoder({("action",): Leaf(shape, dtype, space)})
 
 
 def as_tensordict(columns: Sequence[Column], arrays: Mapping[str, Array]) -> TensorDict:

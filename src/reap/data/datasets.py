@@ -184,9 +184,7 @@ class Recording:
             self._writer.write(self._splitter.feed(batch))
 
     def _begin(self, columns: Sequence[Column]) -> None:
-        spec = self._spec
-        leaves = {} if spec is None else {**spec.observation, **spec.action}
-        spaces = {key: leaf.space for key, leaf in leaves.items() if isinstance(leaf.space, gym.Space)}
+        spaces = {column.key: column.space for column in columns if column.space is not None}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
             self.path.rmdir()  # empty, and formats make what they need

@@ -464,6 +464,9 @@ def _action_leaf(space: gym.Space[Any], categorical: bool) -> Leaf:
 
 
 def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: bool = False) -> Decode:
+    if column.dtype is torch.bfloat16 and isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+        widened = _decoder(key, space, Leaf(column.shape, torch.float32), batch=batch)
+        return lambda a: widened(_from_bfloat16(a))
     whole = column.dtype is not None and not column.dtype.is_floating_point and not column.dtype.is_complex
     shape = column.shape
     if isinstance(space, spaces.Discrete):
@@ -491,6 +494,12 @@ def _decoder(key: Key, space: gym.Space[Any] | None, column: Leaf, *, batch: boo
             # astype copies: foreign code may keep or change what it is given, and slots are recycled
             return lambda a: a.astype(own).reshape(len(a), *target)
     raise SpecMismatch(f"policy writes {show(key)} as {column}, the env's action space is {space}")
+
+
+def _from_bfloat16(array: Array) -> Array:
+    """The numbers whose bytes these are: NumPy has no such type, and whole numbers of the same bytes sort otherwise."""
+    wide: Array = (array.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return wide
 
 
 def _index_decoder(n: int, start: int) -> Decode:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.data.columns import Arrays, Column, joined, observation_columns
+from reap.data.columns import Array, Arrays, Column, joined, observation_columns
 from reap.data.formats.base import KEY, Spaces, bounds, columns_in, lengths_of
 from reap.errors import missing
 
@@ -41,15 +41,19 @@ class D4RLWriter:
         self._file = _h5py().File(path, "x")
         self._columns, self._places = columns, places(columns)
         for column in columns:
-            shape = _stored_shape(column)
             dtype = np.dtype(np.int64) if column.one_hot else column.numpy
-            rows = max(1, _CHUNK // max(dtype.itemsize * int(np.prod(shape)), 1))
-            self._file.create_dataset(
-                self._places[column.name], (0, *shape), dtype, maxshape=(None, *shape), chunks=(rows, *shape)
-            )
-
+            self._create(self._places[column.name], _stored_shape(column), dtype)
+        # `actions` are what the env was given; the scores it was chosen by are under `infos/`
+        self._chosen = {_NAMES[one.key]: one for one in columns if one.scores and one.key in _NAMES}
+        for place, one in self._chosen.items():
+            assert one.space is not None
+            self._create(place, one.space.shape or (), np.dtype(np.int64))
         self._waiting: list[Arrays] = []
         self._bytes = 0
+
+    def _create(self, place: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        rows = max(1, _CHUNK // max(dtype.itemsize * int(np.prod(shape)), 1))
+        self._file.create_dataset(place, (0, *shape), dtype, maxshape=(None, *shape), chunks=(rows, *shape))
 
     def add(self, episode: Arrays) -> None:
         self._waiting.append(episode)
@@ -61,11 +65,16 @@ class D4RLWriter:
         if self._waiting:
             rows = joined(self._waiting)
             for column in self._columns:
-                kept = self._file[self._places[column.name]]
-                values = column.as_index(rows[column.name])
-                kept.resize(len(kept) + len(values), 0)
-                kept[-len(values) :] = values.reshape(len(values), *_stored_shape(column))
+                values = rows[column.name] if column.scores else column.as_index(rows[column.name])
+                self._append(self._places[column.name], values.reshape(len(values), *_stored_shape(column)))
+            for place, column in self._chosen.items():
+                self._append(place, column.as_index(rows[column.name]))
         self._waiting, self._bytes = [], 0
+
+    def _append(self, place: str, values: Array) -> None:
+        kept = self._file[place]
+        kept.resize(len(kept) + len(values), 0)
+        kept[-len(values) :] = values
 
     def close(self, metadata: Mapping[str, Any]) -> None:
         self._flush()
@@ -102,7 +111,8 @@ def places(columns: Sequence[Column]) -> dict[str, str]:
         elif key[0] == "next" and key[1:] in seen:
             found[column.name] = _under("next_observations", key[1:], seen)
         else:
-            found[column.name] = _NAMES.get(key, f"infos/{column.name}")
+            own = f"infos/{column.name}"
+            found[column.name] = own if column.scores else _NAMES.get(key, own)
     return found
 
 

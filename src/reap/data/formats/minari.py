@@ -45,10 +45,8 @@ class MinariWriter:
         from minari.dataset.minari_storage import MinariStorage
 
         self._columns, self._observations = columns, observation_columns(columns)
-        self._actions = [one for one in columns if one.key in spaces] or [
-            one for one in columns if one.name == "action"
-        ]
-        self._actions = [one for one in self._actions if one not in self._observations]
+        others = [one for one in columns if one not in self._observations]
+        self._actions = [one for one in others if one.key in spaces] or [one for one in others if one.name == "action"]
         self._reward = next((one for one in columns if one.key == ("next", "reward")), None)
         if not self._observations or not self._actions or self._reward is None:
             raise UsageError("a Minari dataset needs an observation and its next value, 'action', ('next', 'reward')")
@@ -127,6 +125,8 @@ class MinariReader:
                 arrays[one.name] = values[:-1]
                 arrays[f"next.{one.name}"] = values[1:]
             for one in actions:
+                if one.scores:
+                    continue  # they are under `infos`
                 arrays[one.name] = one.from_index(_member(found["actions"], one, actions))
             for key, name in ((("next", "reward"), "rewards"), *_FLAGS.items()):
                 if key in by_key:
@@ -151,9 +151,10 @@ def _same_bits(one: Array, other: Array) -> bool:
 
 
 def _in_infos(columns: Sequence[Column], actions: Sequence[Column]) -> list[str]:
-    """The names of what is neither observation nor action, reward or end."""
+    """The names of what is neither observation nor action, reward or end, and of scores that chose an action."""
     seen = {one.key for one in observation_columns(columns)}
-    known = {*seen, *(("next", *key) for key in seen), *(one.key for one in actions), ("next", "reward"), *_FLAGS}
+    acts = {one.key for one in actions if not one.scores}
+    known = {*seen, *(("next", *key) for key in seen), *acts, ("next", "reward"), *_FLAGS}
     return [one.name for one in columns if one.key not in known]
 
 
@@ -172,10 +173,16 @@ def _space(columns: Sequence[Column], spaces: Spaces) -> gym.Space[Any]:
 
 
 def _space_of(column: Column, known: gym.Space[Any] | None) -> gym.Space[Any]:
-    if column.one_hot and known is not None:
+    if known is not None and (column.one_hot or column.scores):
         return known
-    fits = isinstance(known, gym.spaces.Box) and known.dtype == column.numpy and known.shape == column.shape
-    if known is not None and (fits or (isinstance(known, gym.spaces.Discrete) and column.shape == ())):
+    if isinstance(known, gym.spaces.Box) and known.low.size == np.prod(column.shape, dtype=int):
+        if known.dtype == column.numpy and known.shape == column.shape:
+            return known
+        if column.numpy.kind == "f":  # written by the policy in a type or shape of its own
+            low, high = (one.reshape(column.shape).astype(column.numpy) for one in (known.low, known.high))
+            return gym.spaces.Box(low, high, column.shape, column.numpy.type)
+    choice = (gym.spaces.Discrete, gym.spaces.MultiDiscrete)
+    if isinstance(known, choice) and column.shape == known.shape and column.numpy.kind in "iu":
         return known
     kind = column.numpy
     if kind == np.bool_:
