@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
+from reap.cli.main import main
 from reap.collectors import Collector
 from reap.data import export, load, record
 from reap.data.spaces import space_from, space_state
-from reap.errors import CorruptState, RecordingFailed
+from reap.errors import CorruptState, RecordingFailed, UsageError, WrongArgument
 from tests.datasets.test_round_trips import FORMATS, same, whole_episodes
 
 
@@ -208,3 +210,39 @@ def test_spaces_are_kept_in_json():
         text = json.dumps(space_state(space), allow_nan=False)
         assert space_from(json.loads(text)) == space
     assert space_state(gym.spaces.Text(3)) is space_from(None) is None
+
+
+def test_the_format_is_seen_from_the_suffix_or_asked_for(tmp_path):
+    batches = played()
+    assert export(batches, tmp_path / "one.parquet").format == load(tmp_path / "one.parquet").format == "parquet"
+    assert export(batches, tmp_path / "run.v1").format == "memmap"
+    for name in ("one.csv", "one.pt"):
+        with pytest.raises(UsageError, match=r"files are \.npz, \.hdf5 or \.h5"):
+            export(batches, tmp_path / name)
+    (tmp_path / "two.bin").touch()
+    with pytest.raises(UsageError, match="two.bin"):
+        load(tmp_path / "two.bin")
+    with pytest.raises(WrongArgument, match="got NoneType"):
+        export(None, tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["total_frames", "max_frames_per_traj", "init_random_frames"])
+def test_numbers_below_minus_one_are_refused(name):
+    with pytest.raises(UsageError, match=f"{name} must be .*-1.*-5"):
+        Collector("CartPole-v1", frames_per_batch=10, **{name: -5})
+    Collector("CartPole-v1", frames_per_batch=10, **{name: -1}).shutdown()
+
+
+def test_the_command_line_tells_it_in_a_line(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("import torch\n\ndef make():\n    return torch.nn.Linear(4, 2)\n")
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "other.pt")
+    policy = ["--policy", f"{tmp_path}/mine.py:make", "--weights", f"{tmp_path}/other.pt"]
+    for arguments, told in [
+        (["show", f"{tmp_path}/other.pt"], "other datasets are directories"),
+        (["collect", "CartPole-v1", "--frames", "-5", "--out", f"{tmp_path}/x"], "--frames must be at least 1, got -5"),
+        (["collect", "CartPole-v1", *policy, "--out", f"{tmp_path}/x"], "does not fit the policy: .*size mismatch"),
+    ]:
+        assert main(arguments) == 1
+        error = capsys.readouterr().err
+        assert re.search(told, error)
+        assert error.count("\n") == 1

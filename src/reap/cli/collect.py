@@ -12,6 +12,7 @@ from typing import Any
 from reap.cli.named import add_policy_arguments, env_factory, in_lanes, policy_of
 from reap.collectors import Collector, MultiSyncCollector
 from reap.data import load, record
+from reap.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect, with a progress bar, and say what was written."""
+    if args.frames < 1:
+        raise UsageError(f"--frames must be at least 1, got {args.frames}")
     make, policy = env_factory(args.env), policy_of(args)
     lanes = in_lanes(args.lanes, make)
     count = max(args.workers, 1) * args.lanes

@@ -76,6 +76,16 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _load_weights(policy: nn.Module, path: str) -> None:
+    try:
+        policy.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except OSError:
+        raise
+    except Exception as cause:  # torch tells each thing that does not fit in a line of its own
+        told = " ".join(str(cause).split())
+        raise UsageError(f"--weights {path} does not fit the policy: {told}") from cause
+
+
 def policy_of(args: argparse.Namespace) -> Any:
     """The policy that was named, with its weights; None: random actions."""
     if args.policy is None:
@@ -89,5 +99,5 @@ def policy_of(args: argparse.Namespace) -> Any:
         if Path(args.weights).is_dir():
             checkpoint.load(args.weights, policy=policy)
         else:
-            policy.load_state_dict(torch.load(args.weights, map_location="cpu", weights_only=True))
+            _load_weights(policy, args.weights)
     return policy

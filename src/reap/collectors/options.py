@@ -84,7 +84,7 @@ class Options:
         policy_device: where the policy runs; it is copied there only if it lives elsewhere.
         env_device: where the env's tensors live. Gymnasium envs step on the CPU whatever it says.
         storing_device: where batches are delivered.
-        max_frames_per_traj: truncate episodes at this length and add `step_count`.
+        max_frames_per_traj: truncate episodes at this length and add `step_count`; -1, 0 or None: no limit.
         init_random_frames: random actions until this many frames were delivered.
         reset_at_each_iter: begin new episodes with every batch.
         reset_when_done: False: a lane that ends rests until the batch is over; its rows are masked out.
@@ -206,7 +206,8 @@ class Options:
     def __post_init__(self) -> None:
         self._whole("frames_per_batch", least=1)
         for name in ("total_frames", "max_frames_per_traj", "init_random_frames", "worker_idx"):
-            self._whole(name, most=None if name == "total_frames" else MOST, none=True)
+            most = None if name == "total_frames" else MOST
+            self._whole(name, least=None if name == "worker_idx" else -1, most=most, none=True)
         for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
             function(name, getattr(self, name))
         for name in _FLAGS:

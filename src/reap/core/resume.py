@@ -106,7 +106,7 @@ def check(state: Any, lanes: int, leaves: Sequence[Leaf]) -> None:
     if state["format"] != FORMAT:
         raise CorruptState(f"'resume' has format {state['format']!r:.40}, this reap reads {FORMAT}; nothing was loaded")
     if state["lanes"] != lanes:
-        raise CorruptState(f"this state is of {state['lanes']} lanes, this worker has {lanes}; nothing was loaded")
+        raise CorruptState(f"this state is of {state['lanes']} lanes, and there are {lanes} here; nothing was loaded")
     if state["why"] is not None:
         return
     seen = [_looks(value) for value in state["current"]]

@@ -43,6 +43,7 @@ _FORMATS = {
     "npz": ("npz", "NpzWriter", "NpzReader", ".npz"),
     "memmap": ("memmap", "MemmapWriter", "MemmapReader", "reap.json"),
 }
+_OTHER_SUFFIXES = {".csv", ".json", ".jsonl", ".pt", ".pth", ".pkl", ".zip", ".npy", ".zarr", ".arrow", ".feather"}
 _VERSION = 1
 
 
@@ -330,6 +331,11 @@ def export(
                 recording._write(arrays)
     else:
         batches = [data] if isinstance(data, TensorDictBase) else data
+        if not isinstance(batches, Iterable) or isinstance(batches, str | bytes):
+            kind = type(data).__name__
+            raise WrongArgument(
+                f"export() takes a dataset, a batch or several batches, got {kind}; record() takes collectors"
+            )
         with Recording(path, format, keys=keys, unfinished=unfinished, metadata=metadata) as recording:
             for batch in batches:
                 recording.add(batch)
@@ -363,7 +369,13 @@ def _format_of(path: Path, given: str | None) -> str:
     for name, (*_, sign) in _FORMATS.items():
         if path.suffix == sign or (path.is_dir() and (path / sign).exists()):
             return name
-    return "hdf5" if path.suffix == ".h5" else "memmap"
+    if path.suffix == ".h5":
+        return "hdf5"
+    if path.is_file() or path.suffix in _OTHER_SUFFIXES:
+        raise UsageError(
+            f"path={str(path)!r}: files are .npz, .hdf5 or .h5; other datasets are directories, and format= says which"
+        )
+    return "parquet" if path.suffix == ".parquet" else "memmap"
 
 
 def _part(format: str, which: int) -> Any:
