@@ -33,6 +33,7 @@ from reap.arguments import function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.collectors.parts.background import ended_by
+from reap.core.capture.chance import beside_the_learner
 from reap.core.policies.signature import told_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.slot import MASK, TRAJ_IDS
@@ -273,6 +274,7 @@ class Evaluator:
     # ---- playing --------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        beside_the_learner()
         while True:
             with self._news:
                 if not self._queue:

@@ -26,6 +26,7 @@ from reap._system.interrupts import Interrupts
 from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
+from reap.core.capture.chance import beside_the_learner
 from reap.errors import WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
@@ -92,6 +93,7 @@ class ThreadRunner:
         self._thread.start()
 
     def _run(self) -> None:
+        beside_the_learner()
         try:
             while self._next():
                 turn = self._turn()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
+from reap.core.capture.chance import is_shared
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
@@ -269,6 +270,8 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
 
 def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+    if is_shared():
+        return False  # seeds are tried only where nobody else draws
 
     def decided(seed: int) -> list[Any]:
         inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)

@@ -16,8 +16,9 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
+from reap.core.capture.chance import position, probe_generator, put_back
 from reap.core.capture.provable import why_not
-from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in
+from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
@@ -168,9 +169,9 @@ class CapturedPolicy(TensorPolicy):
 
     def _still(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
         """Whether module and replay agree about this step."""
-        state = torch.get_rng_state()
+        before = position()
         agree = active.agrees(inputs)
-        torch.set_rng_state(state)
+        put_back(before)
         if not agree:
             self.why = "its replay gave other numbers in a later rollout"
             _log.warning("%s is called at each step from now on: %s", type(self._model).__name__, self.why)
@@ -228,7 +229,7 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
     try:
         refuse_hooks([model])
         with untouched(model):
-            record(lambda *given: list(tensors_in(model(*given))), inputs)
+            undisturbed(lambda: record(lambda *given: list(tensors_in(model(*given))), inputs))
     except Exception:  # whatever it makes of being watched
         return False
     return True
@@ -236,14 +237,14 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
 
 def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
     """Other values of the same kinds: what is captured must do the same with these."""
-    found = []
+    found, chance = [], probe_generator(by)
     for value in values:
         if value.dtype.is_floating_point:
-            found.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+            found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
         elif value.dtype is torch.uint8:
-            found.append(torch.randint_like(value, 256))
+            found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
         else:  # the same numbers elsewhere: an index stays one, a one-hot choice too
-            found.append(value.reshape(-1)[torch.randperm(value.numel())].reshape(value.shape))
+            found.append(value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape))
     return found
 
 

@@ -27,6 +27,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
+from reap.core.capture.chance import position, probe_generator, put_back
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
@@ -474,12 +475,12 @@ class CapturedRows(TorchRLRows):
             reset.runs[lanes] = reset.captured.run, base.due
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
-            state = torch.get_rng_state()
+            before = position()
             try:
                 reset.proved = reset.captured.agrees(probe)
             finally:
                 base.given = ()
-                torch.set_rng_state(state)
+                put_back(before)
             if not reset.proved:
                 self._alike = False
                 return False
@@ -650,14 +651,14 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
     """Other values of the same kinds: a step that is captured must be the same for these."""
-    varied = []
+    varied, chance = [], probe_generator(by)
     for value in values:
         if value.dtype is torch.bool:
-            varied.append(torch.rand(value.shape) < 0.5)
+            varied.append(torch.rand(value.shape, generator=chance) < 0.5)
         elif value.dtype.is_floating_point:
-            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
         elif value.dtype is torch.uint8:
-            varied.append(torch.randint_like(value, 256))
+            varied.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
         else:  # a one-hot action stays one
             varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
     return varied
