@@ -106,3 +106,15 @@ class DeviceEnv(Env):
     @driver.setter
     def driver(self, who: object) -> None:
         self.behind.driver = who
+
+    def expect(self, action: Mapping[Key, Leaf]) -> None:
+        self.behind.expect(action)
+
+    def open_state(self) -> Any:
+        return self.behind.open_state()
+
+    def load_open_state(self, state: Any) -> None:
+        self.behind.load_open_state(state)
+
+    def close(self) -> None:
+        self.behind.close()

@@ -60,7 +60,7 @@ class VectorLanes(Env):
         self._actions = Actions(checked_space(env, "single_action_space"), categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, env)
         self._options: type[dict[str, Any]] = _SharedOptions if records_episodes(env) else dict
-        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         skipping = self.mode is AutoresetMode.NEXT_STEP and not self._resets_lanes
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
@@ -78,7 +78,7 @@ class VectorLanes(Env):
         self._just_ended: list[int] = []  # those of the last step, as the loop was told
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.batch_decoder(action)
+        self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":

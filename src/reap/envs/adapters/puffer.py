@@ -80,7 +80,7 @@ class PufferLanes(Env):
         shape, dtype = self._observations.plain
         if shape is None:
             raise UsageError(f"{name}'s observations must be a Box with a shape, not {env.single_observation_space}")
-        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         self._bind: Callable[..., None] | None = getattr(env, "bind", self._assign if rebind else None)
         self._own = (
             np.full((self._count, *shape, np.dtype(dtype).itemsize), _UNTOUCHED, np.uint8).view(dtype)[..., 0],
@@ -103,7 +103,7 @@ class PufferLanes(Env):
         )
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.batch_decoder(action)
+        self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)

@@ -24,7 +24,7 @@ from reap.core.env import Env, Rows
 from reap.core.lanes.stream import ENV_INDEX
 from reap.core.policies.recurrent_state import carry_of
 from reap.core.rollout import check_names
-from reap.core.slot import Layout, Row, Slot
+from reap.core.slot import Row
 from reap.envs.parallel.env_child import STEP
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.errors import SpecMismatch, UsageError
@@ -95,9 +95,6 @@ class ReadyLanes(Env):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self.lane_workers.expect(action)
 
-    def make_slot(self, layout: Layout, index: int) -> Slot:
-        return Slot(layout, index)
-
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
         self.lane_workers.begin(seeds)
@@ -164,10 +161,9 @@ class ReadyLanes(Env):
         done = shared.done[own]
         self._began = None
         if done.any():
-            row.done[:count], row.terminated[:count] = done, shared.terminated[own]
-            row.truncated[:count] = shared.truncated[own]
-            for flag in (shared.done, shared.terminated, shared.truncated):
-                flag[own] = False
+            for mine, theirs in zip(row.flags, shared.flags):
+                mine[:count] = theirs[own]
+                theirs[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
         if workers.traits.has_after_step:  # agents may have begun anew without their lane

@@ -218,7 +218,7 @@ class AsyncEnvPool(EnvBase):
         lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
         row, at = self._lane_workers.row(), np.array(lanes)
         spec = self._lane_workers.spec
-        columns: dict[Key, Any] = {(flag,): getattr(row, flag)[:, None] for flag in FLAGS}
+        columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
         columns.update(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
         following = self._tensordict({key: array[at] for key, array in columns.items()}, lanes)
         given = [self._given.pop(lane) for lane in lanes]
@@ -226,7 +226,7 @@ class AsyncEnvPool(EnvBase):
         out.set("env_index", torch.from_numpy(at))
         over = at[row.done[at]]
         self._fresh[over] = True
-        for flag in (row.done, row.terminated, row.truncated):
+        for flag in row.flags:
             flag[over] = False
         return out.set("next", following)
 

@@ -222,8 +222,7 @@ class LaneWorkers(abc.ABC):
         """New episodes in all lanes, whoever was under way; their first observations are in `first` afterwards."""
         self.settle()
         if self.expecting:
-            row = self.row()
-            for flag in (row.done, row.terminated, row.truncated):
+            for flag in self.row().flags:
                 flag[:] = False  # of steps that were broken off
         everyone = range(self.spec.lanes)
         self.seed(everyone, seeds)
@@ -283,8 +282,7 @@ class LaneWorkers(abc.ABC):
             self.cut.difference_update(lanes)
             self._retire(unit)
             if self.expecting:
-                row = self.row()
-                for flag in (row.done, row.terminated, row.truncated):
+                for flag in self.row().flags:
                     flag[lanes] = False  # of a step that was broken off
             if self.on_failure.action == "drop":
                 self.dropped.update(lanes)

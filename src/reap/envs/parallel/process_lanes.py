@@ -575,7 +575,7 @@ class ProcessLanes(Env):
             cut = sorted({*cut, *self._cut, *self.rebuilt})
             self._cut, self.rebuilt = [], []
         if cut or self._dropped:
-            self._skip(row, [*cut, *self._dropped])
+            row.leave_out([*cut, *self._dropped])
         done = row.done
         if not done.any() and not cut:
             return []
@@ -583,20 +583,11 @@ class ProcessLanes(Env):
         ended: list[int] = np.flatnonzero(done).tolist()
         return sorted({*ended, *cut}) if cut else ended
 
-    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        self.send(lanes, row)
-        return self.recv()
-
     def _copy(self, shared: Row, row: Row) -> None:
         lanes, _ = self._sent
         at: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
-        for mine, theirs in zip((*row.next[: len(shared.next)], *row.rewards), (*shared.next, *shared.rewards)):
-            mine[at] = theirs[at]
-        for mine, theirs in (
-            (row.done, shared.done),
-            (row.terminated, shared.terminated),
-            (row.truncated, shared.truncated),
-        ):
+        arrays = (*row.next[: len(shared.next)], *row.rewards, *row.flags)
+        for mine, theirs in zip(arrays, (*shared.next, *shared.rewards, *shared.flags)):
             mine[at] = theirs[at]
 
     def open_state(self) -> Any:
@@ -698,15 +689,6 @@ class ProcessLanes(Env):
         for slot in self._announced:
             number = self._ask(new, "slot", *slot)
         return number
-
-    def _skip(self, row: Row, lanes: list[int]) -> None:
-        """This step is no frame of these lanes."""
-        if row.mask is not None:
-            row.mask[lanes] = False
-        for array in (*row.next, *row.rewards):
-            array[lanes] = 0
-        for flag in (row.done, row.terminated, row.truncated):
-            flag[lanes] = False
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from reap.envs.parallel.env_child import (
     built,
 )
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
-from reap.errors import ReapError, SpecMismatch, WorkerRaised, WorkerSilent
+from reap.errors import ReapError, SpecMismatch, WorkerSilent, as_raised
 from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
@@ -209,11 +209,7 @@ class InlineEnv(LaneGroup):
 
 def _told(error: BaseException) -> Exception:
     """sys.exit() and the like end no thread: somebody waits for its answer."""
-    if isinstance(error, Exception):
-        return error
-    told = WorkerRaised(f"the env raised {error!r}")
-    told.__cause__ = error
-    return told
+    return error if isinstance(error, Exception) else as_raised("the env raised", error)
 
 
 class ThreadWorkers(LaneWorkers):
@@ -345,11 +341,8 @@ class ThreadWorkers(LaneWorkers):
         self.threads[unit].orders.put((REBUILD, None, 0))
 
     @staticmethod
-    def _named(error: Exception, worker: LaneGroup) -> ReapError:
-        if not isinstance(error, ReapError):
-            told = WorkerRaised(f"the env raised {error!r}")
-            told.__cause__ = error
-            error = told
+    def _named(raised: Exception, worker: LaneGroup) -> ReapError:
+        error = as_raised("the env raised", raised)
         if error.lane is not None:
             error.lane += worker.first
         return error.at(worker=worker.name)
