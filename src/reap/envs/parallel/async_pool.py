@@ -33,7 +33,7 @@ from reap.envs.base import EnvBase
 from reap.envs.parallel.async_lanes import ReadyLanes
 from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
 from reap.envs.parallel.lane_workers import LaneWorkers
-from reap.envs.parallel.process_workers import MOST_HANDS, ProcessWorkers, ThreadedProcessWorkers
+from reap.envs.parallel.process_workers import MOST_THREADS, ProcessWorkers, ThreadedProcessWorkers
 from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
 from reap.envs.serial import one_each
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
@@ -109,7 +109,7 @@ class AsyncEnvPool(EnvBase):
         failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
         place = named_device("device", device)
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
-        most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
+        most = min(envs_per_worker, MOST_THREADS) if worker_threads else envs_per_worker
         each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend != "multiprocessing":

@@ -44,7 +44,7 @@ ORDER = struct.Struct("iii")  # what, slot, step
 STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
 UNSEEDED = -1
 DONE, FAILED, REBUILT = b"\1", b"\2", b"\3"
-FDS = 5  # order pipe, reply and three files; what follows is the host's
+FDS = 5  # order pipe, reply and three files; what follows is the child class's own
 PONG = 16  # plus the token of the question
 
 
@@ -162,7 +162,7 @@ def serve(
     threads: int,
     cores: Cores | None,
 ) -> None:
-    """The life of a child: its host is built, says what it is like, serves until nobody rings; its errors are told."""
+    """The life of a child: it makes its envs, says what they are like, does what it is told; its errors are told."""
     order_fd, reply, *files = fds[:FDS]
 
     def build() -> EnvChild:
@@ -171,18 +171,18 @@ def serve(
         seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
         return make(connection, fds)
 
-    def serve_orders(host: EnvChild) -> None:
-        host.files = [SharedFile(fd=fd) for fd in files]
+    def serve_orders(child: EnvChild) -> None:
+        child.files = [SharedFile(fd=fd) for fd in files]
         settle()
-        send(connection, (host.spec, host.traits))
-        host.serve(order_fd)
+        send(connection, (child.spec, child.traits))
+        child.serve(order_fd)
 
     def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
             send(connection, raised)
             os.write(reply, FAILED)
 
-    live(build, serve_orders, tell=tell, doing=lambda _: "the env", close=lambda host: host.close())
+    live(build, serve_orders, tell=tell, doing=lambda _: "the env", close=lambda child: child.close())
 
 
 class EnvChild(abc.ABC):

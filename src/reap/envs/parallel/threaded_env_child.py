@@ -34,13 +34,13 @@ REBUILT_IN_PLACE = -1  # in the place of a token: a message says which envs have
 class OrderPipe:
     """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
 
-    def __init__(self, host: ThreadedChild, number: int, theirs: int, ours: int) -> None:
-        self._host, self._number, self._from, self._to = host, number, theirs, ours
+    def __init__(self, child: ThreadedChild, number: int, theirs: int, ours: int) -> None:
+        self._child, self._number, self._from, self._to = child, number, theirs, ours
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None:
         """The next order; None: to end."""
         what, place, token = ORDER.unpack(os.read(self._from, ORDER.size))
-        return None if what == END else self._host.order(self._number, what, place, token)
+        return None if what == END else self._child.order(self._number, what, place, token)
 
     def put(self, order: None) -> None:
         """Send the thread home."""

@@ -110,7 +110,7 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
     shares: list[Any] = [recipes[a:b] for a, b in itertools.pairwise(bounds)]
     start = "spawn" if torchrl_internals.is_spawned(env) else "forkserver"
     try:
-        return ParallelLanes(env, shares, host=TorchRLChild, start_method=start, threads=env.num_sub_threads)
+        return ParallelLanes(env, shares, child=TorchRLChild, start_method=start, threads=env.num_sub_threads)
     except NotTakenOver:
         raise
     except (UsageError, WorkerError) as cause:  # what only a fork could take along, envs that differ: TorchRL may try
@@ -134,7 +134,7 @@ class ParallelLanes(ProcessLanes):
         self.spec = replace(self.spec, look=look)  # as from TorchRL's collectors
         self._each = self.spec.lanes // outer.num_workers  # lanes of a worker
         self.draws = False
-        self._of = [(remote, n) for remote, share in zip(self.remotes, shares) for n in range(len(share))]
+        self._of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
         self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and its number
         self.stepped_by: str | None = None  # how the last step was made: in a "row", or by TorchRL's "command"
         self._captures = True
@@ -177,18 +177,18 @@ class ParallelLanes(ProcessLanes):
             data = root.clone()
             if passed is not None:
                 data.set("next", shared.get("next").select(*passed).clone())
-        remote, number = self._of[worker]
-        if remote.owes:
-            self._settle(remote)
+        process, number = self._of[worker]
+        if process.owes:
+            self._settle(process)
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, self._ask(remote, "torchrl", number, command, data)
+        self._asked[worker] = command, process.ask("torchrl", number, command, data)
 
     def heard(self, worker: int) -> Any:
         """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
         command, number = self._asked.pop(worker)
-        (value,) = self._answer(self._of[worker][0], number)
+        (value,) = self._of[worker][0].answer(number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
@@ -217,8 +217,8 @@ class ParallelLanes(ProcessLanes):
     def captures(self, captures: bool) -> None:
         if captures != self._captures:
             self._captures = captures
-            for remote in self.remotes:
-                self._call(remote, "capture", captures)
+            for process in self.processes:
+                self._call(process, "capture", captures)
 
     @property
     def as_given(self) -> Any:
@@ -238,8 +238,8 @@ class ParallelLanes(ProcessLanes):
         observed = list(self.spec.observation)
         self._passed_at = [(list(outputs).index(key), observed.index(key[1:])) for key in passed]
         if passed != self._passed:
-            for remote in self.remotes:
-                self._call(remote, "policy_keys", passed)
+            for process in self.processes:
+                self._call(process, "policy_keys", passed)
             self._passed = passed
 
     def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
@@ -253,8 +253,8 @@ class ParallelLanes(ProcessLanes):
         return not_rebuilt()
 
     def explain(self) -> str:
-        inside = self._call(self.remotes[0], "explain")
-        return f"TorchRL's ParallelEnv in {len(self.remotes)} env processes of reap's; there {inside}"
+        inside = self._call(self.processes[0], "explain")
+        return f"TorchRL's ParallelEnv in {len(self.processes)} env processes of reap's; there {inside}"
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self.stepped_by = "row"
