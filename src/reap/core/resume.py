@@ -44,6 +44,11 @@ def unpacked(data: Packed, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
     return loads(bytes(data[_PICKLE].numpy()))
 
 
+def has_own_state(env: Any) -> bool:
+    """Whether an env can say itself where it is, and be put there."""
+    return callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))
+
+
 def without_pickles(state: Any) -> Any:
     """A collector's state from which nothing will be unpickled: episodes whose envs are pickled begin anew."""
     why = "the env is kept as a pickle, and the checkpoint was loaded without trusted=True"

@@ -23,8 +23,8 @@ from reap.core.env import Env
 from reap.core.ledger import Ledger
 from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
-from reap.core.policy import Policy
-from reap.core.slot import FIRST, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
+from reap.core.policy import Policy, RandomActions
+from reap.core.slot import FIRST, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Layout, Row, RowKeys, Slot
 from reap.errors import ReapError, SpecMismatch, WorkerRaised, reraise
 from reap.spec import READY, EnvSpec, Key, Leaf, show
 
@@ -51,9 +51,8 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        self._carried = [
-            key for key in policy.outputs if key[0] == "next" or key in spec.observation
-        ]  # to the next row
+        # What the policy writes and the next row begins with.
+        self._carried = [key for key in policy.outputs if key[0] == "next" or key in spec.observation]
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
@@ -194,13 +193,18 @@ def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
         )
 
 
+def layout_by_hand(spec: EnvSpec, action: Mapping[Key, Leaf], steps: int = 1) -> Layout:
+    """The layout of steps whose actions come from outside the loop: what the env reads and writes, and no more."""
+    return Layout(columns_of(spec, RandomActions(action)), steps, spec.lanes, batched=spec.batched)
+
+
 def columns_of(
     spec: EnvSpec,
     policy: Policy,
     *,
-    ids: bool,
-    mask: bool,
-    version: bool,
+    ids: bool = False,
+    mask: bool = False,
+    version: bool = False,
     compact: bool = False,
     more: Mapping[Key, Leaf] | None = None,
 ) -> dict[Key, Leaf]:

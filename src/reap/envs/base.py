@@ -18,8 +18,8 @@ from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.recurrent_state import carry_of, remembering
-from reap.core.policy import RandomActions, visible_columns
-from reap.core.rollout import RolloutLoop, columns_of, current_for
+from reap.core.policy import visible_columns
+from reap.core.rollout import RolloutLoop, columns_of, current_for, layout_by_hand
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.core.wrapped import Wrapped
@@ -202,8 +202,7 @@ class EnvBase:
             exploration=kind,
             stop=env.any_ended if break_when_any_done else None,
         )
-        columns_ = columns_of(spec, chosen, ids=False, mask=False, version=False)
-        slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
+        slot = Slot(Layout(columns_of(spec, chosen), max_steps, spec.lanes, batched=spec.batched))
         steps = loop.fill(slot)
         batch: TensorDictBase = assembler(slot.layout)(slot.arrays, slot.layout)
         batch = batch[..., :steps] if steps < max_steps else batch
@@ -236,9 +235,7 @@ class EnvBase:
         leaves = tuple(action.values())
         self.lanes_env.expect(action)  # a collector may have taught it other actions since
         if self._one is None or self._one[0] != leaves:
-            spec = self.lanes_env.spec
-            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
-            self._one = leaves, Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))
+            self._one = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
         return self._one[1]
 
 

@@ -24,6 +24,10 @@ _BATCHES = 8  # few steps each, so that rows that follow one another lie in diff
 _IDS = ("collector", "traj_ids")
 _MASK = ("collector", "mask")
 Columns = dict[tuple[str, ...], Tensor]
+SHARED_STATE = (
+    "Copies share state: one that is played in turns with another tells another story than one that is played alone, "
+    "with the same seed and actions. Look for class attributes and globals that step or reset change."
+)
 
 
 def check_rows(
@@ -146,10 +150,7 @@ def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list
     beside = one.all(wrong)
     two.close(wrong)
     if beside is not None and not _same(alone, beside):
-        wrong.append(
-            "Copies share state: one that is played in turns with another tells another story than one that is played "
-            "alone, with the same seed and actions. Look for class attributes and globals that step or reset change."
-        )
+        wrong.append(SHARED_STATE)
 
 
 def _chain(columns: Columns, wrong: list[str]) -> None:

@@ -83,7 +83,6 @@ class DeviceWorker(AnyWorker):
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=False,
             version=plan.track_policy_version,
             more=EPISODE_COLUMNS if plan.track_episodes else None,
         )

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
-from reap.core.resume import CannotResume, packed, unpacked
+from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -186,7 +186,7 @@ class PufferLanes(Env):
 
     def open_state(self) -> Any:
         env = self.env
-        if not (callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))):
+        if not has_own_state(env):
             raise CannotResume(
                 f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
                 f"get_state() and set_state(state) for its episodes to go on"

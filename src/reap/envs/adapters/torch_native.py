@@ -24,7 +24,7 @@ from torch import Tensor
 
 from reap._foreign import torch_internals
 from reap.core.env import DeviceEnv, Env, Rows
-from reap.core.resume import CannotResume, packed, unpacked
+from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -207,7 +207,7 @@ class DeviceTorchLanes(DeviceEnv):
 
 def saved_tensors(env: Any) -> Any:
     """The state of an env written in torch: what its own `get_state` says, else its tensors, generators and numbers."""
-    if callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None)):
+    if has_own_state(env):
         return {"own": packed(env.get_state())}
     kept: dict[str, Any] = {}
     for name, value in vars(env).items():

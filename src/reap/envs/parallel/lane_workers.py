@@ -138,9 +138,13 @@ class LaneWorkers(abc.ABC):
 
     def _at_hand(self, groups: Iterable[int]) -> list[int]:
         """Those that are there, and whose new beginning, if they have failed, was taken note of."""
-        coming = {group for comeback in self._comebacks.values() for group in comeback.left}
-        gone = self.cut | self.dropped
+        coming, gone = self._coming, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
+
+    @property
+    def _coming(self) -> set[int]:
+        """Groups that were started again and have not begun yet."""
+        return {group for comeback in self._comebacks.values() for group in comeback.left}
 
     def answered(self, within: float | None = None) -> list[int]:
         """The groups that have answered, in the order in which they did; none only after `within` seconds."""
@@ -159,7 +163,7 @@ class LaneWorkers(abc.ABC):
             if self.timeout is not None:
                 self._check_silence(now)
                 if found and self.lost:  # with one that is silent others of its process are lost, what they said too
-                    coming = {group for comeback in self._comebacks.values() for group in comeback.left}
+                    coming = self._coming
                     found = [n for n in found if n not in coming and self.bounds[n][0] not in self.dropped]
             if found or not self._away or (deadline is not None and time.monotonic() >= deadline):
                 return found

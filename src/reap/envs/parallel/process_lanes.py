@@ -32,9 +32,8 @@ from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
 from reap.core.env import Env, Rows
-from reap.core.policy import RandomActions
 from reap.core.resume import CannotResume, packed, unpacked
-from reap.core.rollout import columns_of
+from reap.core.rollout import layout_by_hand
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
@@ -311,9 +310,7 @@ class ProcessLanes(Env):
         """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
         if self._by_hand is None:
             assert self._action is not None
-            policy = RandomActions(self._action)
-            columns = columns_of(self.spec, policy, ids=False, mask=False, version=False)
-            self._by_hand = self.make_slot(Layout(columns, 1, self.spec.lanes, batched=True), 0)
+            self._by_hand = self.make_slot(layout_by_hand(self.spec, self._action), 0)
         return self._by_hand
 
     def shared_row(self) -> Row:

@@ -24,8 +24,7 @@ from reap._system.fork_server.child import wake_in_time
 from reap._system.interrupts import Interrupts
 from reap._system.processes import DEADLINE, SOON
 from reap.core.env import Env
-from reap.core.policy import RandomActions
-from reap.core.rollout import columns_of, current_for
+from reap.core.rollout import current_for, layout_by_hand
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
     BEGIN,
@@ -270,8 +269,7 @@ class ThreadWorkers(LaneWorkers):
         if self._action == dict(action):
             return
         self._action = None  # until everybody has understood
-        columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
-        whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
+        whole = Slot(layout_by_hand(self.spec, action))
         keys = RowKeys(self.spec)
         if self._comebacks:
             self.settle()
@@ -279,7 +277,7 @@ class ThreadWorkers(LaneWorkers):
             worker.env.expect(action)
             worker.action = dict(action)
             spec = worker.env.spec
-            layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
+            layout = Layout(whole.layout.columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
             own = Slot(layout, 0, {key: array[:, worker.first : worker.last] for key, array in whole.arrays.items()})
             (worker.row,) = own.cut(keys, worker.into)
         (self._row,) = whole.cut(keys, self.first)

@@ -20,18 +20,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
 
 from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured
-from reap.core.policy import RandomActions
-from reap.core.rollout import columns_of
-from reap.core.slot import Layout, Row, RowKeys
+from reap.core.rollout import layout_by_hand
+from reap.core.slot import Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
 from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back
 from reap.envs.torchrl.captured import Array, Base
-from reap.envs.torchrl.rows import give_spec, not_rebuilt
+from reap.envs.torchrl.rows import give_spec, looks_like, not_rebuilt
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -125,7 +122,7 @@ class ParallelLanes(ProcessLanes):
     def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
         self.outer: Any = None  # before there is something to close
         super().__init__(shares, **options)
-        if _looks(self.spec.observation, self.spec.action) != _looks_of(outer):
+        if not looks_like(self.spec, outer):
             self.close()
             raise NotTakenOver("its workers' results have other shapes or types than it says")
         self.outer = outer
@@ -380,8 +377,7 @@ class ParallelBase(Base):
         action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
         self.lanes.expect(action)
         if self._memory is None or self._memory[0] != action:
-            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
-            slot = self.lanes.make_slot(Layout(columns, 2, spec.lanes, batched=True), 0)
+            slot = self.lanes.make_slot(layout_by_hand(spec, action, 2), 0)
             self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
         _, rows, arrays = self._memory
         self._rows = []
@@ -397,17 +393,3 @@ class ParallelBase(Base):
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
         for mine, given in zip(row.action, actions):  # in memory that the processes share
             mine[...] = given.reshape(mine.shape)
-
-
-def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
-    return {key: (leaf.shape, leaf.dtype) for key, leaf in {**observation, **action}.items()}
-
-
-def _looks_of(env: Any) -> dict[Key, Any]:
-    """Shapes and dtypes of what TorchRL says its env is like, flags left out."""
-    fake: TensorDictBase = env.fake_tensordict().exclude("next", "done", "terminated", "truncated")
-    dims = len(env.batch_size)
-    return {
-        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
-        for key, value in fake.items(True, True)
-    }

@@ -44,7 +44,7 @@ class Columns:
     inner: dict[Key, tuple[int, ...]]
 
 
-def columns_of(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
+def torchrl_columns(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
     """The columns of an env, or None if it reports something that has no fixed place in a row.
 
     `cells`: texts and objects are columns, too, of references.
@@ -119,6 +119,17 @@ def _leaves(td: TensorDictBase, dims: int, cells: bool) -> tuple[dict[Key, Leaf]
     return (leaves, inner) if walk(td, ()) else None
 
 
+def looks_like(spec: EnvSpec, env: Any) -> bool:
+    """Whether observations and actions have the shapes and dtypes that TorchRL's env says."""
+    fake: TensorDictBase = env.fake_tensordict().exclude("next", *FLAGS)
+    dims = len(env.batch_size)
+    theirs = {
+        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
+        for key, value in fake.items(True, True)
+    }
+    return theirs == {key: (leaf.shape, leaf.dtype) for key, leaf in {**spec.observation, **spec.action}.items()}
+
+
 def give_spec(model: Any, env: Any) -> None:
     """Exploration modules and random policies that were made without a spec wait for that of TorchRL's env."""
     if waits_for_spec(model):
@@ -144,17 +155,12 @@ class TorchRLEnv(Env):
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
         self.env, self.root, self.spec = env, root, spec
-        self._unused = True  # the root is of a reset nobody has seen
+        self.unseen = True  # whether its root is of a reset that nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
-
-    @property
-    def unseen(self) -> bool:
-        """Whether its first reset, when it was made, has not been used yet."""
-        return self._unused
 
     def moved_to(self, root: TensorDictBase) -> None:
         """Somebody has moved the env by TorchRL's own methods: it stands there now."""
-        self.root, self._unused, self._ended = root, False, []
+        self.root, self.unseen, self._ended = root, False, []
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is TorchRL's: paths like `env.transform[0]` lead where they do there."""
@@ -175,11 +181,11 @@ class TorchRLEnv(Env):
         try:
             if seeds is not None:
                 self.root = seeded_reset(self.env, int(seeds[0]), static=len(seeds) > 1 and seeds[0] == seeds[1])
-            elif not (self._unused and whole) and not (isinstance(lanes, list) and lanes == self._ended):
+            elif not (self.unseen and whole) and not (isinstance(lanes, list) and lanes == self._ended):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise WorkerRaised(f"env.reset raised {cause!r}") from cause
-        self._unused, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
+        self.unseen, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
         """The root, with marks where it is to be reset."""
