@@ -546,7 +546,7 @@ def test_processes_that_are_killed_between_batches():
         for turn in range(6):
             batches.append(c.next().clone())
             os.kill(workers._processes[turn % 3].child.pid, signal.SIGKILL)
-        while c.stats()["restarts"] < 6 or workers._comebacks:
+        while c.stats()["restarts"] < 6 or workers._restarting:
             batches.append(c.next().clone())
         batches += [c.next().clone() for _ in range(4)]
     cuts, _ = check(batches, 3)

@@ -204,7 +204,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def default_priority(self) -> float:
-        """What a new row gets."""
+        """The priority of a new row."""
         return self._largest if self._known else 1.0
 
     def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:

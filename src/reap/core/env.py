@@ -63,7 +63,7 @@ class Env(EnvHooks, abc.ABC):
         return self.step(*self._sent)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """`send`, then `recv`."""
+        """Make one step: `send`, then `recv`."""
         self.send(lanes, row)
         return self.recv()
 
@@ -84,7 +84,7 @@ class Env(EnvHooks, abc.ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Go on from what `state_dict` returned."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 

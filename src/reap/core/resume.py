@@ -35,7 +35,7 @@ _PICKLE = "pickle"
 
 
 def packed(value: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
-    """Any object as bytes in a tensor."""
+    """Return any object as bytes in a tensor."""
     return {_PICKLE: torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)}
 
 
@@ -93,7 +93,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Put them back."""
+    """Put the random generators back to what `generators` returned."""
     torch.set_rng_state(state["torch"])
     name, words, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))

@@ -333,6 +333,6 @@ def told(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None
 
 
 def _sum(values: Sequence[float | None]) -> Any:
-    """None where nothing is known."""
+    """Return the sum of what is known; None where nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) if known or not values else None

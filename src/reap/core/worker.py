@@ -24,9 +24,9 @@ from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
-from reap.core.policies.lane_by_lane import LaneByLane, LaneNoise, spec_of_one
+from reap.core.policies.lane_by_lane import LaneByLane, LaneGenerators, spec_of_one
 from reap.core.policies.per_lane_policy import PerLanePolicy
-from reap.core.policies.recurrent_state import carry_of, remembering
+from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
 from reap.core.rollout import RolloutLoop, columns_of, current_for
@@ -100,7 +100,7 @@ class Worker(AnyWorker):
         env.bind_policy(self.model)
         self.rebuilds = Rebuilds(budget, env, plan)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
-        self.env = remembering(env, self.model, self.memory)
+        self.env = with_recurrent_state(env, self.model, self.memory)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
@@ -112,7 +112,7 @@ class Worker(AnyWorker):
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
-        self._noise = LaneNoise(spec.lanes) if plan.deterministic else None
+        self._noise = LaneGenerators(spec.lanes) if plan.deterministic else None
         self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         outputs = self.policy.outputs
@@ -205,7 +205,7 @@ class Worker(AnyWorker):
                 f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
             )
 
-    def _lane_by_lane(self, current: Sequence[Any], noise: LaneNoise) -> Policy:
+    def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
         """The policy, for each lane by itself."""
         one = spec_of_one(self.env.spec, record=self.plan.record)
         policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]

@@ -17,7 +17,7 @@ from reap.core.columns.assemble_ragged import assembler, frame
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.policies.as_policy import PolicyContext, as_policy
-from reap.core.policies.recurrent_state import carry_of, remembering
+from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import visible_columns
 from reap.core.rollout import RolloutLoop, columns_of, current_for, layout_by_hand
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
@@ -185,7 +185,7 @@ class EnvBase:
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
-        env = _Watched(remembering(self.lanes_env, policy, memory))
+        env = _Watched(with_recurrent_state(self.lanes_env, policy, memory))
         spec = env.spec
         remembers = len(spec.observation) > len(self._current)
         current = current_for(spec.observation, spec.lanes) if remembers else self._current

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from reap.core.columns.object_columns import own
+from reap.core.columns.object_columns import private_copy
 from reap.errors import SpecMismatch, UsageError
 from reap.spec import TENSOR_DTYPES, Key, Leaf, numpy_dtype, show, torch_dtype
 
@@ -67,7 +67,7 @@ class Observations:
                 put(array, lane, value)
         except Exception as cause:
             if path:
-                raise _told(cause, observation, path) from cause
+                raise _entry_error(cause, observation, path) from cause
             raise
 
     def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any, count: int | None = None) -> None:
@@ -84,7 +84,7 @@ class Observations:
                 array[at] = encode(value, len(array))[at] if count is None else encode(value, count)
         except Exception as cause:
             if path:
-                raise _told(cause, observation, path) from cause
+                raise _entry_error(cause, observation, path) from cause
             raise
 
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
@@ -113,7 +113,7 @@ class Observations:
         self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))
 
 
-def _told(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
+def _entry_error(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
     """What is wrong with the entry at `path` of an observation, by its name."""
     value, at = observation, "observation"
     name = at + "".join(f"[{part!r}]" for part in path)
@@ -222,7 +222,7 @@ def _put_text(array: Array, lane: int, value: Any) -> None:
 
 
 def _put_object(array: Array, lane: int, value: Any) -> None:
-    array[lane] = own(value)
+    array[lane] = private_copy(value)
 
 
 def _put_sequence(element: Leaf, put_one: Put) -> Put:

@@ -76,7 +76,7 @@ class _Stream:
 
     @staticmethod
     def of(make: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str], seed: int = _SEED) -> Any:
-        """One, if it can be made."""
+        """Return a stream, or None if it cannot be made, which goes to `wrong`."""
         try:
             stream = _Stream(make, steps, seed)
         except ReapError as cause:

@@ -22,7 +22,7 @@ from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.captured_policy import leaves_inputs_alone
 from reap.core.policies.exploration import exploring
-from reap.core.policies.recurrent_state import carry_of, needs_room
+from reap.core.policies.recurrent_state import carry_of, needs_recurrent_state
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
 from reap.core.rollout import RolloutLoop, columns_of
@@ -45,11 +45,11 @@ def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) 
     carry = carry_of(model)
     try:
         return DeviceWorker(plan, there, model, carry, same_slot=same_slot)
-    except _CannotStay:
+    except _NeedsHost:
         return None
 
 
-class _CannotStay(Exception):
+class _NeedsHost(Exception):
     """The policy reads what it wrote at the step before, and would have to hear on the host where episodes end."""
 
 
@@ -59,7 +59,7 @@ class DeviceWorker(AnyWorker):
     def __init__(
         self, plan: Plan, env: DeviceEnv, model: Any, carry: Mapping[Key, Tensor], *, same_slot: bool = False
     ) -> None:
-        if needs_room(env.spec, model, carry):
+        if needs_recurrent_state(env.spec, model, carry):
             env = DeviceRecurrentState(env, carry)
         self.plan, self.env, self.model, self._holders, self._carry = plan, env, model, env.holders, carry
         self.halting: Callable[[], bool] | None = None
@@ -111,10 +111,10 @@ class DeviceWorker(AnyWorker):
         policy = as_policy(self.model, context)
         if policy.remembers:
             if not isinstance(policy, TensorDictPolicy) or _reads_its_outputs(policy, self.model, columns, plan):
-                raise _CannotStay
+                raise _NeedsHost
             policy.keep_nothing()
         if isinstance(policy, TensorPolicy):
-            policy.stay()
+            policy.keep_on_device()
         if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
             policy.trusted = leaves_inputs_alone(self.model, [columns[key].clone() for key in policy.inputs])
         return policy

@@ -88,8 +88,8 @@ class FlatPolicy(TensorPolicy):
         module._readers = tuple(self._reader_of[key] for key in self.outputs)
         return module
 
-    def stay(self) -> None:
-        super().stay()
+    def keep_on_device(self) -> None:
+        super().keep_on_device()
         self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]
 
     def compile(self, options: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ _SURELY = 64  # times an action is given to an emulator that at each time may re
 
 
 def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
-    """What `restore_env` takes."""
+    """Return the state of an env, as `restore_env` takes it."""
     game: Any = env.unwrapped
     try:
         if hasattr(game, "ale") and (game.continuous or env.action_space != game.action_space):

@@ -126,7 +126,7 @@ class ReadyLanes(Env):
         self._row, shared, own = row, self.lane_workers.row(), self._lanes_in_hand
         for mine, given in zip(shared.action, row.action):
             mine[own] = given[: len(own)]
-        self.lane_workers.ring(self._in_hand, STEP)
+        self.lane_workers.order(self._in_hand, STEP)
 
     def recv(self) -> list[int]:
         row, began, workers = self._row, self._just_reset, self.lane_workers
@@ -140,12 +140,12 @@ class ReadyLanes(Env):
             self._began = None
             return []
         answered = self._answered
-        if self._least <= len(answered) < self._most and workers.away:
+        if self._least <= len(answered) < self._most and workers.pending:
             came = workers.answered(within=0)
             if workers.lost:
                 self._forget_lost()
             answered += came
-        while len(answered) < self._least and workers.away:
+        while len(answered) < self._least and workers.pending:
             came = workers.answered()
             if workers.lost:
                 self._forget_lost()

@@ -289,9 +289,9 @@ class AsyncEnvPool(EnvBase):
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
             self._fresh[lane] = False
         for group in {self._group_of[lane] for lane in lanes}:
-            self._ring(group)
+            self._order_next(group)
 
-    def _ring(self, group: int) -> None:
+    def _order_next(self, group: int) -> None:
         """The next orders of a group, all of one kind, if it is idle."""
         queue = self._queue.get(group)
         if not queue or group in self._asked:
@@ -301,7 +301,7 @@ class AsyncEnvPool(EnvBase):
             lanes.append(queue.popleft()[1])
         self._asked[group] = what, lanes
         with self._failing():
-            self._lane_workers.ring([group], what, lanes)
+            self._lane_workers.order([group], what, lanes)
 
     def _receive(
         self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
@@ -334,7 +334,7 @@ class AsyncEnvPool(EnvBase):
             for group in answered:
                 kind, lanes = self._asked.pop(group)
                 self._ready[kind].extend(lanes)
-                self._ring(group)
+                self._order_next(group)
         found = [lane for lane in ready if lane in wanted][:max_get]
         self._ready[what] = deque(lane for lane in ready if lane not in set(found))
         for lane in found:
@@ -432,7 +432,7 @@ def _numbers(env_index: Any, count: int) -> list[int]:
 
 
 def _seeds(given: Any, count: int) -> list[int]:
-    """A seed for each env."""
+    """Return a checked seed for each env."""
     seeds = given.tolist() if hasattr(given, "tolist") else given
     seeds = [seeds] if isinstance(seeds, int) else list(seeds)
     if len(seeds) != count:

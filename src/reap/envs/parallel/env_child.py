@@ -79,7 +79,7 @@ class RebuiltLanes:
         self.told.append((Raised.of(error, "the env"), seconds))
 
     def take(self) -> Rebuilt:
-        """All there is to tell, once."""
+        """Return all there is to tell, and forget it."""
         found = Rebuilt(self.told, self.cut)
         self.told, self.cut = [], []
         return found
@@ -196,7 +196,7 @@ class EnvChild(abc.ABC):
         self._keys = RowKeys(spec)
 
     def serve(self, order_fd: int) -> None:
-        """Do what the order pipe says until nobody is there to ring it."""
+        """Do what the order pipe says until nobody is there to write to it."""
         while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
             what, place, step = ORDER.unpack(data)
             if what == CALL:
@@ -223,7 +223,7 @@ class EnvChild(abc.ABC):
             return str(why)
 
     def do_load_open_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from what `do_open_state` returned."""
         for env, one in zip(self._parts, state["envs"]):
             env.load_open_state(one)
         set_generators(state["random"])
@@ -251,11 +251,11 @@ class EnvChild(abc.ABC):
 
     @abc.abstractmethod
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        """A new slot, called `place`, in these bytes."""
+        """Learn of a new slot, which is called `place` and lies in these bytes."""
 
     @abc.abstractmethod
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
-        """How actions will look."""
+        """Learn how actions will look."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -307,7 +307,7 @@ class LanesChild(EnvChild):
         self._env.expect(action)
 
     def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """New episodes in `lanes`."""
+        """Begin new episodes in `lanes`."""
         self._env.reset(lanes, self._first, seeds)
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class ProcessWorkers(LaneWorkers):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._lanes.expects(action):
             return
-        if self._comebacks:
+        if self._restarting:
             self.settle()
         self._lanes.expect(action)
         self._lanes.shared_row()  # made now: everybody is asked, and nobody is under way
@@ -80,7 +80,7 @@ class ProcessWorkers(LaneWorkers):
     def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._lanes.seed(lanes, seeds)
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.order(self._processes[group], what, lanes)
 
     def _ping(self, group: int, token: int) -> None:
@@ -134,7 +134,7 @@ class ProcessWorkers(LaneWorkers):
                     raise process.named(value.unpack())
                 if not isinstance(message, Answer):
                     self._told[unit] = self._lanes.introduce(process, value[0])
-                    self._away.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
+                    self._pending.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
                 elif message.call == self._told[unit]:
                     self._begin(unit)
                     return
@@ -147,7 +147,7 @@ class ProcessWorkers(LaneWorkers):
         self._selector.unregister(process.child.line.fileno())
         self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
-            self._ring_for(group, BEGIN, range(*self.bounds[group]))
+            self._order_group(group, BEGIN, range(*self.bounds[group]))
 
     # ---- who it is ------------------------------------------------------------------------------------------------
 
@@ -239,31 +239,31 @@ class ThreadedProcessWorkers(ProcessWorkers):
         first = self._first_of[unit]
         self._order_fds[first : first + len(self._ours[unit])] = self._ours[unit]
 
-    def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
+    def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Straight to the thread: nobody in its process hands the order on."""
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()
-        if self.cut or self.dropped or self._comebacks:
+        if self.cut or self.dropped or self._restarting:
             groups = self._at_hand(groups)
-        self._away.update(dict.fromkeys(groups, now))
+        self._pending.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            if self._comebacks and not self._at_hand([group]):
+            if self._restarting and not self._at_hand([group]):
                 continue  # lost just now, with another of its process: the newcomer knows of no order yet
             try:
-                self._order(group, order)
+                self._write(group, order)
             except ReapError as error:
                 self._lose(self._unit[group], error)
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.choose(*self.bounds[group], lanes)
-        self._order(group, ORDER.pack(what, self._lanes.place(what), 0))
+        self._write(group, ORDER.pack(what, self._lanes.place(what), 0))
 
-    def _order(self, group: int, order: bytes) -> None:
+    def _write(self, group: int, order: bytes) -> None:
         if (fd := self._order_fds[group]) < 0:
             return  # it has just been lost, with another of its process
         try:
@@ -272,7 +272,7 @@ class ThreadedProcessWorkers(ProcessWorkers):
             raise self._process_of(group).gone() from None
 
     def _ping(self, group: int, token: int) -> None:
-        self._order(group, ORDER.pack(PING, 0, token))
+        self._write(group, ORDER.pack(PING, 0, token))
 
     def _written(self, wait: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """Processes that have written something. Where answers come thick and fast, nobody falls asleep in between.

@@ -81,7 +81,7 @@ class LaneGroup:
         try:
             self.env = self._built()
         except BaseException as error:
-            self.answers.put((self.number, _told(error), 0))
+            self.answers.put((self.number, _as_exception(error), 0))
             return False
         self.answers.put((self.number, None, 0))
         return True
@@ -96,7 +96,7 @@ class LaneGroup:
         except self.lets_out:
             raise
         except BaseException as error:
-            self.answers.put((self.number, _told(error), 0))
+            self.answers.put((self.number, _as_exception(error), 0))
         else:
             rebuilt = self.rebuilt
             told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
@@ -142,7 +142,7 @@ class LaneGroup:
         return f"of {lanes} ({self.where})"
 
     def stack(self) -> str:
-        """Where its thread is right now."""
+        """Return where its thread is right now."""
         raise NotImplementedError
 
     def let_end(self, timeout: float) -> bool:
@@ -189,7 +189,7 @@ class InlineEnv(LaneGroup):
         self._build()
 
     def put(self, order: Any) -> None:
-        """Do it."""
+        """Do what is asked at once; None: close the env."""
         if order is not None:
             self.obey(order)
         elif hasattr(self, "env") and not self.closed:
@@ -197,7 +197,7 @@ class InlineEnv(LaneGroup):
             self.env.close()
 
     def get(self) -> None:
-        """Nobody waits for orders here."""
+        """Return nothing: nobody waits for orders here."""
 
     def let_end(self, timeout: float) -> bool:
         return True
@@ -206,8 +206,8 @@ class InlineEnv(LaneGroup):
         return "(in this process: it is stepped by whoever asks for it)"
 
 
-def _told(error: BaseException) -> Exception:
-    """sys.exit() and the like end no thread: somebody waits for its answer."""
+def _as_exception(error: BaseException) -> Exception:
+    """Return what an env raised as an `Exception`: somebody waits for it, also where it is `sys.exit()` or the like."""
     return error if isinstance(error, Exception) else as_raised("the env raised", error)
 
 
@@ -261,7 +261,7 @@ class ThreadWorkers(LaneWorkers):
 
     def _start(self, n: int, kind: type[LaneGroup], makers: Any, limit: int | None, orders: Orders) -> None:
         """Start a thread, and wait until its env is there."""
-        self._away[n] = time.monotonic()
+        self._pending[n] = time.monotonic()
         self.threads[n:] = [kind(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
         self.answered()
 
@@ -271,7 +271,7 @@ class ThreadWorkers(LaneWorkers):
         self._action = None  # until everybody has understood
         whole = Slot(layout_by_hand(self.spec, action))
         keys = RowKeys(self.spec)
-        if self._comebacks:
+        if self._restarting:
             self.settle()
         for worker in self.threads:
             worker.env.expect(action)
@@ -291,7 +291,7 @@ class ThreadWorkers(LaneWorkers):
     def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         worker = self.threads[group]
         own = None if lanes is None else [lane for lane in lanes if worker.first <= lane < worker.last]
         worker.orders.put((what, own, 0))

@@ -116,7 +116,7 @@ class TorchRLChild(EnvChild):
             part.captures = captures
 
     def do_explain(self) -> str:
-        """Who steps the lanes here."""
+        """Say who steps the lanes here."""
         return self._parts[0].explain()
 
     def do_torchrl(self, worker: int, command: Any, data: Any) -> Any:

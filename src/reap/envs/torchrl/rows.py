@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 
 from reap._foreign import torchrl_internals
-from reap.core.columns.object_columns import own
+from reap.core.columns.object_columns import private_copy
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
 from reap.core.policy import Policy, TensorDictPolicy
@@ -353,7 +353,7 @@ class TorchRLCells(TorchRLRows):
         if key not in self._cells:
             return super()._fit(key, value, shape)
         cell = np.full(1, None, object)
-        cell[0] = own(value.data if is_non_tensor(value) else value)
+        cell[0] = private_copy(value.data if is_non_tensor(value) else value)
         return cell
 
 
