@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from reap.core.env_hooks import EnvHooks
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
+
+if TYPE_CHECKING:
+    from reap.core.device.device_env import DeviceEnv
 
 Rows = Sequence["np.ndarray[Any, Any]"]
 
@@ -87,34 +89,3 @@ class Env(EnvHooks, abc.ABC):
         """Go on from what `state_dict` returned."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
-
-
-class DeviceEnv(Env):
-    """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `after_step` begins new episodes where `row.done` says so, and writes what every lane sees next.
-    """
-
-    has_after_step = writes_after = True
-    behind: Env  # whose lanes they are
-    device: torch.device
-    holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
-
-    @property
-    def driver(self) -> object:
-        return self.behind.driver
-
-    @driver.setter
-    def driver(self, who: object) -> None:
-        self.behind.driver = who
-
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self.behind.expect(action)
-
-    def open_state(self) -> Any:
-        return self.behind.open_state()
-
-    def load_open_state(self, state: Any) -> None:
-        self.behind.load_open_state(state)
-
-    def close(self) -> None:
-        self.behind.close()

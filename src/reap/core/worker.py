@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
+from reap.core.columns.batch_columns import columns_of, current_for
 from reap.core.device.cudagraph_policy import pin, pinned, recorded
 from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
@@ -29,7 +30,7 @@ from reap.core.policies.per_lane_policy import PerLanePolicy
 from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
-from reap.core.rollout import RolloutLoop, columns_of, current_for
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.spec import EnvSpec, Key, Leaf
 
@@ -74,12 +74,3 @@ for _name in (
     setattr(Wrapped, _name, _method_of_inner(_name))
 for _name in ("pending_seeds", "driver", "captures", "tells_cuts"):
     setattr(Wrapped, _name, _attribute_of_inner(_name))
-
-
-class WrappedOnDevice(DeviceEnv):
-    """An env on a device around another, as `Wrapped` is elsewhere."""
-
-    def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
-        self._env = self.behind = env
-        self.spec, self.device, self.holders, self.pending_seeds = spec, env.device, env.holders, env.pending_seeds
-        self._own = len(env.spec.observation)  # leaves of the env itself; what is added follows them in a row

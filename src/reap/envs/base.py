@@ -14,12 +14,13 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.columns.assemble_ragged import assembler, frame
+from reap.core.columns.batch_columns import columns_of, current_for, layout_by_hand
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import visible_columns
-from reap.core.rollout import RolloutLoop, columns_of, current_for, layout_by_hand
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.core.wrapped import Wrapped

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from reap.core.columns.batch_columns import current_for, layout_by_hand
 from reap.core.env import Env
 from reap.core.failure_record import FORMAT
 from reap.core.resume import unpacked
-from reap.core.rollout import current_for, layout_by_hand
 from reap.core.slot import RowKeys, Slot
 from reap.envs import as_env
 from reap.errors import CorruptState, UsageError, WrongState

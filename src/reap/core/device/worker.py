@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reap.core.columns.batch_columns import columns_of
 from reap.core.device.cudagraph_rollout import CudaGraphRollout
+from reap.core.device.device_env import DeviceEnv
 from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
-from reap.core.env import DeviceEnv, Env
+from reap.core.env import Env
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
@@ -25,7 +27,7 @@ from reap.core.policies.exploration import exploring
 from reap.core.policies.recurrent_state import carry_of, needs_recurrent_state
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
-from reap.core.rollout import RolloutLoop, columns_of
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker import Plan

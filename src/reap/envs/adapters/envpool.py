@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reap.core.columns.batch_columns import check_names
 from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume
-from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_entry, info_leaves

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from reap._foreign import torch_internals
-from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.device.device_env import DeviceEnv
+from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase

@@ -31,9 +31,9 @@ from reap._system.processes import BOOT, DEADLINE, LAST_STEP, StartMethod, end
 from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
+from reap.core.columns.batch_columns import layout_by_hand
 from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume, packed, unpacked
-from reap.core.rollout import layout_by_hand
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (

@@ -23,8 +23,8 @@ import numpy as np
 from reap._system.fork_server.child import wake_in_time
 from reap._system.interrupts import Interrupts
 from reap._system.processes import DEADLINE, SOON
+from reap.core.columns.batch_columns import current_for, layout_by_hand
 from reap.core.env import Env
-from reap.core.rollout import current_for, layout_by_hand
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
     BEGIN,

@@ -23,7 +23,7 @@ import torch
 
 from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured
-from reap.core.rollout import layout_by_hand
+from reap.core.columns.batch_columns import layout_by_hand
 from reap.core.slot import Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
 from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back

@@ -19,12 +19,12 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 
 from reap._foreign import torchrl_internals
+from reap.core.columns.batch_columns import RESERVED
 from reap.core.columns.object_columns import private_copy
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.resume import CannotResume
-from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
