@@ -254,6 +254,25 @@ class TensorPolicy(Policy):
         )
 
 
+class SubstitutePolicy(TensorPolicy):
+    """A policy that computes in the place of another, `plain`, which remembers for both."""
+
+    _plain: TensorPolicy
+
+    def __init__(self, plain: TensorPolicy, inputs: Sequence[Key], device: torch.device | None) -> None:
+        super().__init__(inputs, device)
+        self._plain = plain
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        self._plain.forget(lanes)
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        return self._plain.open_state()
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self._plain.load_open_state(state)
+
+
 class TensorDictPolicy(TensorPolicy):
     """Anything that takes a TensorDict and writes into it, or returns another. Correct for all, fast for none.
 

@@ -71,6 +71,13 @@ class Plan:
     record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
+    def context(
+        self, spec: EnvSpec, columns: Mapping[Key, Any], carry: Mapping[Key, Any], **more: Any
+    ) -> PolicyContext:
+        """Return what a policy acts in, with what is asked for here."""
+        asked: dict[str, Any] = {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
+        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **asked, **more)
+
 
 class Worker(AnyWorker):
     """An env, a policy, the loop that joins them and the slots it fills. `parts`: env and policy, if they are made."""
@@ -221,18 +228,8 @@ class Worker(AnyWorker):
         plan = self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
-        context = PolicyContext(
-            spec,
-            columns,
-            plan.exploration,
-            carry=list(self.memory),
-            device=plan.policy_device,
-            shown=plan.shown_device,
-            trust=plan.trust_policy,
-            out_keys=plan.out_keys,
-            compile=plan.compile_policy,
-            draw=self._draw,
-        )
+        places = {"device": plan.policy_device, "shown": plan.shown_device}
+        context = plan.context(spec, columns, self.memory, draw=self._draw, **places)
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)

@@ -96,7 +96,9 @@ class EnvBase:
     def reset(self) -> TensorDictBase:
         """Begin new episodes in all lanes."""
         self._open()
-        self._restart()
+        self.lanes_env.driver = None
+        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
+        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
         td = self._shown()
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
@@ -109,11 +111,6 @@ class EnvBase:
         loose = {key: leaf for key, leaf in spec.observation.items() if leaf.loose}
         lanes = spec.lanes if spec.batched else None
         return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
-
-    def _restart(self) -> None:
-        self.lanes_env.driver = None
-        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
-        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write a random action into `tensordict` (a new one if there is none)."""

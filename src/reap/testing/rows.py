@@ -184,7 +184,8 @@ def _over(columns: Columns) -> Tensor:
     ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
-            ends |= _any(_ended(columns, key) if len(key) > 2 else done)
+            flags = _ended(columns, key) if len(key) > 2 else done
+            ends |= flags.flatten(2).any(2) if flags.ndim > 2 else flags
     return ends
 
 
@@ -192,10 +193,6 @@ def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
     """What terminated and truncated say together, beside this done flag; the flag itself where there are none."""
     parts = [columns[part] for name in ("terminated", "truncated") if (part := (*done[:-1], name)) in columns]
     return parts[0] | parts[-1] if parts else columns[done]
-
-
-def _any(flags: Tensor) -> Tensor:
-    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
 
 
 def _flags(columns: Columns, wrong: list[str]) -> None:

@@ -20,7 +20,7 @@ from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, Devic
 from reap.core.env import Env
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.policies.action_masks import action_masks
-from reap.core.policies.as_policy import PolicyContext, as_policy
+from reap.core.policies.as_policy import as_policy
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.captured_policy import leaves_inputs_alone
 from reap.core.policies.exploration import exploring
@@ -101,16 +101,7 @@ class DeviceWorker(AnyWorker):
         columns: dict[Key, Any] = dict(zip(spec.observation, current))
         for flag in FLAGS:
             columns[(flag,)] = torch.zeros(self.lanes, 1, dtype=torch.bool, device=self.device)
-        context = PolicyContext(
-            spec,
-            columns,
-            plan.exploration,
-            carry=list(self._carry),
-            trust=plan.trust_policy,
-            out_keys=plan.out_keys,
-            compile=plan.compile_policy,
-        )
-        policy = as_policy(self.model, context)
+        policy = as_policy(self.model, plan.context(spec, columns, self._carry))
         if policy.remembers:
             if not isinstance(policy, TensorDictPolicy) or _reads_its_outputs(policy, self.model, columns, plan):
                 raise _NeedsHost
