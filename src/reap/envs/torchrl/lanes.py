@@ -26,18 +26,10 @@ from reap._system.pickling import before_packing
 from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
-from reap.envs.torchrl.by_hand import handed_out, taken_back
+from reap.envs.torchrl.by_hand import taken_back
 from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
-from reap.envs.torchrl.rows import (
-    TorchRLCells,
-    TorchRLEnv,
-    TorchRLRows,
-    give_spec,
-    looks_like,
-    not_rebuilt,
-    torchrl_columns,
-)
+from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -203,7 +195,7 @@ def _limited(env: Any, limit: int, count: Key) -> Any:
     return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
 
 
-class WrappedGym(GymLanes):
+class WrappedGym(OfTorchRL, GymLanes):
     """The Gymnasium envs inside TorchRL's; closing and state are the outer env's."""
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
@@ -211,10 +203,6 @@ class WrappedGym(GymLanes):
         self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
         self._expected: Mapping[Key, Leaf] | None = None
-
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.outer, self)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
         lanes = super().joined(others)
@@ -226,12 +214,6 @@ class WrappedGym(GymLanes):
             return
         super().expect(action)
         self._expected = action
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.outer)
-
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.outer)

@@ -26,9 +26,9 @@ from reap.core.capture.recorder import NotCaptured
 from reap.core.columns.batch_columns import layout_by_hand
 from reap.core.slot import Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
-from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back
+from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, replaced, taken_back
 from reap.envs.torchrl.captured import Array, Base
-from reap.envs.torchrl.rows import give_spec, looks_like, not_rebuilt
+from reap.envs.torchrl.rows import OfTorchRL, looks_like
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -114,13 +114,13 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
         raise NotTakenOver(f"in a process of reap's its envs could not be made: {cause}") from cause
 
 
-class ParallelLanes(ProcessLanes):
+class ParallelLanes(OfTorchRL, ProcessLanes):
     """The workers of TorchRL's `outer`, as lanes."""
 
     _rebuilds = False
 
     def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
-        self.outer: Any = None  # before there is something to close
+        self.outer = None  # before there is something to close
         super().__init__(shares, **options)
         if not looks_like(self.spec, outer):
             self.close()
@@ -217,13 +217,6 @@ class ParallelLanes(ProcessLanes):
             for process in self.processes:
                 self._call(process, "capture", captures)
 
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.outer, self)
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.outer)
-
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         told = [key for key in outputs if key in self._carried]
         if told:
@@ -245,9 +238,6 @@ class ParallelLanes(ProcessLanes):
     def _next_values(self, outputs: Collection[Key]) -> list[Key]:
         """Of what a policy writes, next values of what the workers carry from step to step: recurrent states."""
         return [key for key in outputs if key[0] == "next" and key[1:] in self._carried]
-
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
 
     def explain(self) -> str:
         inside = self._call(self.processes[0], "explain")

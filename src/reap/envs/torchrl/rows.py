@@ -139,22 +139,34 @@ def give_spec(model: Any, env: Any) -> None:
             part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
 
 
-def not_rebuilt() -> str:
-    """Why an env inside one of TorchRL's is not made anew where it raises."""
-    return (
-        "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot be "
-        "told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
-    )
+class OfTorchRL(Env):
+    """What lanes of a TorchRL env say of it, whoever steps them; `outer` is the env as its owner knows it."""
+
+    outer: Any
+
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
+    def bind_policy(self, model: Any) -> None:
+        give_spec(model, self.outer)
+
+    def not_rebuilt(self) -> str:
+        return (
+            "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot "
+            "be told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
+        )
 
 
-class TorchRLEnv(Env):
+class TorchRLEnv(OfTorchRL):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
     draws = True
     left: str | None = None  # why it is left to TorchRL, where that can be told
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
-        self.env, self.root, self.spec = env, root, spec
+        self.env = self.outer = env
+        self.root, self.spec = root, spec
         self.unseen = True  # whether its root is of a reset that nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
 
@@ -167,13 +179,6 @@ class TorchRLEnv(Env):
         if name.startswith("_") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
-
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.env, self)
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.env)
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """New episodes in `lanes`, unless TorchRL has begun them already."""
@@ -214,9 +219,6 @@ class TorchRLEnv(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
-
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.env)
