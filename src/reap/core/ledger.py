@@ -82,12 +82,11 @@ class Ledger:
             return
         if lanes is None:
             column[0, self._cut] = True
+            self._cut = ()
         else:
             whose, first = np.unique(lanes, return_index=True)
             column[first[np.isin(whose, self._cut)]] = True
             self._cut = [lane for lane in self._cut if lane not in whose]
-            return
-        self._cut = ()
 
     def close(
         self,
@@ -120,11 +119,8 @@ class Ledger:
         if cut is not None:
             when, where, counted = self._ended_before(when, where, *cut)
         reward = arrays[self.reward][:steps]
-        number = (
-            reward[..., 0]
-            if reward.ndim == 3 and reward.shape[2] == 1
-            else reward.reshape(steps, len(self.ids), -1).mean(-1)
-        )
+        one = reward.ndim == 3 and reward.shape[2] == 1
+        number = reward[..., 0] if one else reward.reshape(steps, len(self.ids), -1).mean(-1)
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
         so_far = self.stats.rollout(
@@ -143,8 +139,7 @@ class Ledger:
             for key, values in ((EPISODE_RETURN, so_far.returns), (EPISODE_LENGTH, so_far.lengths)):
                 arrays[key][:steps] = values
                 arrays[key][steps:] = 0
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                _blank_out(arrays[key], blank)
         if CUT in arrays:
             if cut is None:
                 arrays[CUT][...] = False
@@ -153,15 +148,13 @@ class Ledger:
                 self._mark_inside(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            if blank is not None:
-                np.putmask(arrays[TRAJ_IDS], blank, -1)
+            _blank_out(arrays[TRAJ_IDS], blank, -1)
         if version is None and ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
-                if blank is not None:
-                    np.putmask(arrays[key], blank, 0)
+                _blank_out(arrays[key], blank)
 
     def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
         """Where trajectories ended, those among them that a failure has cut: at the frame before the one that is lost.
@@ -237,3 +230,9 @@ class Ledger:
             when = moved
         clear_rest(mask, columns)
         return when, made
+
+
+def _blank_out(column: Array, blank: Array | None, value: int = 0) -> None:
+    """Write `value` where no frame is, if there are such rows."""
+    if blank is not None:
+        np.putmask(column, blank, value)

@@ -114,28 +114,20 @@ class AsyncEnvPool(EnvBase):
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend != "multiprocessing":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
-        cores = None
-        if worker_affinity is not None:
-            if backend != "multiprocessing":
-                raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
-            cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
+        if worker_affinity is not None and backend != "multiprocessing":
+            raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
+        options: dict[str, Any] = {"limit": limit, "on_failure": failures}
         lane_workers: LaneWorkers
         if backend == "threading":
-            lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit, on_failure=failures)
+            lane_workers = ThreadWorkers(shares, timeout=timeout, **options)
         elif backend == "inline":
-            lane_workers = ThreadWorkers(shares, limit=limit, kind=InlineEnv, on_failure=failures)
+            lane_workers = ThreadWorkers(shares, kind=InlineEnv, **options)
         else:
-            kind = ThreadedProcessWorkers if worker_threads else ProcessWorkers
-            lane_workers = kind(
-                shares,
-                timeout=timeout,
-                limit=limit,
-                start_method=start_method,
-                threads=num_sub_threads,
-                cores=cores,
-                on_failure=failures,
-            )
+            if worker_affinity is not None:
+                options["cores"] = masks("worker_affinity", worker_affinity, len(shares), len(made))
+            options |= {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
+            lane_workers = (ThreadedProcessWorkers if worker_threads else ProcessWorkers)(shares, **options)
         self._lane_workers = lane_workers
         self.num_envs = lane_workers.spec.lanes
         groups = len(lane_workers.bounds)
