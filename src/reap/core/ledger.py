@@ -139,7 +139,8 @@ class Ledger:
             for key, values in ((EPISODE_RETURN, so_far.returns), (EPISODE_LENGTH, so_far.lengths)):
                 arrays[key][:steps] = values
                 arrays[key][steps:] = 0
-                _blank_out(arrays[key], blank)
+                if blank is not None:
+                    np.putmask(arrays[key], blank, 0)
         if CUT in arrays:
             if cut is None:
                 arrays[CUT][...] = False
@@ -148,13 +149,15 @@ class Ledger:
                 self._mark_inside(arrays[CUT], mask, *began)
         if TRAJ_IDS in arrays:
             self._write_ids(arrays[TRAJ_IDS], when, where, steps, due)
-            _blank_out(arrays[TRAJ_IDS], blank, -1)
+            if blank is not None:
+                np.putmask(arrays[TRAJ_IDS], blank, -1)
         if version is None and ("next", *VERSION) in arrays:
             arrays[("next", *VERSION)][...] = arrays[VERSION]
         for key in (VERSION, ("next", *VERSION)):
             if key in arrays and version is not None:
                 arrays[key][...] = version
-                _blank_out(arrays[key], blank)
+                if blank is not None:
+                    np.putmask(arrays[key], blank, 0)
 
     def _cut_short(self, when: Array, where: Array, over: Array) -> tuple[Array, Array, Array]:
         """Where trajectories ended, those among them that a failure has cut: at the frame before the one that is lost.
@@ -230,9 +233,3 @@ class Ledger:
             when = moved
         clear_rest(mask, columns)
         return when, made
-
-
-def _blank_out(column: Array, blank: Array | None, value: int = 0) -> None:
-    """Write `value` where no frame is, if there are such rows."""
-    if blank is not None:
-        np.putmask(column, blank, value)

@@ -34,6 +34,7 @@ from reap.core.measuring.times import EVERY, StepTimes
 
 Array = np.ndarray[Any, Any]
 _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
+_NUMBERS = len(COLUMNS)  # of an episode
 _OPEN = ("open_return", "open_discounted", "open_length")
 TOLD = (
     "episodes",
@@ -155,7 +156,7 @@ class Stats:
     ) -> tuple[Episodes, _LaneEnds]:
         """A row for each episode that ended, in order of time, without its return and length; `steps`: in all."""
         lasted = time.perf_counter() - self._began
-        rows, ends = np.empty((len(when), len(COLUMNS))), _LaneEnds(when, lanes)
+        rows, ends = np.empty((len(when), _NUMBERS)), _LaneEnds(when, lanes)
         rows[:, TIME] = self._began + (when + 1) * (lasted / steps)
         rows[:, LANE] = lanes
         rows[:, TERMINATED] = terminated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,14 @@ class Wrapped(Env):
         inner = self._env.as_given
         return self if inner is self._env else inner
 
+    @property
+    def driver(self) -> object:
+        return self._env.driver
+
+    @driver.setter
+    def driver(self, who: object) -> None:
+        self._env.driver = who
+
     def wrap_policy(self, policy: Any) -> Any:
         """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
@@ -54,15 +63,17 @@ class Wrapped(Env):
 
 
 def _method_of_inner(name: str) -> Callable[..., Any]:
+    inner = operator.attrgetter(f"_env.{name}")
+
     def call(self: Wrapped, *arguments: Any) -> Any:
-        return getattr(self._env, name)(*arguments)
+        return inner(self)(*arguments)
 
     call.__name__ = name
     return call
 
 
 def _attribute_of_inner(name: str) -> property:
-    return property(lambda self: getattr(self._env, name), lambda self, value: setattr(self._env, name, value))
+    return property(operator.attrgetter(f"_env.{name}"), lambda self, value: setattr(self._env, name, value))
 
 
 # The rest is passed on as it is: all that the loop does not ask for at every step.
@@ -72,5 +83,5 @@ for _name in (
     *("open_state", "load_open_state", "lane_state", "load_lane_state", "make_slot", "state_dict", "load_state_dict"),
 ):
     setattr(Wrapped, _name, _method_of_inner(_name))
-for _name in ("pending_seeds", "driver", "captures", "tells_cuts"):
+for _name in ("pending_seeds", "captures", "tells_cuts"):
     setattr(Wrapped, _name, _attribute_of_inner(_name))
