@@ -100,13 +100,7 @@ class VectorLanes(Env):
                 f"{type(self.env.unwrapped).__name__} cannot reset single lanes, which max_frames_per_traj and "
                 f"reset(index) need; let it honour options['reset_mask'] and declare AutoresetMode.DISABLED"
             )
-        seed: Any = None
-        if seeds is not None and isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
-            seed = [None] * self._count
-            for lane, one in zip(chosen, seeds):
-                seed[lane] = int(one)
-        elif seeds is not None:
-            seed = int(seeds[0])  # one generator for all lanes, as such envs have it
+        seed = None if seeds is None else self._seed_of(chosen, seeds)
         try:
             if every:
                 observation, info = self.env.reset(seed=seed)
@@ -125,7 +119,17 @@ class VectorLanes(Env):
         if self._resetting is not None:
             self._resetting[chosen] = False
 
+    def _seed_of(self, lanes: list[int], seeds: Sequence[int]) -> Any:
+        """What `env.reset` takes as its seed, for these lanes to be seeded."""
+        if not isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
+            return int(seeds[0])  # one generator for all lanes, as such envs have it
+        seed: list[int | None] = [None] * self._count
+        for lane, one in zip(lanes, seeds):
+            seed[lane] = int(one)
+        return seed
+
     def _not_by_themselves(self, lanes: list[int]) -> list[int]:
+        """Those of the lanes that the env does not reset by itself."""
         if self.spec.rows == "skipping":
             asked = np.asarray(lanes)
             found: list[int] = asked[~self._ended[asked]].tolist()

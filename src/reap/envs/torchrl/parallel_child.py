@@ -212,13 +212,12 @@ def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
             found = env.reset(given, **keywords)
         _moved(lanes, found)
         return found
-    if command == "step":
-        stepped = env.step(data)
-        root = torchrl_internals.next_root(env, stepped)
-        _moved(lanes, root)
-        return stepped.get("next"), root
-    if command == "step_and_maybe_reset":
-        stepped, root = env.step_and_maybe_reset(data)
+    if command in ("step", "step_and_maybe_reset"):
+        if command == "step":
+            stepped = env.step(data)
+            root = torchrl_internals.next_root(env, stepped)
+        else:
+            stepped, root = env.step_and_maybe_reset(data)
         _moved(lanes, root)
         return stepped.get("next"), root
     if command == "seed":
