@@ -268,7 +268,8 @@ class PrioritizedSampler(Sampler):
         return {**state, "largest": self._largest, "known": self._known}
 
     def grown(self, state: Mapping[str, Any], old: int, new: int, first: int) -> Mapping[str, Any]:
-        tree, low, high = (state.get(name) for name in ("tree", "low", "high"))
+        found: list[Any] = [state.get(name) for name in ("tree", "low", "high")]
+        tree, low, high = found
         _require(isinstance(tree, torch.Tensor) and tree.shape == (old,), "tree", tree)
         _require(type(low) is int and type(high) is int and 0 <= high - low <= old, "low", low)
         low = min(max(low, first), high)
