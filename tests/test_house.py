@@ -35,7 +35,7 @@ BELOW = {
     "core.lanes": {"core.measuring"},
     "core.measuring": set(),
     "core.policies": {"core.capture", "core.columns"},
-    "core.device": {"core.measuring", "core.policies"},
+    "core.device": {"core.columns", "core.measuring", "core.policies"},
     "_system.shared_objects": set(),
     "_system.fork_server": {"_system.shared_objects"},
     "buffers.storage": set(),

@@ -128,3 +128,14 @@ def reraise(what: str, cause: Exception) -> NoReturn:
     if isinstance(cause, ReapError):
         raise cause
     raise WorkerRaised(f"{what} raised {cause!r}") from cause
+
+
+def as_raised(what: str, cause: BaseException) -> ReapError:
+    """Return what a user's code has raised as the cause of a `WorkerRaised`, which begins with `what`; an error of ours
+    stays as it is.
+    """
+    if isinstance(cause, ReapError):
+        return cause
+    error = WorkerRaised(f"{what} {cause!r}")
+    error.__cause__ = cause
+    return error

@@ -34,7 +34,7 @@ from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.collectors.parts.background import ended_by
 from reap.core.capture.chance import beside_the_learner
-from reap.core.policies.signature import told_keywords
+from reap.core.policies.signature import exploration_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
@@ -319,7 +319,7 @@ class Evaluator:
         kind = self._player.collector.exploration_type
         name = "None" if kind is None else kind.name
         parts = self._policy.modules() if isinstance(self._policy, nn.Module) else ()
-        heard = told_keywords(self._policy, kind)
+        heard = exploration_keywords(self._policy, kind)
         if any(isinstance(part, ProbabilisticTensorDictModule) for part in parts):
             meaning = "the policy's distributions give the action that each has for that"
         elif heard:

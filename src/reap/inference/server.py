@@ -35,7 +35,7 @@ from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
-from reap.core.policies.signature import takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, takes_tensordict
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.client_listener import ClientListener
 from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests
@@ -96,7 +96,7 @@ class InferenceServer:
         self._source = made
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
-        self._call = told(self.policy, self._kind)
+        self._call = bind_exploration(self.policy, self._kind)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
         if in_keys is not None and not (
             isinstance(in_keys, (list, tuple)) and all(isinstance(key, (str, tuple)) for key in in_keys)

@@ -444,7 +444,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
-    """What a computed value decides in Python is another program for every value."""
+    """Raise `NotCaptured` if a computed value decides something in Python: for others it is another program."""
     if moving is None:
         computed = set(range(recorder.inputs))
         for call in recorder.calls:
@@ -457,7 +457,7 @@ def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None)
 
 
 def refuse_hooks(modules: Sequence[nn.Module]) -> None:
-    """A hook is there to be called."""
+    """Raise `NotCaptured` if a module has a hook, which a replay would not call."""
     if not torch_internals.KNOWS_HOOKS:
         raise NotCaptured("this version of torch does not say whether there are hooks")
     for module in modules:

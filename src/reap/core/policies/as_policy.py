@@ -27,7 +27,7 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.signature import match, takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
@@ -141,7 +141,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
-    call = told(policy, context.kind, call, taken)
+    call = bind_exploration(policy, context.kind, call, taken)
     made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
     return _probed(made, policy, context)
 
@@ -170,7 +170,7 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
-        whole.call = told(policy, context.kind, whole.call)
+        whole.call = bind_exploration(policy, context.kind, whole.call)
     return _probed(whole, policy, context)
 
 

@@ -24,7 +24,7 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
 from reap.core.policies.flat_policy import FlatPolicy
 from reap.core.policies.untouched import untouched
-from reap.core.policy import TensorDictPolicy, TensorPolicy
+from reap.core.policy import SubstitutePolicy, TensorDictPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
@@ -36,8 +36,10 @@ _SHORT = 32  # steps of a rollout at whose end there is nothing to win
 _MOST = 4  # recordings kept: of train() and eval(), of one or another head
 
 
-class CapturedPolicy(TensorPolicy):
+class CapturedPolicy(SubstitutePolicy):
     """`plain`, which calls `model`, by its torch calls. `why` says why not, where it is not captured."""
+
+    _plain: CallPolicy | TensorDictPolicy
 
     def __init__(
         self,
@@ -46,8 +48,8 @@ class CapturedPolicy(TensorPolicy):
         first: Sequence[Tensor],
         kind: InteractionType | None,
     ) -> None:
-        super().__init__(plain.inputs, plain.device)
-        self._plain, self._model, self._first, self._kind = plain, model, list(first), kind
+        super().__init__(plain, plain.inputs, plain.device)
+        self._model, self._first, self._kind = model, list(first), kind
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
@@ -208,15 +210,6 @@ class CapturedPolicy(TensorPolicy):
         with torch.no_grad():
             self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
         raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
-
-    def forget(self, lanes: Sequence[int]) -> None:
-        self._plain.forget(lanes)
-
-    def open_state(self) -> list[tuple[Key, Tensor]]:
-        return self._plain.open_state()
-
-    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        self._plain.load_open_state(state)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)

@@ -23,7 +23,7 @@ from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.errors import ReapError, SpecMismatch, UsageError, WrongArgument, as_raised
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
@@ -73,9 +73,7 @@ class GymLanes(Env):
         self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
-        self.remake: Callable[[int], gym.Env[Any, Any]] | None = (
-            None  # makes the env of a lane anew, where it is known how
-        )
+        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane anew, where known how
         self._replace: Callable[..., Any] | None = None  # decides about it, where envs that raise are made anew
         self._rebuilt = 0
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
@@ -123,7 +121,7 @@ class GymLanes(Env):
                     self._write_info(info, into, lane)
         except Exception as cause:
             wrong = isinstance(found, (tuple, list)) and len(found) != 2
-            error = _raised_in(lane, _not_a_reset(found) if wrong else cause, "env.reset raised")
+            error = as_raised("env.reset raised", _not_a_reset(found) if wrong else cause).at(lane=lane)
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error, into)
@@ -159,7 +157,8 @@ class GymLanes(Env):
                     ended += [lane]
         except Exception as cause:
             inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            error = _raised_in(lane, cause, "env.step raised" if inside else "what env.step returned cannot be read:")
+            what = "env.step raised" if inside else "what env.step returned cannot be read:"
+            error = as_raised(what, cause).at(lane=lane)
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error)
@@ -180,12 +179,7 @@ class GymLanes(Env):
 
     def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
         """One lane has made no frame; step those that come after it."""
-        for array in (*row.next, *row.rewards):
-            array[lane] = 0
-        for flag in (row.done, row.terminated, row.truncated):
-            flag[lane] = False
-        if row.mask is not None:
-            row.mask[lane] = False
+        row.leave_out([lane])
         rest = list(lanes)[list(lanes).index(lane) + 1 :]
         return self.step(rest, row) if rest else []
 
@@ -209,7 +203,7 @@ class GymLanes(Env):
                     return new, new.reset(seed=restart_seed(seed, self._rebuilt + 1))
                 return new, None if into is None else new.reset()
             except Exception as cause:
-                again = _raised_in(lane, cause, "making the env of the lane anew raised")
+                again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
         self.envs[lane], first = replace(lane, error, made)
@@ -247,15 +241,6 @@ class GymLanes(Env):
     def close(self) -> None:
         for env in self.envs:
             env.close()
-
-
-def _raised_in(lane: int, cause: Exception, what: str) -> ReapError:
-    """The error for what the env of a lane has raised."""
-    if isinstance(cause, ReapError):
-        return cause.at(lane=lane)
-    error = WorkerRaised(f"{what} {cause!r}").at(lane=lane)
-    error.__cause__ = cause
-    return error
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):

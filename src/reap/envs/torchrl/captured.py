@@ -296,7 +296,7 @@ class CapturedRows(TorchRLRows):
             base.lanes.load_open_state(lanes)
             for mine, value in zip(base.first, first):
                 mine.copy_(value)  # lanes write into this memory
-        self._unused, self._began, self._ended = False, False, list(state["ended"])
+        self.unseen, self._began, self._ended = False, False, list(state["ended"])
 
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
         return policy if self.captures else super().wrap_policy(policy)
@@ -401,7 +401,7 @@ class CapturedRows(TorchRLRows):
         which = lanes[0] if len(lanes) == 1 else lanes
         for at, array in zip(self._shown_at, into):  # they have begun anew already
             array[which] = leaves[at].reshape(array.shape)[which]
-        self._unused, self._ended = False, []
+        self.unseen, self._ended = False, []
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
