@@ -18,6 +18,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium as gym
@@ -69,6 +70,8 @@ def captured_whole(part: Any) -> bool:
     """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
     kind = type(part)
     where = kind.__module__
+    if any(isinstance(value, (FunctionType, MethodType)) and hasattr(kind, name) for name, value in vars(part).items()):
+        return False  # somebody put a method of his own in the place of one
     if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
         return False
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
@@ -325,9 +328,14 @@ class CapturedRows(TorchRLRows):
         envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
         return any(replaced(env, torchrl_internals.MOVES) for env in envs)
 
+    def _unknown(self) -> str | None:
+        """Which of the transforms, as they are now, cannot be captured."""
+        parts = (part for t in self._transforms() for part in t.modules())
+        return next((type(part).__name__ for part in parts if not captured_whole(part)), None)
+
     def _rebound(self) -> bool:
         assert self._captured is not None
-        if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
+        if self._overridden() or self._unknown() is not None:
             return False
         if self._transforms() != self._relied_on or not self._captured.bind():
             return False
@@ -547,6 +555,8 @@ class CapturedRows(TorchRLRows):
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
+        if (unknown := self._unknown()) is not None:  # put there since
+            raise NotCaptured(f"{unknown} is none of the transforms reap can replay")
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
         own -= self.spec.observation.keys()  # a policy may write over what an env carries
