@@ -322,6 +322,30 @@ def test_code_of_the_users_own_that_comes_later_is_torchrls(change, name):
     assert lanes.why == f"{name} is none of the transforms reap can replay"
 
 
+def doubled(env):
+    """An env with a method of its owner's in place of its own."""
+    env.read_reward = lambda reward: type(env).read_reward(env, reward) * 2
+    return env
+
+
+@pytest.mark.parametrize("form", ["one", "lanes", "transformed lanes", "lanes, later"])
+def test_a_method_replaced_in_an_env_is_called(form):
+    def make():
+        change = (lambda env: env) if form == "lanes, later" else doubled
+        if form == "one":
+            return change(GymEnv("CartPole-v1"))
+        lanes = SerialEnv(2, lambda: change(GymEnv("CartPole-v1")))
+        return lanes if form == "lanes" else TransformedEnv(lanes, RewardSum())
+
+    def later(env, n):
+        if n == 0 and form == "lanes, later":
+            doubled(env.base_env._envs[1])
+
+    theirs, ours = (collected(cls, make, between=later)[0] for cls in (TheirCollector, Collector))
+    assert theirs[-1]["next", "reward"].max() == 2
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(theirs, ours) for key in a.keys(True, True))
+
+
 def test_nothing_is_captured_where_that_is_switched_off():
     _, _, lanes = collected(Collector, lambda: FORMS["one"](CHAINS["as PPO"]), capture=False)
     assert lanes._captured is None

@@ -70,11 +70,15 @@ def captured_whole(part: Any) -> bool:
     """Whether a part of a transform is one of those, and not a subclass; its lists of parts are torch's."""
     kind = type(part)
     where = kind.__module__
-    if any(isinstance(value, (FunctionType, MethodType)) and hasattr(kind, name) for name, value in vars(part).items()):
-        return False  # somebody put a method of his own in the place of one
     if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
         return False
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
+
+
+def has_own_method(part: Any) -> bool:
+    """Whether somebody put a method of his own in the place of one of a transform's."""
+    held = vars(part).items()
+    return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
 
 
 def _calls_a_function(primer: Any) -> bool:
@@ -253,6 +257,8 @@ class CapturedRows(TorchRLRows):
         self._root_keys: list[Any] = []
         super().__init__(env, root, columns)
         self._bases, self._transformed = bases, transformed
+        inner = [env for base in bases for env in (base.env, *torchrl_internals.serial_envs(base.env))]
+        self._stepped = [env, *transformed, *inner]  # TorchRL's envs whose steps are not called
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
@@ -325,17 +331,18 @@ class CapturedRows(TorchRLRows):
 
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
-        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(replaced(env, torchrl_internals.MOVES) for env in envs)
+        moves = torchrl_internals.MOVES
+        touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
+        return any(replaced(env, moves) for env in touched)
 
     def _unknown(self) -> str | None:
         """Which of the transforms, as they are now, cannot be captured."""
         parts = (part for t in self._transforms() for part in t.modules())
-        return next((type(part).__name__ for part in parts if not captured_whole(part)), None)
+        return next((type(part).__name__ for part in parts if not captured_whole(part) or has_own_method(part)), None)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
-        if self._overridden() or self._unknown() is not None:
+        if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
             return False
         if self._transforms() != self._relied_on or not self._captured.bind():
             return False
