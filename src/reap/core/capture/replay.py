@@ -10,7 +10,7 @@ The functions are those that were recorded, on the same tensors; where NumPy giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Captured:
     ) -> None:
         self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
-        self._relied_on = Fingerprint(modules)
+        self._relied_on, self._settings = Fingerprint(modules), _settings()
         first, second = (
             undisturbed(lambda probe=probe: record(call, probe, Shadows() if writes else None))  # type: ignore[misc]
             for probe in probes[:2]
@@ -94,7 +94,7 @@ class Captured:
         refuse_decisions(first.recorder)
         self._outside = from_outside(first, second)
         self._draws = any(one.random and not one.foreign for one in first.recorder.calls)
-        self._kinds = [(t, _kind(t)) for t in self._outside.values()]
+        self._kinds = _kinds(self._outside.values())
         self._arrange(first)
         self._probes = probes
         self._halves: dict[tuple[int, ...], Halves | None] = {}
@@ -182,11 +182,14 @@ class Captured:
 
         Without `look` attributes, hooks and the like are taken for what they were: it was bound in this rollout.
         """
-        if look and (not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds)):
+        if look and (self._settings != _settings() or not self._relied_on.holds()):
+            return False
+        if look and _kinds(self._outside.values()) != self._kinds:
             return False
         with torch.no_grad():
             values = self._prepare()()
-            if any(d.read(v) != d.value for d, v in zip(self._guards, values[len(self._fixed) :])):
+            guarded = values[len(self._fixed) :]
+            if guarded and any(d.read(v) != d.value for d, v in zip(self._guards, guarded)):
                 return False
             self._steady = values[: len(self._fixed)]
             self.run = self._step(*self._steady)
@@ -397,8 +400,13 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+
+
+def _settings() -> tuple[Any, ...]:
+    """What this thread has set that decides how torch computes, beside its arguments."""
+    return torch.get_default_dtype(), torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

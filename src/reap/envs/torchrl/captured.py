@@ -18,6 +18,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium as gym
@@ -73,6 +74,12 @@ def captured_whole(part: Any) -> bool:
     if kind.__name__ == "TensorDictPrimer" and _calls_a_function(part):
         return False
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
+
+
+def has_own_method(part: Any) -> bool:
+    """Whether somebody put a method of his own in the place of one of a transform's."""
+    held = vars(part).items()
+    return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
 
 
 def _calls_a_function(primer: Any) -> bool:
@@ -251,6 +258,8 @@ class CapturedRows(TorchRLRows):
         self._root_keys: list[Any] = []
         super().__init__(env, root, columns)
         self._bases, self._transformed = bases, transformed
+        inner = [env for base in bases for env in (base.env, *torchrl_internals.serial_envs(base.env))]
+        self._stepped = [env, *transformed, *inner]  # TorchRL's envs whose steps are not called
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
@@ -323,8 +332,14 @@ class CapturedRows(TorchRLRows):
 
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
-        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(replaced(env, torchrl_internals.MOVES) for env in envs)
+        moves = torchrl_internals.MOVES
+        touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
+        return any(replaced(env, moves) for env in touched)
+
+    def _unknown(self) -> str | None:
+        """Which of the transforms, as they are now, cannot be captured."""
+        parts = (part for t in self._transforms() for part in t.modules())
+        return next((type(part).__name__ for part in parts if not captured_whole(part) or has_own_method(part)), None)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
@@ -548,6 +563,8 @@ class CapturedRows(TorchRLRows):
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
+        if (unknown := self._unknown()) is not None:  # put there since
+            raise NotCaptured(f"{unknown} is none of the transforms reap can replay")
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
         own -= self.spec.observation.keys()  # a policy may write over what an env carries

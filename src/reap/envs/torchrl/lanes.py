@@ -26,8 +26,8 @@ from reap._system.pickling import before_packing
 from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
-from reap.envs.torchrl.by_hand import taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watching_resets
+from reap.envs.torchrl.by_hand import replaced, taken_back
+from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, has_own_method, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
@@ -138,7 +138,7 @@ def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
     if type(env) is TransformedEnv:
         transformed.append(env)
         for part in env.transform.modules():
-            if not captured_whole(part):
+            if not captured_whole(part) or has_own_method(part):
                 return f"{type(part).__name__} is none of the transforms reap can replay"
         return _not_inside(env.base_env, bases, transformed)
     if type(env) is SerialEnv:
@@ -234,7 +234,7 @@ def _gymnasium(env: Any) -> Env | None:
     else:
         return None
     raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
-    if len(raw) < len(inside):
+    if len(raw) < len(inside) or any(replaced(one, torchrl_internals.MOVES) for one in (env, *inside)):
         return None
     kinds = {torchrl_internals.takes_categories(child) for child in inside}
     categorical = kinds.pop() if len(kinds) == 1 else None
