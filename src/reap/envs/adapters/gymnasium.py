@@ -144,11 +144,8 @@ class GymLanes(Env):
             self._unseen[lane] = noting_actions(env, undrawn_step(env, step))
             self._checked.remove(lane)
 
-    def step_unseen(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """A step whose observations nobody reads: they may be left out."""
-        return self.step(lanes, row, unseen=True)
-
     def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
+        """`unseen`: nobody reads the observations, which may be left out."""
         actions = self._decode(*row.action)
         steps = self._unseen if unseen else self._steps
         write, successors, reward = self._observations.write, row.next, row.reward

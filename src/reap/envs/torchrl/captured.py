@@ -15,6 +15,7 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
-Room = tuple[Row, tuple[Array, ...], Callable[[Sequence[int], Row], list[int]]]  # a row, its arrays, who fills it
+Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
@@ -93,7 +94,7 @@ class Base:
 
     def __init__(self, env: Any, lanes: Env) -> None:
         self.env, self.lanes = env, lanes
-        self.size = tuple(env.batch_size)
+        self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
         self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
@@ -208,8 +209,10 @@ class Base:
         results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
         if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
             raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-        blind = not seen and isinstance(self.lanes, GymLanes)
-        return row, tuple(t.numpy() for t in results), self.lanes.step_unseen if blind else self.lanes.step
+        step: Callable[..., list[int]] = self.lanes.step
+        if not seen and isinstance(self.lanes, GymLanes):
+            step = functools.partial(step, unseen=True)
+        return row, tuple(t.numpy() for t in results), step
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
@@ -222,7 +225,7 @@ class Base:
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
-            step(range(self.lanes.spec.lanes), row)
+            step(self._all, row)
         finally:
             for lock in self.locks:
                 lock.acquire()
