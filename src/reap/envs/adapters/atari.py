@@ -39,8 +39,8 @@ def undrawn_step(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callable
         held = vars(game)
         if _DRAWS in held or "step" in held:  # somebody has put one of his own in its place
             return step(action)
-        held[_DRAWS] = _nothing
         try:
+            held[_DRAWS] = _nothing
             return step(action)
         finally:
             held.pop(_DRAWS, None)
