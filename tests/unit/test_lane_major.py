@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reap.collectors import Collector
-from reap.core import lane_major
 from reap.core.assemble import assemble
-from reap.core.lane_major import LaneMajorCopies
+from reap.core.columns import lane_major
+from reap.core.columns.lane_major import LaneMajorCopies
 from reap.core.slot import FLAGS, Layout, Slot
 from reap.envs import SerialEnv
 from reap.spec import BatchShape, Leaf
@@ -180,7 +180,7 @@ def test_a_rollout_of_another_shape_has_memory_of_its_own():
     assert first.shape == (2, 3)
 
 
-@pytest.mark.parametrize("steps, lanes", [(1, 3), (3, 1)])
+@pytest.mark.parametrize(("steps", "lanes"), [(1, 3), (3, 1)])
 def test_what_lies_in_order_is_not_copied(steps, lanes):
     rollouts = Rollouts(layout_of(steps, lanes))
     assert rollouts.copies.of(rollouts.slot.arrays, rollouts.layout) is rollouts.slot.arrays

@@ -358,14 +358,6 @@ class Pool:
 
     def acquire(self) -> Slot:
         """A slot to write to."""
-        slot = self.spare()
-        if slot is None:
-            slot = self._reserve = self._reserve or self._make(self.layout, -1)
-            slot.state = State.WRITING
-        return slot
-
-    def spare(self) -> Slot | None:
-        """A slot to write to and to lend; None while the consumer holds all there may be."""
         for slot in [slot for slot in self._lent if slot.returned]:
             self._lent.remove(slot)
             slot.state = State.FREE
@@ -376,7 +368,7 @@ class Pool:
             slot = self._make(self.layout, len(self._slots))
             self._slots.append(slot)
         else:
-            return None
+            slot = self._reserve = self._reserve or self._make(self.layout, -1)
         slot.state = State.WRITING
         return slot
 

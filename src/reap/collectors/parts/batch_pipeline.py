@@ -20,7 +20,7 @@ from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
 from reap.collectors.parts.listeners import Listeners
 from reap.core.columns.assemble_ragged import assembler
-from reap.core.lane_major import LaneMajorCopies
+from reap.core.columns.lane_major import LaneMajorCopies
 from reap.errors import UsageError
 from reap.trajectories import FINAL, WholeTrajectories
 

@@ -21,6 +21,7 @@ from reap.spec import Key, Leaf, numpy_dtype
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
 
 LARGE = 1 << 20  # bytes of a column: less comes from the heap, whose pages stay
+_RESERVE = -1  # the index of the slot that a pool gives where all others are lent
 _BLOCKS = 2  # one for the batch in the consumer's hands, one for the next
 
 
@@ -39,8 +40,11 @@ class LaneMajorCopies:
                 columns = Layout(large, layout.steps, layout.lanes, batched=layout.batched)
                 self._pool = Pool(columns, _BLOCKS, _lane_major_slot) if large else None
             self._layout = layout
-        slot = None if self._pool is None else self._pool.spare()
-        if self._pool is None or slot is None:
+        if self._pool is None:
+            return arrays
+        slot = self._pool.acquire()
+        if slot.index == _RESERVE:  # the consumer holds all there may be
+            self._pool.release(slot)
             return arrays
         try:
             for key, mine in slot.arrays.items():
@@ -66,9 +70,12 @@ def _large(layout: Layout) -> dict[Key, Leaf]:
 
 
 def _lane_major_slot(layout: Layout, index: int) -> Slot:
-    """A slot whose columns are `[T, N, …]` as ever, each in memory of its own in which lanes come first."""
+    """A slot whose columns are `[T, N, …]` as ever, each in memory of its own in which lanes come first.
+
+    The reserve has none: what a consumer gets in place of it is copied as small columns are.
+    """
     arrays = {}
-    for key, leaf in layout.columns.items():
+    for key, leaf in layout.columns.items() if index != _RESERVE else ():
         with layout.needing_memory():
             memory = np.empty((layout.lanes, layout.steps, *leaf.shape), numpy_dtype(leaf.dtype))
         arrays[key] = memory.swapaxes(0, 1)
