@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from reap.core.capture.recorder import Call, Register, name_of
@@ -22,7 +23,7 @@ from reap.core.capture.recorder import Call, Register, name_of
 
 def move_up(stack: Tensor, by: int, dim: int) -> Tensor:
     """`stack.copy_(stack.roll(-by, dim))`, part by part; `by` divides its size there."""
-    first, *rest = stack.split(by, dim)
+    first, *rest = torch.split(stack, by, dim)
     kept, place = first.clone(), first
     for part in rest:
         place.copy_(part)

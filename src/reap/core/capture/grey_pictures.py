@@ -42,7 +42,7 @@ class GreyPictures:
     def __call__(self, pictures: Tensor) -> Tensor:
         lines = pictures.movedim(-3, -1).reshape(-1, self._height, self._width * 3)
         grey = torch.empty(len(lines), self._height, self._width)
-        for some, made in zip(lines.split(self._lanes), grey.split(self._lanes)):
+        for some, made in zip(torch.split(lines, self._lanes), torch.split(grey, self._lanes)):
             floats, red, green, blue, sums = self._rooms[len(some)]
             floats.copy_(some)
             torch.div(floats, self._divisor, out=floats)
