@@ -114,7 +114,9 @@ class BatchPipeline:
             mark_truncated(rollout.arrays, rollout.layout)
         copied = rollout.layout.look.contiguous
         if self._same is None or copied:
-            arrays = self._copies.of(rollout.arrays, rollout.layout) if copied else rollout.arrays
+            arrays = rollout.arrays
+            if copied and rollout.layout is not self._copies.idle_for:
+                arrays = self._copies.of(arrays, rollout.layout)
             batch = assembler(rollout.layout)(arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)

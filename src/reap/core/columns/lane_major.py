@@ -29,6 +29,7 @@ class LaneMajorCopies:
     """Copies of columns with lanes first in memory, for the batches of one collector."""
 
     def __init__(self) -> None:
+        self.idle_for: Layout | None = None  # rollouts that have no large columns
         self._layout: Layout | None = None  # of the rollouts so far
         self._pool: Pool | None = None
 
@@ -40,6 +41,7 @@ class LaneMajorCopies:
                 columns = Layout(large, layout.steps, layout.lanes, batched=layout.batched)
                 self._pool = Pool(columns, _BLOCKS, _lane_major_slot) if large else None
             self._layout = layout
+            self.idle_for = layout if self._pool is None else None
         if self._pool is None:
             return arrays
         slot = self._pool.acquire()

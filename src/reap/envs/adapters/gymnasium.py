@@ -72,7 +72,7 @@ class GymLanes(Env):
         )
         self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
         self._unseen = [*self._steps]  # those whose observations nobody reads
-        self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
+        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
         self.remake: Callable[[int], gym.Env[Any, Any]] | None = (
@@ -114,7 +114,7 @@ class GymLanes(Env):
                 if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
                     raise _not_a_reset(found)
                 observation, info = found
-                if lane in self._checked:
+                if lane in self.checked:
                     self._uncheck(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
@@ -133,7 +133,7 @@ class GymLanes(Env):
 
     def leave_out_checks(self) -> None:
         """Step those lanes without Gymnasium's checks that have passed them, whoever has stepped them so far."""
-        for lane in [*self._checked]:
+        for lane in [*self.checked]:
             self._uncheck(lane)
 
     def _uncheck(self, lane: int) -> None:
@@ -142,7 +142,7 @@ class GymLanes(Env):
         if step is not None:
             self._steps[lane] = noting_actions(env, step)
             self._unseen[lane] = noting_actions(env, undrawn_step(env, step))
-            self._checked.remove(lane)
+            self.checked.remove(lane)
 
     def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
         """`unseen`: nobody reads the observations, which may be left out."""
@@ -231,7 +231,7 @@ class GymLanes(Env):
         self.envs[lane], first = replace(lane, error, made)
         self._rebuilt += 1
         self._steps[lane] = self._unseen[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
-        self._checked.add(lane)
+        self.checked.add(lane)
         if into is not None:
             observation, info = first
             self._observations.write(observation, into, lane)
@@ -252,7 +252,7 @@ class GymLanes(Env):
         env = self.envs[lane]
         restore_env(state, env)
         self._steps[lane] = self._unseen[lane] = noting_actions(env, env.step)
-        self._checked.add(lane)
+        self.checked.add(lane)
         self._uncheck(lane)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:

@@ -94,6 +94,7 @@ class Base:
 
     def __init__(self, env: Any, lanes: Env) -> None:
         self.env, self.lanes = env, lanes
+        self._gym = lanes if isinstance(lanes, GymLanes) else None
         self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
@@ -182,8 +183,8 @@ class Base:
             self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
             self._planned = self.asked
         self.lanes.expect(self._action)
-        if isinstance(self.lanes, GymLanes):
-            self.lanes.leave_out_checks()
+        if self._gym is not None and self._gym.checked:
+            self._gym.leave_out_checks()
         observation = self.lanes.spec.observation
         unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
         skipped = []
@@ -210,7 +211,7 @@ class Base:
         if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
             raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
         step: Callable[..., list[int]] = self.lanes.step
-        if not seen and isinstance(self.lanes, GymLanes):
+        if not seen and self._gym is not None:
             step = functools.partial(step, unseen=True)
         return row, tuple(t.numpy() for t in results), step
 
