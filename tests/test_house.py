@@ -154,6 +154,7 @@ NOT_FOREIGN = {
 }
 KNOWN_BY_ONE = {
     "backends.remote.ray": {"_private", "_system_config", "_temp_dir", "_node_ip_address"},
+    "envs.adapters.atari": {"_get_obs"},
     "envs.adapters.dm": {"_task", "_random"},
     "envs.adapters.gymnasium_checks": {"_has_reset", "_elapsed_steps", "_max_episode_steps"},
 }

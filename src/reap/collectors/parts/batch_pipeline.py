@@ -20,6 +20,7 @@ from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
 from reap.collectors.parts.listeners import Listeners
 from reap.core.columns.assemble_ragged import assembler
+from reap.core.columns.lane_major import LaneMajorCopies
 from reap.errors import UsageError
 from reap.trajectories import FINAL, WholeTrajectories
 
@@ -39,6 +40,7 @@ class BatchPipeline:
         self.whole = WholeTrajectories() if whole else None
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
+        self._copies = LaneMajorCopies()
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
 
     def more(self) -> bool:
@@ -112,7 +114,10 @@ class BatchPipeline:
             mark_truncated(rollout.arrays, rollout.layout)
         copied = rollout.layout.look.contiguous
         if self._same is None or copied:
-            batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
+            arrays = rollout.arrays
+            if copied and rollout.layout is not self._copies.idle_for:
+                arrays = self._copies.of(arrays, rollout.layout)
+            batch = assembler(rollout.layout)(arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:

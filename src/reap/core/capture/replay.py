@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from reap._foreign import torch_internals
 from reap.core.capture.chance import is_shared, position, probe_generator, put_back, same_position
 from reap.core.capture.fingerprint import Fingerprint
+from reap.core.capture.frame_stacks import moved_in_place
+from reap.core.capture.grey_pictures import with_grey_pictures
 from reap.core.capture.recorder import (
     Call,
     Decision,
@@ -131,6 +133,9 @@ class Captured:
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
         names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
+        looked_at = (*outputs, *(d.at for d in decisions))
+        calls = moved_in_place(calls, recorder.tensors, memory, looked_at)
+        calls = with_grey_pictures(calls, recorder.tensors, looked_at)
         moving = set(inputs)
         steady, each = [], []
         for call in calls:

@@ -15,6 +15,7 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from reap.core.env import Env, Rows
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
+from reap.envs.adapters.gymnasium import GymLanes
 from reap.envs.torchrl.by_hand import replaced
 from reap.envs.torchrl.rows import Columns, TorchRLRows
 from reap.errors import reraise
@@ -44,6 +46,7 @@ Array = np.ndarray[Any, Any]
 
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
+Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
@@ -99,7 +102,8 @@ class Base:
 
     def __init__(self, env: Any, lanes: Env) -> None:
         self.env, self.lanes = env, lanes
-        self.size = tuple(env.batch_size)
+        self._gym = lanes if isinstance(lanes, GymLanes) else None
+        self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
         self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
@@ -113,7 +117,7 @@ class Base:
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
         self._begun: list[Array] = []  # the same memory, by these keys
         self._into: list[Array] = []  # and as the lanes write it
-        self._rows: list[tuple[Row, tuple[Array, ...]]] = []
+        self._rows: list[Room] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = -1
         self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
@@ -178,7 +182,7 @@ class Base:
         """Make room for a step's results, twice: the last one's are still looked at when the next are written.
 
         Of several calls in one step only the last is looked at later. The others have room of their own, but for
-        observations that nobody reads, like the frames an Atari game skips.
+        observations that nobody reads, like the frames an Atari game skips: where nobody reads any, none is made.
         """
         if self._planned is not self.asked:  # recorded since
             dims = len(self.size)
@@ -187,16 +191,19 @@ class Base:
             self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
             self._planned = self.asked
         self.lanes.expect(self._action)
+        if self._gym is not None and self._gym.checked:
+            self._gym.leave_out_checks()
         observation = self.lanes.spec.observation
         unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
         skipped = []
         for read in self.read[:-1]:
             looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
-            skipped.append(self._room({key: array for key, array in unread.items() if key not in looked_at}))
+            common = {key: array for key, array in unread.items() if key not in looked_at}
+            skipped.append(self._room(common, seen=len(common) < len(unread)))
         self._rows = [*skipped, self._room({}), *skipped, self._room({})]
         self._turn = -1
 
-    def _room(self, common: Mapping[Key, Array]) -> tuple[Row, tuple[Array, ...]]:
+    def _room(self, common: Mapping[Key, Array], *, seen: bool = True) -> Room:
         """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
         spec, row = self.lanes.spec, Row()
         leaves = {**spec.observation, **spec.reward}
@@ -211,20 +218,23 @@ class Base:
         results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
         if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
             raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-        return row, tuple(t.numpy() for t in results)
+        step: Callable[..., list[int]] = self.lanes.step
+        if not seen and self._gym is not None:
+            step = functools.partial(step, unseen=True)
+        return row, tuple(t.numpy() for t in results), step
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
         if self.given:
             return tuple(value.numpy().copy() for value in self.given)
         self._turn = (self._turn + 1) % len(self._rows)
-        row, results = self._rows[self._turn]
+        row, results, step = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         self._act(row, actions)
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
-            self.lanes.step(range(self.lanes.spec.lanes), row)
+            step(self._all, row)
         finally:
             for lock in self.locks:
                 lock.acquire()

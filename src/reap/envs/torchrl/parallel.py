@@ -378,7 +378,7 @@ class ParallelBase(Base):
             kinds = [(t.shape, t.dtype) for t in map(torch.from_numpy, results)]
             if kinds != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
-            self._rows.append((row, results))
+            self._rows.append((row, results, self.lanes.step))
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
         for mine, given in zip(row.action, actions):  # in memory that the processes share
