@@ -18,18 +18,12 @@ from reap.errors import WorkerSilent
 LOGGED_AFTER = 60.0  # seconds without a word, where no timeout was given
 
 
-class _Process(Protocol):
-    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent: ...
-
-    def ask_stack(self) -> str: ...
-
-
 class _Worker(Protocol):
     index: int
 
     @property
     def child(self) -> Any:
-        """A _Process, here or elsewhere."""
+        """Its process, here or elsewhere, which has `silence` and `ask_stack`."""
 
     @property
     def name(self) -> str: ...

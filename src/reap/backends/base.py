@@ -174,7 +174,7 @@ class WorkerLiveness(Protocol):
 class WorkerConnection(Protocol):
     """One worker as a transport reaches it. Another takes its place when the worker is started again."""
 
-    child: Any  # a WorkerLiveness
+    child: WorkerLiveness
 
     def call(self, data: bytes) -> None:
         """Send a numbered call: it is answered between two rollouts."""
@@ -218,7 +218,8 @@ class Transport(Protocol):
         """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
 
     def cannot_restart(self) -> str | None:
-        """Why a worker that failed cannot be launched again; None: it can."""
+        """Return why a worker that failed cannot be launched again; None: it can."""
+        return None
 
     def wait(self, seconds: float | None) -> list[int]:
         """Wait for so long (None: as long as it takes) until a worker has spoken or is gone: the numbers of those."""
@@ -255,16 +256,13 @@ class Delivery(Protocol):
     """Which rollouts make a batch, and when a slot is given out again."""
 
     in_step: bool  # whether all frames of a batch have one version
+    unfinished: bool  # whether a batch is half made: Ctrl-C interrupted who waited for it
 
     def prepare(self, supervisor: Supervisor) -> None:
         """Make room for rollouts, as workers have said what these look like; again when there are more workers."""
 
     def preempts(self, workers: int) -> bool:
         """Whether rollouts may be cut short."""
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a batch is half made: Ctrl-C interrupted who waited for it."""
 
     def take(self, *, random: bool, most: float) -> Rollout:
         """The next rollout; `most`: how many frames may still be asked for, where they are written as they are made."""

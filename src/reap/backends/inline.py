@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout, WorkerActivity, WorkerReport
+from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -34,7 +34,7 @@ from reap.weights import local
 from reap.weights.strategy import extract
 
 
-class InlineBackend:
+class InlineBackend(Backend):
     """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
 
     def __init__(
@@ -66,7 +66,6 @@ class InlineBackend:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether lanes are closed where they are, whoever waits for them here."""
         return self.worker.env.elsewhere
 
     @contextlib.contextmanager
@@ -138,7 +137,6 @@ class InlineBackend:
         return self._episodes
 
     def reports(self, clock: WorkClock) -> list[WorkerReport]:
-        """What is known of the one worker."""
         stats, layout = self.worker.stats, self.worker.layout
         counts = stats.summary()
         counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
@@ -181,7 +179,6 @@ class InlineBackend:
             self._strategy.apply_weights(model, extract(self._strategy, weights))
 
     def profile(self, settings: Mapping[int, TraceSettings | None]) -> None:
-        """Trace the rollouts to come, by worker; None: no more."""
         if self._tracer is not None:
             self._tracer.end()
         chosen = settings.get(0)

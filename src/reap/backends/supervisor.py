@@ -102,17 +102,14 @@ class Supervisor:
         if self.on_failure.action != "restart":
             for worker in new:
                 worker.job = None  # and with it our duplicates of the descriptors in it
-        self._meet(new)
+        for index, info in self.answers(new, FIRST, grace=BOOT).items():
+            self.workers[index].info = info
+            self._started(self.workers[index])
         return new
 
-    def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
-            self.workers[index].about = about
-            self._started(self.workers[index])
-
     def _started(self, worker: WorkerHandle) -> None:
-        layout = worker.about.layout
-        lanes = worker.about.lanes or layout.lanes
+        layout = worker.info.layout
+        lanes = worker.info.lanes
         what = f"{lanes} lane{'s' * (lanes > 1)}"
         record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
@@ -190,7 +187,7 @@ class Supervisor:
                 self._count_rebuilt(worker, message)
                 continue
             if isinstance(message, Raised):
-                self._fail(worker, self.at(worker, message.unpack()))
+                self.fail(worker, message.unpack())
                 return
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
@@ -205,7 +202,7 @@ class Supervisor:
             if worker.reached is not connection:
                 return  # it has failed while joining, and there is another
         if ended and worker.reached is connection:
-            self._fail(worker, self.death(worker))
+            self.fail(worker, worker.child.death())
 
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.working.pop(ready.slot, None)
@@ -236,8 +233,7 @@ class Supervisor:
 
     def _check_silence(self) -> None:
         if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
-            worker, error = found
-            self.fail_silent(worker, error)
+            self.fail(*found)
 
     def look(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
@@ -250,12 +246,9 @@ class Supervisor:
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def fail_silent(self, worker: WorkerHandle, error: ReapError) -> None:
-        """A worker was found to be silent."""
-        self._fail(worker, self.at(worker, error))
-
-    def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
+    def fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        error = self.at(worker, error)
         record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
@@ -309,20 +302,18 @@ class Supervisor:
 
     def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
         """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
-        about = yield FIRST
-        if worker.begun and not about.layout.same_as(worker.about.layout):
+        info = yield FIRST
+        if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
-        worker.about = about
+        worker.info = info
         joining = None if self._joining is None else self._joining()
         if worker.begun and joining is not None:
             for name, arguments in joining(worker):
-                self.calls += 1
-                worker.reached.call(dumps((self.calls, name, tuple(arguments)), name))
-                yield self.calls
+                yield self.send_call(worker, name, *arguments)
 
     def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
-            self._fail(worker, self.at(worker, answer.unpack()))
+            self.fail(worker, answer.unpack())
             return
         assert worker.joining is not None
         try:
@@ -335,7 +326,7 @@ class Supervisor:
     def _returned(self, worker: WorkerHandle) -> None:
         """One that was started again is there, and knows what the others know."""
         if worker.asked == FIRST:  # its first words are what somebody waits for
-            worker.answered(worker.about)
+            worker.answered(worker.info)
         worker.in_a_row = 0
         worker.go_on()
         self._started(worker)
@@ -355,19 +346,17 @@ class Supervisor:
         """What each worker is doing right now, as far as that can be seen from here."""
         found = []
         for worker in list(self.workers):
-            if worker.connection is not None and hasattr(worker, "about"):
+            if worker.connection is not None and hasattr(worker, "info"):
                 near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
-                lanes = worker.about.lanes or worker.about.layout.lanes
-                found.append(
-                    WorkerActivity(worker.index, self._doing(worker), worker.child.pid if near else None, lanes)
-                )
+                pid = worker.child.pid if near else None
+                found.append(WorkerActivity(worker.index, self._doing(worker), pid, worker.info.lanes))
         return found
 
     def _doing(self, worker: WorkerHandle) -> str:
         if worker.dropped or worker.joining is not None:
             return "has failed, and was dropped" if worker.dropped else "is being started again"
         place = self.transport.place(worker)
-        if worker.about.layout.lanes == 1:
+        if worker.info.layout.lanes == 1:
             place.pop("lane", None)
         if place:
             return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
@@ -424,17 +413,17 @@ class Supervisor:
         with self.interrupts.held():
             if self.talking.acquire(blocking=wait):
                 try:
-                    self.calls += 1
                     for worker in self.living:
                         if worker.joining is None:
-                            worker.reached.call(dumps((self.calls, name, ()), name))
+                            self.send_call(worker, name)
                 finally:
                     self.talking.release()
 
-    def let_run(self, worker: WorkerHandle) -> None:
-        """Tell a worker to make rollouts without being asked for each."""
+    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> int:
+        """Send one worker a call, and do not wait for the answer; returns the number of the call."""
         self.calls += 1
-        worker.reached.call(dumps((self.calls, "run", ()), "run"))
+        worker.reached.call(dumps((self.calls, name, arguments), name))
+        return self.calls
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
         """These numbers, which are those of workers; else it raises."""
@@ -464,9 +453,7 @@ class Supervisor:
         pool = self.statistics
         if pool.version > worker.statistics_heard and worker.joining is None:
             worker.statistics_heard = pool.version
-            self.calls += 1
-            heard = pool.for_worker(worker.index)
-            worker.reached.call(dumps((self.calls, "hear_statistics", (heard,)), "running statistics"))
+            self.send_call(worker, "hear_statistics", pool.for_worker(worker.index))
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""

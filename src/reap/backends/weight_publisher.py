@@ -52,10 +52,10 @@ class WeightPublisher:
 
     def choose_packing(self) -> Packing | None:
         """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""
-        abouts = [worker.about for worker in self._supervisor.workers]
-        packings = {about.packing for about in abouts}
+        infos = [worker.info for worker in self._supervisor.workers]
+        packings = {info.packing for info in infos}
         packing = packings.pop() if len(packings) == 1 else None
-        if packing is None and self._scheme == "shared" and any(about.weighs for about in abouts):
+        if packing is None and self._scheme == "shared" and any(info.weighs for info in infos):
             raise UsageError(
                 "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
             )
@@ -65,7 +65,7 @@ class WeightPublisher:
     def open(self) -> None:
         """All workers have begun, and expect weights of the packing that was chosen."""
         if self.packing is not None:
-            needed = self._supervisor.workers[0].about.needed
+            needed = self._supervisor.workers[0].info.needed
             self._channel = self._supervisor.transport.weight_channel(self.packing, needed)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
@@ -87,7 +87,7 @@ class WeightPublisher:
         supervisor.check_numbers(chosen)
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
         for w in chosen:
-            if not own and not workers[w].about.weighs:
+            if not own and not workers[w].info.weighs:
                 raise WrongState("this policy has no weights to update")
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
@@ -101,7 +101,7 @@ class WeightPublisher:
         with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
             version = self.version + 1
             if channel is not None:
-                fits = fitting(given, channel.packing.shapes, workers[0].about.needed)
+                fits = fitting(given, channel.packing.shapes, workers[0].info.needed)
                 if not at_once:
                     supervisor.wait_for_newcomers(list(self._own))
                 channel.publish(fits, version)
@@ -118,11 +118,11 @@ class WeightPublisher:
     def _send(self, weights: Mapping[int, Any], version: int) -> None:
         packed: dict[int, _Given] = {}
         for w, given in weights.items():
-            about = self._supervisor.workers[w].about
+            info = self._supervisor.workers[w].info
             sent: Any = given
             if not isinstance(given, Extracted):
-                if about.packing is not None:
-                    fitting(given, about.packing.shapes, about.needed)
+                if info.packing is not None:
+                    fitting(given, info.packing.shapes, info.needed)
                 sent = as_named(given)  # a module may hold what cannot travel
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
@@ -160,7 +160,7 @@ class WeightPublisher:
 
     def check(self, worker: WorkerHandle) -> None:
         """Refuse a worker that was started later, and whose policy has other weights than those of the others."""
-        if self._channel is not None and worker.about.packing != self._channel.packing:
+        if self._channel is not None and worker.info.packing != self._channel.packing:
             raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
 
     @property

@@ -16,7 +16,7 @@ import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
-from reap.backends.base import Delivery, Rollout, Transport, WorkerActivity, WorkerReport
+from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Heard, Supervisor, fresh_entropy
 from reap.backends.weight_publisher import WeightPublisher
@@ -35,7 +35,7 @@ from reap.weight_update import WeightTransport
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 
 
-class WorkerBackend:
+class WorkerBackend(Backend):
     """Workers elsewhere, one plan each.
 
     Args:
@@ -130,7 +130,6 @@ class WorkerBackend:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
-        """End all workers, within one deadline. May be called twice."""
         self.supervisor.close(failed=failed)
 
     @property
@@ -145,16 +144,13 @@ class WorkerBackend:
 
     @property
     def episodes(self) -> EpisodeLog:
-        """The episodes of all workers."""
         return self.supervisor.episodes
 
     @property
     def restarts(self) -> int:
-        """How many workers were started again."""
         return self.supervisor.restarts
 
     def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
-        """What each worker has reported; nobody is asked."""
         here = {*self.workers}
         return [
             WorkerReport(one.index, one in here and not one.child.gone(), one.frames, one.rollouts, one.size, one.stats)
@@ -163,7 +159,6 @@ class WorkerBackend:
 
     @property
     def on_rollout(self) -> Callable[..., None] | None:
-        """Who is told worker, span, frames and version of each rollout."""
         return self.supervisor.on_rollout
 
     @on_rollout.setter
@@ -182,11 +177,9 @@ class WorkerBackend:
             return self.delivery.take(random=random, most=most)
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        """Inside, Ctrl-C is let in only while waiting for workers: what is taken can be put where it belongs."""
         return self.supervisor.interrupts.held()
 
     def breaker(self) -> Callable[[], None]:
-        """What breaks off a take, called from another thread; it raises `Halted`."""
         return self.supervisor.break_off
 
     def drain(self, within: float | None = None) -> None:
@@ -201,11 +194,9 @@ class WorkerBackend:
             return self.delivery.settle()
 
     def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now, as far as that can be seen from here."""
         return self.supervisor.activity()
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process of its lanes, is right now, by name."""
         return self.supervisor.stacks()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -230,7 +221,6 @@ class WorkerBackend:
         self.call("apply", self.supervisor.everyone(path, dumps((strategy, weights), "weights")))
 
     def profile(self, settings: Mapping[int, Any]) -> None:
-        """Let workers trace their rollouts: settings by worker (core/profiling.py), None to end it."""
         self.call("profile", {worker: (one,) for worker, one in settings.items()})
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
@@ -283,7 +273,7 @@ class WorkerBackend:
         calls: dict[int, Sequence[Any]] = {}
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
-            _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
+            _, seed = chain(seed, worker.info.lanes, static=static)
         self._begin_anew("set_seed", calls, _seeded)
         return seed
 
@@ -315,14 +305,13 @@ class WorkerBackend:
         return worker.frames - frames, worker.rollouts - rollouts
 
     def last_state(self, why: str) -> dict[str, Any]:
-        """The same of workers that nobody can ask any more, as far as it is known here."""
         first, each, lost = (self._id_block + 1) * _FRESH_IDS, {}, np.zeros(2, np.int64)
         for worker in self.known_workers:
             lost += self.supervisor.waiting(worker)
             frames, rollouts = self._taken(worker)
-            lanes = worker.about.lanes or worker.about.layout.lanes
+            lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
-            weights = self._weights.known(worker.index) if worker.about.weighs else None
+            weights = self._weights.known(worker.index) if worker.info.weighs else None
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,
@@ -371,7 +360,7 @@ class WorkerBackend:
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
         """What workers' envs had learned is known to all; also what those had that are not here any more."""
-        if not any(worker.about.learns for worker in self.workers):
+        if not any(worker.info.learns for worker in self.workers):
             return
         reports = self.call("statistics", self.supervisor.everyone())
         lost = [state[name].get("statistics", []) for name in state if _is_gone(name, len(self.workers))]

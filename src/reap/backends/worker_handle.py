@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from reap.backends.base import WorkerConnection
+from reap.backends.base import WorkerConnection, WorkerLiveness
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.slot import Slot
 from reap.core.stats import Stats, added, counted_on
@@ -16,7 +16,7 @@ from reap.core.stats import Stats, added, counted_on
 class WorkerHandle:
     """One worker as the parent sees it. It stays the same when its worker is started again."""
 
-    about: WorkerInfo  # once it has said so
+    info: WorkerInfo  # once it has said so
     connection: WorkerConnection | None = None  # once it is launched
 
     def __init__(self, job: Job) -> None:
@@ -51,7 +51,7 @@ class WorkerHandle:
         return self.connection
 
     @property
-    def child(self) -> Any:
+    def child(self) -> WorkerLiveness:
         """Its process, or what stands for it here."""
         return self.reached.child
 
@@ -140,7 +140,7 @@ class WorkerHandle:
     @property
     def size(self) -> int:
         """Frames of a whole rollout."""
-        return self.about.layout.steps * self.about.layout.lanes
+        return self.info.layout.steps * self.info.layout.lanes
 
     @property
     def name(self) -> str:

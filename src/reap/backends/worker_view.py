@@ -22,20 +22,20 @@ class WorkerView:
 
     closed = False
 
-    def __init__(self, host: WorkerServer, interruptor: Any = None) -> None:
-        worker, plan = host.worker, host.worker.plan
-        self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, host.index
+    def __init__(self, server: WorkerServer, interruptor: Any = None) -> None:
+        worker, plan = server.worker, server.worker.plan
+        self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, server.index
         self.interruptor = interruptor
         self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.record
         self.exploration_type, self.reset_at_each_iter = plan.exploration, plan.reset_at_each_iter
         self.frames_per_batch = worker.layout.steps
         self.requested_frames_per_batch = worker.layout.steps * worker.layout.lanes
         self.policy_version = worker.loop.version
-        self.pre_collect_hook, self.post_collect_hook = host.hooks
-        writer = host.writer
+        self.pre_collect_hook, self.post_collect_hook = server.hooks
+        writer = server.writer
         self.replay_buffer: Any = None if writer is None else writer.buffer
         self.postproc: Any = None if writer is None else writer.postproc
-        self._host = host
+        self._server = server
 
     def __getattr__(self, name: str) -> Any:
         if name in _FROM_OUTSIDE:
@@ -44,7 +44,7 @@ class WorkerView:
 
     def explain(self) -> str:
         """How its env and policy are run."""
-        return self._host.worker.explain()
+        return self._server.worker.explain()
 
     def apply(self, function: Callable[[WorkerView], Any]) -> Any:
         """What a function finds or does here, called with this view."""
@@ -72,9 +72,9 @@ class WorkerView:
 
     def stats(self) -> dict[str, Any]:
         """What it has counted."""
-        stats = self._host.worker.stats
-        return {"frames": stats.frames, "batches": stats.rollouts, **self._host.counts()}
+        stats = self._server.worker.stats
+        return {"frames": stats.frames, "batches": stats.rollouts, **self._server.counts()}
 
     def state_dict(self) -> dict[str, Any]:
         """Its part of the collector's `state_dict`."""
-        return self._host.do_state()
+        return self._server.do_state()

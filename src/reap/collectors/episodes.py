@@ -82,8 +82,7 @@ class EpisodePlayer:
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
-            about = self.collector._backend.workers[0].about
-            count = about.lanes or about.layout.lanes
+            count = self.collector._backend.workers[0].info.lanes
         else:
             self.collector = EpisodeCollector(episodes, lanes, policy, **options)
             count = self.collector._backend.worker.lanes

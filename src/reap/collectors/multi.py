@@ -140,7 +140,7 @@ class MultiCollector(BaseCollector):
         self._backend = self._make_backend(plans, settings)
         try:
             self._backend.start()
-            for text in sorted({text for worker in self._backend.workers for text in worker.about.told}):
+            for text in sorted({text for worker in self._backend.workers for text in worker.info.warnings}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
             self._begin()
             self._count_frames()
@@ -250,7 +250,7 @@ class MultiCollector(BaseCollector):
 
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
-        layouts = [worker.about.layout for worker in self._backend.workers]
+        layouts = [worker.info.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)

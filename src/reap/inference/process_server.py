@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from reap._system.conversation import Answer, ChildGone, ChildSilent, Conversation, answered, live
@@ -114,8 +113,7 @@ class ProcessInferenceServer:
         """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
         if weights is None:
             raise WrongArgument("weights must be given: the policy was made in another process, and has no copy here")
-        named = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in local.as_named(weights).items()}
-        return int(self._call("update_policy_weights_", named))
+        return int(self._call("update_policy_weights_", local.detached(weights)))
 
     def stats(self) -> dict[str, Any]:
         """As `InferenceServer.stats`."""

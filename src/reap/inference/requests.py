@@ -1,9 +1,9 @@
 """Requests: what one client asks, and the queue in which it waits with others.
 
-client ──► Request ──► Line ──► a batch leaves ──► Request.answer ──► client
-                                when it is full, or
-                                when the oldest has waited `timeout`, or
-                                when every client is waiting: nobody else can come
+client ──► Request ──► RequestQueue ──► a batch leaves ──► Request.answer ──► client
+                                        when it is full, or
+                                        when the oldest has waited `timeout`, or
+                                        when every client is waiting: nobody else can come
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RequestQueue:
             self._waiting = deque(other for other in self._waiting if other is not request)
 
     def take(self) -> list[Request]:
-        """The next batch, when it leaves; empty when the line is closed."""
+        """The next batch, when it leaves; empty when the queue is closed."""
         with self._changed:
             while self._closed is None and not self._leaves():
                 left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None

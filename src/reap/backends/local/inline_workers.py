@@ -109,8 +109,8 @@ class InlineConnection(WorkerConnection):
 
     def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
         # Copies, as a process has. What writes to a buffer stays: it is the collector's own buffer.
-        self._job: Job = replace(pack(replace(job, writer=None), f"what worker {job.index} needs").unpack())
-        self._job = replace(self._job, writer=job.writer)
+        copied: Job = pack(replace(job, writer=None), f"what worker {job.index} needs").unpack()
+        self._job = replace(copied, writer=job.writer)
         self._files, self._broken_off = files, broken_off
         self._calls: deque[bytes] = deque()
         self._slots: deque[int] = deque()
@@ -154,7 +154,7 @@ class InlineConnection(WorkerConnection):
     def _do_one(self) -> None:
         if self._server is None:
             self._server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
-            self._inbox.append(self._server.about)
+            self._inbox.append(self._server.info)
         elif self._calls:
             call, name, arguments = pickle.loads(self._calls[0])
             answer = self._server.answer(call, name, arguments)

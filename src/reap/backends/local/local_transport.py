@@ -48,9 +48,6 @@ class LocalTransport(Transport):
         self._opened.append(SharedFile(f"reap-{name}"))
         return self._opened[-1]
 
-    def cannot_restart(self) -> str | None:
-        return None
-
     def nowhere(self, worker: WorkerHandle) -> None:
         """A worker is in no rollout any more."""
         self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
@@ -62,7 +59,7 @@ class LocalTransport(Transport):
         step = int(self.counters.step[worker.index])
         if step < 0:
             return {}
-        lane = 0 if worker.about.layout.lanes == 1 else int(self.counters.lane[worker.index])
+        lane = 0 if worker.info.layout.lanes == 1 else int(self.counters.lane[worker.index])
         return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
 
     def let_be_random(self, frames: int) -> None:
@@ -77,12 +74,12 @@ class LocalTransport(Transport):
         first = 0
         for worker in workers:
             self._memory[worker.index] = whole, count, first, True
-            first += worker.about.layout.lanes
+            first += worker.info.layout.lanes
         return SharedSlots(self._files[0].common, whole, count).slot
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         for worker in workers:
-            own = worker.about.layout
+            own = worker.info.layout
             self._memory[worker.index] = own, count, 0, False
             shared = SharedSlots(self._files[worker.index].own, own, count)
             worker.slots = {index: shared.slot(index) for index in range(count)} if here else {}

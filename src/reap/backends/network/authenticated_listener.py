@@ -47,8 +47,8 @@ class _Listening:
         self.host, self.port = host, int(listening.getsockname()[1])
         with contextlib.ExitStack() as made:
             made.callback(listening.close)
-            self._pump = SocketRelay(name)
-            made.callback(self._pump.close)
+            self._relay = SocketRelay(name)
+            made.callback(self._relay.close)
             self._listener = Listener(listening, name, secret, self._receive, self._knows)
             made.pop_all()  # it is here to stay
 
@@ -61,7 +61,7 @@ class _Listening:
     def close(self) -> None:
         """Everything that came through it ends too."""
         self._listener.close()
-        self._pump.close()
+        self._relay.close()
 
 
 class AuthenticatedListener(_Listening):
@@ -82,7 +82,7 @@ class AuthenticatedListener(_Listening):
 
         def serve(visitor: Visitor) -> None:
             try:
-                self._pump.join(visitor.socket, settled(socket.create_connection((LOOPBACK, port))))
+                self._relay.join(visitor.socket, settled(socket.create_connection((LOOPBACK, port))))
             except OSError:
                 visitor.socket.close()
 
@@ -98,7 +98,7 @@ class Tunnel(_Listening):
 
     def _receive(self, visitor: Visitor, service: str) -> None:
         try:
-            self._pump.join(visitor.socket, dial(*self._to).socket)
+            self._relay.join(visitor.socket, dial(*self._to).socket)
         except OSError as error:
             _log.warning("no way to %s:%d: %s", *self._to[:2], error)
             visitor.socket.close()
@@ -121,7 +121,7 @@ class SocketRelay:
         self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
         with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
-            self._thread = threading.Thread(target=self._run, name=f"reap-pump-{name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()
             made.pop_all()  # it is here to stay
 

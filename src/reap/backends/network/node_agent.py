@@ -27,8 +27,8 @@ from reap.backends.network.node_connection import NodeConnection
 from reap.errors import UsageError
 
 _TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
-    "gloo": "reap.backends.remote.gloo_worker:run_gloo_guest",
-    "rpc": "reap.backends.remote.rpc_worker:run_rpc_guest",
+    "gloo": "reap.backends.remote.gloo_worker:run_gloo_on_node",
+    "rpc": "reap.backends.remote.rpc_worker:run_rpc_on_node",
 }
 
 
@@ -50,7 +50,7 @@ class NodeAgent:
         visitor = _patiently(host, port, secret, patience)
         self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
         self._tunnel = Tunnel(host, port, secret, "store")
-        self._wire = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
+        self._connection = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
         self._children: dict[int, Child] = {}  # by the number that the collector gave each
 
     def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
@@ -59,15 +59,15 @@ class NodeAgent:
 
     def run(self) -> str:
         """Until the collector ends, or has no use for us: says why."""
-        self._wire.start()
-        self._wire.say(workers=self._workers, listen=self.listen)
+        self._connection.start()
+        self._connection.say(workers=self._workers, listen=self.listen)
         why = None
         try:
             while why is None:
                 wait([self._wake, *(child.sentinel for child in self._children.values())])
                 for number in [number for number, child in self._children.items() if child.gone()]:
                     child = self._children.pop(number)
-                    self._wire.say(gone=number, how=child.how_it_ended(), stack=child.stack())
+                    self._connection.say(gone=number, how=child.how_it_ended(), stack=child.stack())
                     child.release()
                 while why is None and not self._news.empty():
                     self._wake.recv(1)
@@ -77,7 +77,7 @@ class NodeAgent:
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
             end(self._children.values(), patience=0.6 * DEADLINE, deadline=DEADLINE)
-            self._wire.close()
+            self._connection.close()
             self._wake.close()
             self._waker.close()
         return why
@@ -92,13 +92,13 @@ class NodeAgent:
                 child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
                 self._children[number] = child
                 child.line.finish()
-                self._wire.say(born=number, pid=child.pid)
+                self._connection.say(born=number, pid=child.pid)
             case {"signal": number, "which": which}:
                 if number in self._children:
                     self._children[number].signal(which)
             case {"ask": number}:
                 stack = self._children[number].ask_stack() if number in self._children else ""
-                self._wire.say(stack=number, text=stack)
+                self._connection.say(stack=number, text=stack)
             case {"end": why}:
                 return str(why)
         return None

@@ -4,8 +4,8 @@
     {"signal": 3, "which": 15}           ──►        ◄── {"gone": 3, "how": "was killed by SIGKILL", "stack": ""}
     {"beat": 0}  every second            ──►        ◄── {"beat": 0}
 
-Words are JSON. Bytes are sealed with a key that only the two know: they may hold pickles. A side that hears nothing for
-`LOST` seconds takes the other for lost: its machine is down, or the way to it.
+Messages are JSON. Bytes are signed with a key that only the two know: they may hold pickles. A side that hears nothing
+for `LOST` seconds takes the other for lost: its machine is down, or the way to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NodeConnection:
     def __init__(
         self, visitor: Visitor, hear: Callable[[Mapping[str, Any], bytes], None], on_end: Callable[[str], None]
     ) -> None:
-        self._socket, self._seal, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
+        self._socket, self._signer, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
         self._hear, self._on_end = hear, on_end
         self._saying, self._over = threading.Lock(), threading.Event()
         self._socket.settimeout(LOST)
@@ -49,8 +49,8 @@ class NodeConnection:
     def say(self, data: bytes = b"", /, **words: Any) -> None:
         """Tell the other side, if it is there."""
         text = json.dumps(words).encode()
-        sealed = self._seal.close(data, text.decode()) if data else b""
-        whole = memoryview(_SIZES.pack(len(text), len(sealed)) + text + sealed)
+        signed = self._signer.sign(data, text.decode()) if data else b""
+        whole = memoryview(_SIZES.pack(len(text), len(signed)) + text + signed)
         with self._saying:
             try:
                 for start in range(0, len(whole), _PIECE):  # a time-out is for each
@@ -84,7 +84,7 @@ class NodeConnection:
                 text, data = self._next()
                 words = json.loads(text)
                 if "beat" not in words:
-                    self._hear(words, self._seal.open(data, text.decode()) if data else b"")
+                    self._hear(words, self._signer.verified(data, text.decode()) if data else b"")
         except TimeoutError:
             why = f"it gave no sign of life for {LOST:.0f} s: its machine is down, or the way to it"
         except (OSError, ValueError):

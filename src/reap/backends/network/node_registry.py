@@ -33,30 +33,30 @@ class _RegisteredNode:
     """A node as the collector sees it."""
 
     def __init__(self, visitor: Visitor, registry: NodeRegistry) -> None:
-        self._reception = registry
+        self._registry = registry
         self.host, self.listen, self.free = visitor.host, visitor.host, 0
         self.node_processes: dict[int, NodeProcess] = {}  # by number
-        self.wire = NodeConnection(visitor, self._hear, self._end)
+        self.connection = NodeConnection(visitor, self._hear, self._end)
 
     def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
         match words:
             case {"workers": workers, "listen": listen}:
                 self.free, self.listen = workers, listen
-                self._reception.came(self)
+                self._registry.came(self)
             case {"born": number, "pid": pid}:
                 self.node_processes[number].born(pid)
             case {"gone": number, "how": how, "stack": stack}:
                 self.node_processes.pop(number).ended(how, stack)
-                self._reception.vacated(self)
+                self._registry.vacated(self)
             case {"stack": number, "text": text} if number in self.node_processes:
                 self.node_processes[number].told(text)
 
     def _end(self, why: str) -> None:
-        self._reception.left(self)
+        self._registry.left(self)
         for node_process in list(self.node_processes.values()):
             node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
-        self.wire.close()
-        self._reception.ring()
+        self.connection.close()
+        self._registry.ring()
 
 
 class NodeProcess:
@@ -125,7 +125,7 @@ class NodeProcess:
         if self._node is None:
             return "(it waits for a node to come)"
         self._asked.clear()
-        self._node.wire.say(ask=self.number)
+        self._node.connection.say(ask=self.number)
         self._asked.wait(_STACK)
         return self._stack
 
@@ -140,7 +140,7 @@ class NodeProcess:
     def signal(self, number: int) -> None:
         """Send it a signal."""
         if self._node is not None and not self.gone():
-            self._node.wire.say(signal=self.number, which=int(number))
+            self._node.connection.say(signal=self.number, which=int(number))
 
     def release(self) -> None:
         """Give back descriptors."""
@@ -171,7 +171,7 @@ class NodeRegistry:
         node = _RegisteredNode(visitor, self)
         with self._changing:
             self._nodes.append(node)
-        node.wire.start()
+        node.connection.start()
 
     def came(self, node: _RegisteredNode) -> None:
         """A node has said what it offers."""
@@ -236,9 +236,9 @@ class NodeRegistry:
                 node.free -= 1
                 node.node_processes[node_process.number] = node_process
                 node_process.runs_at(node)
-            node.wire.say(job, **words)
+            node.connection.say(job, **words)
             if node_process.gone():  # nobody wants it any more
-                node.wire.say(signal=node_process.number, which=int(signal.SIGKILL))
+                node.connection.say(signal=node_process.number, which=int(signal.SIGKILL))
 
     @property
     def wanted(self) -> bool:
@@ -251,15 +251,15 @@ class NodeRegistry:
             idle = [node for node in self._nodes if not node.node_processes]
             self._nodes = [node for node in self._nodes if node.node_processes]
         for node in idle:
-            node.wire.say(end="all places are taken")
-            node.wire.close()
+            node.connection.say(end="all places are taken")
+            node.connection.close()
 
     def close(self, patience: float) -> None:
         """Nodes go home; those that have not after so many seconds are left to themselves."""
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
         for node in self._nodes:
-            node.wire.say(end="the collector is closed")
+            node.connection.say(end="the collector is closed")
         for node in self._nodes:
-            node.wire.wait(max(0.0, until - time.monotonic()))
-            node.wire.close()
+            node.connection.wait(max(0.0, until - time.monotonic()))
+            node.connection.close()

@@ -100,7 +100,7 @@ class GlooConnection(MessageConnection):
         self._name = name_of(worker.index, worker.restarts)
         self.child = NetworkChild(child, self, functools.partial(orders.give_up, self._name))
         self._address, self._put, self._wakeup = address, orders.put, wakeup
-        self._seal = MessageSigner(address.secret)
+        self._signer = MessageSigner(address.secret)
         self._group: Any = None
         self._heard = 0  # messages so far
         self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
@@ -113,7 +113,7 @@ class GlooConnection(MessageConnection):
     def send(self, order: Order | None) -> None:
         key = f"to/{self._name}/{self.orders}"
         self.orders += 1
-        self._put(key, self._seal.close(pickle.dumps(order), key))
+        self._put(key, self._signer.sign(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
@@ -173,7 +173,7 @@ class GlooConnection(MessageConnection):
         if head.rollout:
             self._receive_rollout(group, self.slots[head.slot])
         place = f"from/{self._name}/{self._heard}"
-        more = self._seal.open(receive(group, 1, head.more), place) if head.more else b""
+        more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
         return head.full(more) if head.rollout else pickle.loads(more)
 
@@ -198,7 +198,7 @@ class GlooTransport(MessageTransport):
         super().__init__(start_method=start_method)
         self._nodes, self._one_by_one = nodes, one_by_one
         self.startup_grace = BOOT if self._local else BOOT + nodes.patience
-        self._company: NodePool | None = None
+        self._node_pool: NodePool | None = None
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
         self._group: Any = None
@@ -209,7 +209,7 @@ class GlooTransport(MessageTransport):
         if self._orders is None:
             self._meet_at(loopback_store(self._nodes.port if self._local else 0, EVER), len(workers))
         assert self._orders is not None
-        if self._company is None:
+        if self._node_pool is None:
             restarts = {worker.index: worker.restarts for worker in workers}
             run = functools.partial(run_gloo, address=self._address)
             self.start_children(
@@ -223,13 +223,13 @@ class GlooTransport(MessageTransport):
             self.connect(worker, connection, child.sentinel)
 
     def _on_nodes(self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes]) -> dict[int, NodeProcess]:
-        assert self._company is not None
+        assert self._node_pool is not None
         more = {one.index: {"restarts": one.restarts, "one_by_one": self._one_by_one} for one in workers}
         if all(worker.connection is None for worker in workers):
             jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
-            gathered = self._company.gather(jobs, "gloo", said, self._lost, self.linger, spares=keep)
+            gathered = self._node_pool.gather(jobs, "gloo", said, self._lost, self.linger, spares=keep)
             return dict(zip(packed, gathered))
-        return {i: self._company.replace(i, job, "gloo", more[i], self._lost) for i, job in packed.items()}
+        return {i: self._node_pool.replace(i, job, "gloo", more[i], self._lost) for i, job in packed.items()}
 
     @property
     def _local(self) -> bool:
@@ -240,11 +240,8 @@ class GlooTransport(MessageTransport):
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
         else:
-            self._company = self._nodes.open(count, store.port, self.wakeup.wake)
-            self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
-
-    def cannot_restart(self) -> str | None:
-        return None
+            self._node_pool = self._nodes.open(count, store.port, self.wakeup.wake)
+            self._address = Address(LOOPBACK, store.port, self._node_pool.registry.secret, self._nodes.listen)
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
@@ -317,8 +314,8 @@ class GlooTransport(MessageTransport):
         end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         for connection in connections:
             connection.let_end()
-        if self._company is not None:
-            self._company.close(DEADLINE)
+        if self._node_pool is not None:
+            self._node_pool.close(DEADLINE)
         self._under_way.clear()
         self._group = None
         if self._orders is not None:

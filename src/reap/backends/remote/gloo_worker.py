@@ -94,7 +94,7 @@ class _GlooConnection(ParentConnection):
     """Orders are keys of the store, one after the other. A thread sends, in order."""
 
     def __init__(self, name: str, address: Address) -> None:
-        self._name, self._seal = name, MessageSigner(address.secret)
+        self._name, self._signer = name, MessageSigner(address.secret)
         self._store = address.store()
         self._store.set(f"here/{name}", HERE.decode())
         self.group = address.group(f"data/{name}", 1, 2)
@@ -107,12 +107,12 @@ class _GlooConnection(ParentConnection):
         key = f"to/{self._name}/{self._heard}"
         try:
             self._store.wait([key], EVER)
-            sealed = self._store.get(key)
+            signed = self._store.get(key)
             self._store.delete_key(key)
         except RuntimeError as error:  # the store ends with whoever made it
             raise ConnectionError(str(error)) from None
         self._heard += 1
-        order: Order | None = pickle.loads(self._seal.open(sealed, key))
+        order: Order | None = pickle.loads(self._signer.verified(signed, key))
         return order
 
     def send(self, message: Message, done: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ class _GlooConnection(ParentConnection):
             while (item := self._outbox.get()) is not None:
                 message, done = item
                 place = f"from/{self._name}/{self._said}"
-                more = self._seal.close(message.more, place) if message.more else b""
+                more = self._signer.sign(message.more, place) if message.more else b""
                 message.header[1] = len(more)
                 self._send(message.header)
                 if message.block is not None:
@@ -207,6 +207,8 @@ def run_gloo(
     run_remote_worker(opened, parent, weights)
 
 
-def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+def run_gloo_on_node(
+    connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
+) -> None:
     """The life of a worker of a node: its store is at the other end of a tunnel."""
     run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address), **more)

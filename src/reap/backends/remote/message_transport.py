@@ -290,7 +290,7 @@ class MessageTransport(Transport):
             slot = Slot(whole, index)
             first = 0
             for worker in workers:
-                own = worker.about.layout
+                own = worker.info.layout
                 lanes = slice(first, first + own.lanes)
                 mine = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
                 worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, mine)
@@ -301,7 +301,7 @@ class MessageTransport(Transport):
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         for worker in workers:
-            worker.slots.update({index: Slot(worker.about.layout, index) for index in range(count) if here})
+            worker.slots.update({index: Slot(worker.info.layout, index) for index in range(count) if here})
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 

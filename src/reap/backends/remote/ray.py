@@ -333,9 +333,6 @@ class RayActorTransport(MessageTransport):
         if process is not None:
             _wait_for_ends([process], 0.3 * DEADLINE)
 
-    def cannot_restart(self) -> str | None:
-        return None
-
     def broadcast(self, packed: Tensor) -> None:
         self._latest = self._ray.put(packed.numpy())
         for worker in self._workers:

@@ -261,7 +261,7 @@ def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> N
 
     def serve(worker: RemoteWorker) -> None:
         with contextlib.suppress(ConnectionError):  # nobody is there any more
-            parent.send(Message.of(worker.about), _nothing)
+            parent.send(Message.of(worker.info), _nothing)
             while (order := parent.next_order()) is not None:
                 worker.obey(order)
 

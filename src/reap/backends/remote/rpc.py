@@ -209,7 +209,7 @@ class TensorPipeTransport(MessageTransport):
         super().__init__(start_method=start_method)
         self._agent, self._nodes, self._one_by_one = {"rpc_timeout": 0, **agent}, nodes, one_by_one
         self.startup_grace = BOOT if self._local else BOOT + nodes.patience
-        self._company: NodePool | None = None
+        self._node_pool: NodePool | None = None
         self._guarded: GuardedStore | None = None
         self._store: Any = None
         self._joined = False
@@ -227,7 +227,7 @@ class TensorPipeTransport(MessageTransport):
         elif self._local:
             _refuse_without_room()
         worlds = {one.index: replace(self._world, restarts=one.restarts) for one in workers}
-        if self._company is None:
+        if self._node_pool is None:
             run = functools.partial(run_rpc, file=self._file)
             self.start_children(
                 {i: functools.partial(run, job=job, index=i, world=worlds[i]) for i, job in packed.items()}
@@ -260,7 +260,7 @@ class TensorPipeTransport(MessageTransport):
         else:
             self._store = loopback_store(0, JOIN)
             self._agent.update(torch_internals.BETWEEN_MACHINES)
-            self._company = self._nodes.open(count, self._store.port, self.wakeup.wake)
+            self._node_pool = self._nodes.open(count, self._store.port, self.wakeup.wake)
         self._members = _Members(self._store)
         self._world = RPCWorld(count, self._agent, alone=self._one_by_one)
         if not (self._local or self._one_by_one):
@@ -268,22 +268,22 @@ class TensorPipeTransport(MessageTransport):
             self._guarded_by(self._store)
 
     def _guarded_by(self, store: Store) -> Store:
-        if self._company is None:
+        if self._node_pool is None:
             return store
-        secret, peers = self._company.registry.secret, self._members.peers
+        secret, peers = self._node_pool.registry.secret, self._members.peers
         self._guarded = GuardedStore(store, secret, self._nodes.listen, peers)
         return self._guarded
 
     def _on_nodes(
         self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes], worlds: Mapping[int, RPCWorld]
     ) -> dict[int, NodeProcess]:
-        assert self._company is not None
+        assert self._node_pool is not None
         more = {index: asdict(world) for index, world in worlds.items()}
         if not self._joined:
             jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
-            gathered = self._company.gather(jobs, "rpc", said, self._lost, self.linger, spares=keep)
+            gathered = self._node_pool.gather(jobs, "rpc", said, self._lost, self.linger, spares=keep)
             return dict(zip(packed, gathered))
-        return {i: self._company.replace(i, job, "rpc", more[i], self._lost) for i, job in packed.items()}
+        return {i: self._node_pool.replace(i, job, "rpc", more[i], self._lost) for i, job in packed.items()}
 
     def _lost(self, node_process: NodeProcess) -> None:
         """Called from a thread of the registry."""
@@ -336,8 +336,8 @@ class TensorPipeTransport(MessageTransport):
                 connection.after.join()
         if self._guarded is not None:
             self._guarded.close()
-        if self._company is not None:
-            self._company.close(DEADLINE)
+        if self._node_pool is not None:
+            self._node_pool.close(DEADLINE)
         if hasattr(self, "_meeting"):
             self._meeting.close()
 

@@ -170,7 +170,9 @@ def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, wor
     _live(job, LocalWeights(SharedFile(fd=fds[0]), first=index == 0 and world.restarts == 0))
 
 
-def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+def run_rpc_on_node(
+    connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
+) -> None:
     """The life of a worker of a node."""
     store = TCPStore(LOOPBACK, address["port"], is_master=False, wait_for_workers=False, timeout=JOIN)
     world = RPCWorld(**more)
