@@ -4,7 +4,7 @@
     "submitit"          the collector submits jobs that join
     "submitit_delayed"  jobs that join were submitted along with the one the collector runs in
 
-Each knows the address of the collector's door and the secret.
+Each knows the address at which the collector listens, and the secret.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NodeRegistry: where nodes report to a collector, and what is known here of the workers they run.
 
-door ──► "node"   a wire: workers are started, watched, ended        (see node_connection.py)
-     └─► "store"  the collector's store, which listens on the loopback address
+listener ──► "node"   a connection: workers are started, watched, ended        (see node_connection.py)
+         └─► "store"  the collector's store, which listens on the loopback address
 
 A worker is started in a free place: of a node that came, or of one whose worker has ended. One that is to take the
 place of another may have to wait for a node to come.
@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from reap.backends.network.authenticated_listener import AuthenticatedListener, Visitor
+from reap._system.listener import Visitor
+from reap.backends.network.authenticated_listener import AuthenticatedListener
 from reap.backends.network.node_agent import run_secret
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import WorkerDied, WorkerSilent
@@ -38,8 +39,8 @@ class _RegisteredNode:
         self.node_processes: dict[int, NodeProcess] = {}  # by number
         self.connection = NodeConnection(visitor, self._hear, self._end)
 
-    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
-        match words:
+    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+        match message:
             case {"workers": workers, "listen": listen}:
                 self.free, self.listen = workers, listen
                 self._registry.came(self)
@@ -125,7 +126,7 @@ class NodeProcess:
         if self._node is None:
             return "(it waits for a node to come)"
         self._asked.clear()
-        self._node.connection.say(ask=self.number)
+        self._node.connection.send(ask=self.number)
         self._asked.wait(_STACK)
         return self._stack
 
@@ -140,7 +141,7 @@ class NodeProcess:
     def signal(self, number: int) -> None:
         """Send it a signal."""
         if self._node is not None and not self.gone():
-            self._node.connection.say(signal=self.number, which=int(number))
+            self._node.connection.send(signal=self.number, which=int(number))
 
     def release(self) -> None:
         """Give back descriptors."""
@@ -208,9 +209,9 @@ class NodeRegistry:
         """A worker in the first free place. If there is none, it waits so many seconds for a node to come."""
         self._started += 1
         node_process = NodeProcess(index, self._started, on_end)
-        words = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
+        message = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
         with self._changing:
-            self._waiting.append((node_process, job, words))
+            self._waiting.append((node_process, job, message))
         self._fill_places()
         if not node_process.placed.is_set():
             waiting = (node_process, patience)
@@ -230,15 +231,15 @@ class NodeRegistry:
                 node = next((node for node in self._nodes if node.free), None)
                 if node is None or not self._waiting:
                     return
-                node_process, job, words = self._waiting.popleft()
+                node_process, job, message = self._waiting.popleft()
                 if node_process.gone():
                     continue
                 node.free -= 1
                 node.node_processes[node_process.number] = node_process
                 node_process.runs_at(node)
-            node.connection.say(job, **words)
+            node.connection.send(job, **message)
             if node_process.gone():  # nobody wants it any more
-                node.connection.say(signal=node_process.number, which=int(signal.SIGKILL))
+                node.connection.send(signal=node_process.number, which=int(signal.SIGKILL))
 
     @property
     def wanted(self) -> bool:
@@ -251,7 +252,7 @@ class NodeRegistry:
             idle = [node for node in self._nodes if not node.node_processes]
             self._nodes = [node for node in self._nodes if node.node_processes]
         for node in idle:
-            node.connection.say(end="all places are taken")
+            node.connection.send(end="all places are taken")
             node.connection.close()
 
     def close(self, patience: float) -> None:
@@ -259,7 +260,7 @@ class NodeRegistry:
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
         for node in self._nodes:
-            node.connection.say(end="the collector is closed")
+            node.connection.send(end="the collector is closed")
         for node in self._nodes:
             node.connection.wait(max(0.0, until - time.monotonic()))
             node.connection.close()

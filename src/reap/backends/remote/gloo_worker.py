@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from reap._foreign import torch_internals
-from reap._system.remote_errors import Raised
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.remote_worker import (
@@ -31,6 +29,8 @@ from reap.backends.remote.remote_worker import (
     ParentConnection,
     WeightInbox,
     Weights,
+    do_nothing,
+    load_job,
     run_remote_worker,
     weights_size,
 )
@@ -69,7 +69,7 @@ def abandon(group: Any, peer: int) -> None:
 
 
 def wait(work: Any) -> None:
-    """As long as it takes, or until the other side is gone."""
+    """Wait as long as it takes; ConnectionError if the other side is gone."""
     try:
         work.wait(EVER)
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def receive(group: Any, source: int, size: int) -> bytes:
 
 
 def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
-    """This side of a broadcast by rank 0."""
+    """Take part in a broadcast by rank 0; returns what is waited for."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
     return group.broadcast([packed], options)
@@ -115,7 +115,7 @@ class _GlooConnection(ParentConnection):
         order: Order | None = pickle.loads(self._signer.verified(signed, key))
         return order
 
-    def send(self, message: Message, done: Callable[[], None]) -> None:
+    def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
         self._outbox.put((message, done))
 
     def finish(self) -> None:
@@ -190,11 +190,8 @@ def run_gloo(
     `one_by_one`: weights are sent to it alone, not to all workers by broadcast: each of them may be replaced.
     """
     parent = _GlooConnection(name_of(index, restarts), address)
-    try:
-        opened: Job = cloudpickle.loads(job)
-    except Exception as error:  # of a kind that this machine cannot import
-        parent.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
-        parent.finish()
+    opened = load_job(job, parent)
+    if opened is None:
         return
     first = index == 0 and restarts == 0  # it begins with its own weights, and so do all
     weights: Weights

@@ -17,7 +17,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from reap.errors import WorkerDied
 from reap.weight_update import WeightTransport
 from reap.weights.shared import Packing, SharedWeights
 
+C = TypeVar("C", bound=WorkerConnection)
+
 
 class SentWeights:
     """How often weights were sent to all workers. Orders tell it: nobody acts with older ones."""
@@ -55,9 +57,9 @@ class MessageConnection(WorkerConnection):
         self.inbox: deque[Any] = deque()  # what it has said
         self.orders = 0  # sent so far
 
-    @abstractmethod
     def send(self, order: Order | None) -> None:
         """Send an order, after those before it; None: go home."""
+        raise NotImplementedError
 
     def send_weights(self, packed: Any) -> None:
         """Send weights to this worker alone, as the transport has them."""
@@ -195,6 +197,13 @@ class MessageTransport(Transport):
     def broadcast(self, packed: Tensor) -> None:
         """Send packed weights to all workers. They are not written to any more, until they are spare."""
 
+    def send_to_each(self, packed: Any) -> None:
+        """Send weights to one worker after another, and keep them for workers that come later."""
+        self._latest = packed
+        for worker in self._workers:
+            if not worker.dropped:
+                self.resend_weights(worker)
+
     @abstractmethod
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         """End all workers, within the deadline."""
@@ -238,7 +247,7 @@ class MessageTransport(Transport):
             self._selector.unregister(sentinel)
         if (child := self._children.pop(worker.index, None)) is not None:
             child.signal(signal.SIGKILL)
-            connection_of(worker).let_end()
+            connection_of(worker, MessageConnection).let_end()
             end([child], patience=0.0, deadline=DEADLINE)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
@@ -256,7 +265,7 @@ class MessageTransport(Transport):
     def wait(self, seconds: float | None) -> list[int]:
         self._sleep(seconds)
         living = [worker for worker in self._workers if not worker.dropped]
-        return [w.index for w in living if connection_of(w).speaks or w.child.gone()]
+        return [w.index for w in living if connection_of(w, MessageConnection).speaks or w.child.gone()]
 
     def linger(self, seconds: float) -> None:
         """Wait until somebody rings, or so long. Ctrl-C is let in."""
@@ -319,10 +328,10 @@ class MessageTransport(Transport):
 
     def resend_weights(self, worker: WorkerHandle) -> None:
         if self._latest is not None:
-            connection_of(worker).send_weights(self._latest)
+            connection_of(worker, MessageConnection).send_weights(self._latest)
 
 
-def connection_of(worker: WorkerHandle) -> MessageConnection:
-    """How a remote worker is reached."""
-    assert isinstance(worker.connection, MessageConnection)
+def connection_of(worker: WorkerHandle, kind: type[C]) -> C:
+    """Return the connection of a worker, which is of this kind."""
+    assert isinstance(worker.connection, kind)
     return worker.connection

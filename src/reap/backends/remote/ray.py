@@ -29,7 +29,7 @@ from reap._system.interrupts import Wakeup
 from reap._system.messages import until_ready
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
-from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, connection_of
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
@@ -327,22 +327,20 @@ class RayActorTransport(MessageTransport):
         return where
 
     def retire(self, worker: WorkerHandle) -> None:
-        connection = ray_connection(worker)
+        connection = connection_of(worker, RayConnection)
         process = self._process_of(connection.child, kill=True)
         self._ray.kill(connection.actor)  # it may have raised something, and live on
         if process is not None:
             _wait_for_ends([process], 0.3 * DEADLINE)
 
     def broadcast(self, packed: Tensor) -> None:
-        self._latest = self._ray.put(packed.numpy())
-        for worker in self._workers:
-            self.resend_weights(worker)
+        self.send_to_each(self._ray.put(packed.numpy()))
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
-            all_of_them = [ray_connection(worker) for worker in workers if not worker.dropped]
+            all_of_them = [connection_of(worker, RayConnection) for worker in workers if not worker.dropped]
             here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
             living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
             left = [one.actor.leave.remote(one.orders, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
@@ -375,12 +373,6 @@ class RayActorTransport(MessageTransport):
         asking.start()
         asking.join(DEADLINE)
         return not asking.is_alive()
-
-
-def ray_connection(worker: WorkerHandle) -> RayConnection:
-    """How an actor is reached."""
-    assert isinstance(worker.connection, RayConnection)
-    return worker.connection
 
 
 def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
