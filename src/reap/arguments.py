@@ -30,6 +30,12 @@ def whole(name: str, value: Any, *, least: int | None = 1, most: int | None = MO
     return int(value)
 
 
+def count(name: str, value: Any, *, least: int = 1) -> None:
+    """An int that counts something."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+
+
 def seconds(name: str, value: Any, *, none: bool = True, zero: bool = False, most: float = LONGEST) -> float | None:
     """A time to wait; None: without a limit."""
     if value is None and none:

@@ -29,7 +29,7 @@ from typing_extensions import Self
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
 from reap._system.threads import join
-from reap.arguments import function, mapping, one_of, whole
+from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.collectors.parts.background import ended_by
@@ -116,8 +116,7 @@ class Evaluator:
         one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
             raise WrongArgument("Evaluator needs policy or policy_factory, and not both")
-        if isinstance(num_trajectories, bool) or not isinstance(num_trajectories, int) or num_trajectories < 1:
-            raise UsageError(f"num_trajectories must be a whole number ≥ 1, got {num_trajectories!r}")
+        count("num_trajectories", num_trajectories)
         whole("max_steps", max_steps, least=0 if frames_per_batch is None else None, none=True)
         whole("frames_per_batch", frames_per_batch, none=True)
         mapping("collector_kwargs", collector_kwargs)
@@ -183,10 +182,10 @@ class Evaluator:
         """What is done here with the episodes, in place of the collector: their layout, and what is made of them."""
         layout = options.pop("traj_format", None) or "padded"
         one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
-        count = options.pop("trajs_per_batch", None)
-        if count not in (None, self._wanted):
+        given = options.pop("trajs_per_batch", None)
+        if given not in (None, self._wanted):
             raise UsageError(
-                f"collector_kwargs: trajs_per_batch is {count!r}, and num_trajectories {self._wanted}; leave it out"
+                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._wanted}; leave it out"
             )
         if options.pop("split_trajs", None):
             raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
@@ -253,13 +252,10 @@ class Evaluator:
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
         """The next result of the background, in order; None if none is there within `timeout` seconds."""
-        return self._next(timeout)
+        return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
         """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
-        return self._next(timeout)
-
-    def _next(self, timeout: float | None) -> dict[str, Any] | None:
         self._own()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)

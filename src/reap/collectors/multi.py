@@ -98,13 +98,7 @@ class MultiCollector(BaseCollector):
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
-        each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
-        for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
-            if old in options:
-                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
-                if any(one is not None for one in each[new]):
-                    raise UsageError(f"{old} and {new} are the same option; give one")
-                each[new] = _each(old, options.pop(old), count)
+        each = _taken_per_worker(options, count)
         asked = options.get("frames_per_batch")
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
@@ -114,13 +108,7 @@ class MultiCollector(BaseCollector):
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.workers == "inline":
             self._placement = InlinePlacement(self._placement)
-        if settings.interruptor is not None or settings.return_same_td:
-            one = "interruptor" if settings.interruptor is not None else "return_same_td"
-            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
-        if not self._sync and settings.cat_results not in (None, "stack"):
-            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        if self._placement.each is not None and len(self._placement.each) != count:
-            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
+        self._check_settings(settings, count)
         own = self._placement.each or [{}] * count
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
@@ -153,6 +141,17 @@ class MultiCollector(BaseCollector):
             "Call update_policy_weights_() after training, or give update_at_each_batch=True",
             count,
         )
+
+    def _check_settings(self, settings: Options, count: int) -> None:
+        """Refuse options that do not go with so many workers elsewhere."""
+        name = type(self).__name__
+        if settings.interruptor is not None or settings.return_same_td:
+            one = "interruptor" if settings.interruptor is not None else "return_same_td"
+            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
+        if not self._sync and settings.cat_results not in (None, "stack"):
+            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
+        if self._placement.each is not None and len(self._placement.each) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Where the workers live."""
@@ -525,6 +524,18 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
     if num_workers is None:
         raise WrongArgument(f"{owner} needs a list of env factories, or one and num_workers")
     return num_workers, [create_env_fn] * num_workers
+
+
+def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
+    """Take those options out that may differ between workers; returns the value of each worker, by option."""
+    each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
+    for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
+        if old in options:
+            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+            if any(one is not None for one in each[new]):
+                raise UsageError(f"{old} and {new} are the same option; give one")
+            each[new] = _each(old, options.pop(old), count)
+    return each
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:

@@ -26,6 +26,7 @@ from reap._system.forks import guard, refuse_all
 from reap._system.messages import send
 from reap._system.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, Child, StartMethod, end
+from reap.arguments import count
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessRequests
 from reap.inference.requests import check_timeout
@@ -67,8 +68,7 @@ class ProcessInferenceServer:
         for name in options:
             if name not in _OPTIONS:
                 raise WrongArgument(f"{type(self).__name__} has no option {name!r}{nearest(name, _OPTIONS)}")
-        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-            raise UsageError(f"num_threads must be a whole number ≥ 1, got {num_threads!r}")
+        count("num_threads", num_threads)
         if startup_timeout is not None and (
             isinstance(startup_timeout, bool) or not isinstance(startup_timeout, (int, float)) or startup_timeout <= 0
         ):

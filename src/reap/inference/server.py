@@ -29,7 +29,7 @@ from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
-from reap.arguments import function, seconds
+from reap.arguments import count, function, seconds
 from reap.core.device.devices import named_device
 from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
@@ -82,8 +82,7 @@ class InferenceServer:
             raise WrongArgument("InferenceServer needs either policy or policy_factory")
         least = 1 if min_batch_size is None else min_batch_size
         for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", least)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
+            count(name, value)
         if least > max_batch_size:
             raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
         seconds("timeout", timeout, none=False, zero=True, most=threading.TIMEOUT_MAX)
