@@ -130,13 +130,9 @@ def _rich(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
 def _plain(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
     last, said = time.monotonic(), ""
 
-    def say(frames: int, text: str) -> str:
-        share = f" ({frames / total:.0%})" if total else ""
-        return f"{frames:,} frames{share} · {text}"
-
     def show(frames: int, text: str) -> None:
         nonlocal last, said
-        said = say(frames, text)
+        said = f"{frames:,} frames{f' ({frames / total:.0%})' if total else ''} · {text}"
         if time.monotonic() - last >= _EVERY:
             last = time.monotonic()
             print(said, file=file, flush=True)

@@ -75,18 +75,27 @@ def split_trajectories(
         return out.set(mask_key, torch.ones(out.batch_size, dtype=torch.bool, device=ids.device))
 
     flat = td.reshape(-1)
-    begins = torch.ones_like(lanes, dtype=torch.bool)
-    begins[:, 1:] = lanes[:, 1:] != lanes[:, :-1]
-    begins = begins.reshape(-1)
+    begins = _changes(lanes).reshape(-1)
     if valid is not None:  # rows without a frame do not belong to anyone
         keep = valid.reshape(-1)
         flat, begins = flat[keep], begins[keep]
-    starts = begins.nonzero().squeeze(-1)
-    ends = torch.cat([starts[1:], starts.new_tensor([len(begins)])])
-    lengths = ends - starts
+    lengths = _borders(begins).diff()
     if as_nested:
         return _nested(flat, lengths, mask_key)
     return _padded(flat, lengths, mask_key)
+
+
+def _changes(ids: torch.Tensor) -> torch.Tensor:
+    """Which entries along the last dimension begin a run of equal ones."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    return begins
+
+
+def _borders(begins: torch.Tensor) -> torch.Tensor:
+    """Where runs begin, from marks on their first entries, and where the last of them ends."""
+    starts = begins.nonzero().squeeze(-1)
+    return torch.cat([starts, starts.new_tensor([len(begins)])])
 
 
 def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
@@ -221,10 +230,7 @@ def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:
     ids = batch.get(("collector", "traj_ids"), None)
     if ids is None or batch.ndim != 1:
         raise UsageError("cu_seqlens needs a packed batch [steps] with trajectory ids (traj_format='cat')")
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[1:] = ids[1:] != ids[:-1]
-    ends = ids.new_tensor([len(ids)])
-    return torch.cat([begins.nonzero().squeeze(-1), ends]).to(torch.int32)
+    return _borders(_changes(ids)).to(torch.int32)
 
 
 class WholeTrajectories:
@@ -277,10 +283,8 @@ class WholeTrajectories:
         self._last[source] = last
         order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
         ids = ids[order]
-        begins = torch.ones_like(ids, dtype=torch.bool)
-        begins[1:] = ids[1:] != ids[:-1]
-        starts = begins.nonzero().squeeze(-1)
-        ends = torch.cat([starts[1:], starts.new_tensor([len(ids)])]) - 1
+        borders = _borders(_changes(ids))
+        starts, ends = borders[:-1], borders[1:] - 1
         done = ended(flat)[order[ends]]
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]

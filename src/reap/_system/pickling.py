@@ -77,9 +77,9 @@ def dumps(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> byte
     return _pickled(thing, what, None, given)
 
 
-def pack_bytes(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Packed:
+def pack_bytes(thing: Any, what: str) -> Packed:
     """`thing` for processes anywhere: without descriptors."""
-    return Packed(dumps(thing, what, given))
+    return Packed(dumps(thing, what))
 
 
 def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[str, Any] | None = None) -> bytes:

@@ -29,8 +29,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from reap._system.conversation import Answer
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import dumps
@@ -47,6 +45,7 @@ from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import StatisticsPool
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
+from reap.seeding import fresh_seed
 
 Heard = Callable[[WorkerHandle, Any], None]
 FIRST = 0  # the number of what workers say unasked, when they start
@@ -287,7 +286,7 @@ class Supervisor:
         worker.in_a_row += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
-            worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
+            worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
         self.statistics.retire(worker.index)
         self._end(worker)
         try:
@@ -477,8 +476,3 @@ class Supervisor:
                 self.listen(within=left)
                 heard = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)
-
-
-def fresh_entropy() -> int:
-    """What a worker's own random numbers begin with, unless it is seeded."""
-    return int(np.random.SeedSequence().generate_state(1, np.uint32)[0])

@@ -75,7 +75,6 @@ class WeightPublisher:
         supervisor = self._supervisor
         if supervisor.on_failure.action != "raise":
             supervisor.look()  # who has failed meanwhile is left out, or there will be another in its place
-        workers = supervisor.workers
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
@@ -84,16 +83,8 @@ class WeightPublisher:
         chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
-        supervisor.check_numbers(chosen)
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
-        for w in chosen:
-            if not own and not workers[w].info.weighs:
-                raise WrongState("this policy has no weights to update")
-        if given is None:
-            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
-        for worker in workers if supervisor.on_failure.action == "raise" else ():
-            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
-                raise supervisor.death(worker)
+        self._check_workers(chosen, given, own=own)
         channel = None if per_worker or worker_ids is not None or own else self._channel
         # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
         # on its way to weights of its own, which would be older than these.
@@ -101,7 +92,7 @@ class WeightPublisher:
         with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
             version = self.version + 1
             if channel is not None:
-                fits = fitting(given, channel.packing.shapes, workers[0].info.needed)
+                fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
                     supervisor.wait_for_newcomers(list(self._own))
                 channel.publish(fits, version)
@@ -110,6 +101,18 @@ class WeightPublisher:
                 self._send({w: given[w] if per_worker else given for w in chosen}, version)
             self.version = version
         return version
+
+    def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
+        """Raise if these workers cannot be given weights; `own`: what a user's own strategy has made of them."""
+        supervisor = self._supervisor
+        for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
+            if not own and not worker.info.weighs:
+                raise WrongState("this policy has no weights to update")
+        if given is None:
+            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
+        for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
+            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
+                raise supervisor.death(worker)
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:
         """Give workers (by number) weights before anybody acts; they are of the first version."""

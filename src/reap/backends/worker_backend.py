@@ -18,7 +18,7 @@ from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
 from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Heard, Supervisor, fresh_entropy
+from reap.backends.supervisor import Heard, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
@@ -29,7 +29,7 @@ from reap.core.resume import anew
 from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
-from reap.seeding import chain, restart_seed
+from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
 
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
@@ -92,7 +92,7 @@ class WorkerBackend(Backend):
             self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
-        return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
+        return [Job(first + i, self._count, plan, fresh_seed(), **self._alike) for i, plan in enumerate(plans)]
 
     def add(self, plans: Sequence[Any]) -> None:
         """More workers, from here on. They have the latest weights."""

@@ -67,7 +67,7 @@ class Job:
     index: int
     workers: int
     plan: Plan
-    entropy: int
+    entropy: int  # what its own random numbers begin with, unless it is seeded
     threads: int
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -218,13 +219,9 @@ class Writer:
         batch = assembler(layout)(arrays, layout)
         if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # they may keep it; the slot is filled again
-        split = _split if options.split else None
+        split = partial(split_trajectories, prefix="collector") if options.split else None
         self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
         """Episodes that are not whole will never be."""
         self._sink.forget()
-
-
-def _split(batch: TensorDictBase) -> TensorDictBase:
-    return split_trajectories(batch, prefix="collector")

@@ -106,12 +106,7 @@ class Evaluator:
         init_fn: Callable[[], Any] | None = None,
         **later: Any,
     ) -> None:
-        unknown = [name for name in later if name not in _LATER]
-        if unknown:
-            raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
-        given = [name for name, value in later.items() if value is not None]
-        if given or (isinstance(backend, str) and backend == "ray"):
-            raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
+        _refuse_unsupported(later, backend)
         one_of("backend", backend, ("thread", "process"))
         one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
@@ -148,13 +143,9 @@ class Evaluator:
         own, given = not is_env(env) and callable(env) and not process, env if process else made(env)
         try:
             self._policy = self._policy_for(policy, policy_factory, given)
-            lanes: Any = functools.partial(lanes_of, given, max_steps) if process else lanes_of(given, max_steps)
             if process and init_fn is not None:
                 options["init_fn"] = init_fn
-            with _at_rest(self._policy):
-                self._player: Any = EpisodePlayer(
-                    lanes, self._policy, episodes=num_trajectories, layout=layout, process=process, options=options
-                )
+            self._player: Any = self._make_player(given, max_steps, layout, options, process=process)
         except BaseException:
             if own:
                 given.close()
@@ -170,6 +161,16 @@ class Evaluator:
         self._steps = 0  # of evaluations that were given no number
         self._elsewhere: str | None = None  # why it is not this process's own
         guard(self)
+
+    def _make_player(
+        self, env: Any, max_steps: int | None, layout: str, options: Mapping[str, Any], *, process: bool
+    ) -> EpisodePlayer:
+        """Return what plays the episodes: in a process of its own, or here."""
+        lanes: Any = functools.partial(lanes_of, env, max_steps) if process else lanes_of(env, max_steps)
+        with _at_rest(self._policy):
+            return EpisodePlayer(
+                lanes, self._policy, episodes=self._wanted, layout=layout, process=process, options=options
+            )
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: its thread is not here, and its workers are its owner's."""
@@ -219,7 +220,7 @@ class Evaluator:
         `weights_dict` has weights by path, as `{"policy": …, "env.transform[0]": …}`. Where `step` is None evaluations
         are numbered, from 0.
         """
-        self._open()
+        self._check_open()
         asked = self._asked(weights, weights_dict), self._numbered(step)
         with self._one:
             found = self._play(*asked)
@@ -230,7 +231,7 @@ class Evaluator:
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
         """Play them in the background; False: one is going on, and this one is skipped."""
-        self._open()
+        self._check_open()
         if self.pending:
             if self._busy_policy == "error":
                 raise WrongState("an evaluation is going on; wait() for it, or give busy_policy='queue'")
@@ -256,7 +257,7 @@ class Evaluator:
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
         """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
-        self._own()
+        self._check_owner()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
             if not self._results:
@@ -309,7 +310,7 @@ class Evaluator:
         >>> print(evaluator.explain())
         exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
         """
-        self._open()
+        self._check_open()
         kind = self._player.collector.exploration_type
         name = "None" if kind is None else kind.name
         parts = self._policy.modules() if isinstance(self._policy, nn.Module) else ()
@@ -385,14 +386,14 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's state; refused while something is pending."""
-        self._open()
+        self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before state_dict()")
         return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The counterpart of `state_dict`."""
-        self._open()
+        self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
         self._player.collector.load_state_dict(state_dict["collector"])
@@ -416,12 +417,12 @@ class Evaluator:
         if player is not None:
             player.collector.shutdown()
 
-    def _own(self) -> None:
+    def _check_owner(self) -> None:
         if self._elsewhere is not None:
             raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
 
-    def _open(self) -> None:
-        self._own()
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise WrongState("this Evaluator is closed; make a new one")
 
@@ -430,6 +431,16 @@ class Evaluator:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
+    """Raise for options that TorchRL's has and this one has not, and for those that nobody has."""
+    unknown = [name for name in later if name not in _LATER]
+    if unknown:
+        raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
+    given = [name for name, value in later.items() if value is not None]
+    if given or (isinstance(backend, str) and backend == "ray"):
+        raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
 
 
 def _takes_one(factory: Callable[..., Any]) -> bool:

@@ -105,7 +105,7 @@ class ProcessInferenceServer:
         if kind not in ("thread", "process"):
             raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
         check_timeout(timeout)
-        self._open()
+        self._check_open()
         in_keys: Sequence[Key] | None = self.in_keys
         return PolicyClient(ProcessRequests(self._address, self._key, in_keys, timeout), policy_version_key)
 
@@ -129,7 +129,7 @@ class ProcessInferenceServer:
         """Whether its process is there."""
         return self._why_closed is None and not self._child.gone()
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._why_closed is not None:
             raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
         if self._child.gone():
@@ -143,7 +143,7 @@ class ProcessInferenceServer:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
-            self._open()
+            self._check_open()
             return self._answer(self._talk.ask(name, *arguments))
 
     def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:

@@ -112,15 +112,13 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(EVERY):
-            self._add_sample()
-
-    def _add_sample(self) -> None:
-        collector = self._collector()
-        if collector is not None and not self._over.is_set():
-            with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
-                sample = self._sample(collector)
-                with self._lock:
-                    self._views.add(sample)
+            collector = self._collector()
+            if collector is not None:
+                with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
+                    sample = self._sample(collector)
+                    with self._lock:
+                        self._views.add(sample)
+            del collector  # nobody is kept alive while this thread waits
 
     def _saw(self, batch: Any) -> None:
         """Count the frames of a batch by the age of the weights that made them."""

@@ -36,7 +36,6 @@ from reap.core.measuring.episode_log import UntoldEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.errors import ReapError
 from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
@@ -136,11 +135,11 @@ class LocalWorkerServer(WorkerServer):
     settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
 
     def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
-        self._job, self._files, self._say = job, files, say
+        self._job, self._files = job, files
         self.counters = SharedCounters(files.counters, job.workers)
         self._at = self.counters.step[job.index :][:1]
         self._free = False  # whether it runs free
-        self.rebuilds = RemoteRebuilds(self._tell_rebuilt)
+        self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
         self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
         if job.init is not None:
             job.init()
@@ -153,9 +152,6 @@ class LocalWorkerServer(WorkerServer):
         self.worker.env.report_lane(memoryview(self.counters.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
-
-    def _tell_rebuilt(self, error: ReapError, seconds: float) -> None:
-        self._say(EnvRebuilt(Raised.of(error, "the env"), seconds))
 
     def serve(self, connection: Connection, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
@@ -220,7 +216,6 @@ class LocalWorkerServer(WorkerServer):
         return self.worker.layout.steps * self.worker.layout.lanes
 
     def _refresh(self) -> None:
-        """Act with the latest weights from here on."""
         if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
             self.worker.version = version
 

@@ -241,15 +241,15 @@ def join(
     return NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
 
 
-def join_later(folder: str, patience: float = PATIENCE) -> str:
+def join_later(folder: str) -> str:
     """Be a node of the collector that will write its address into this folder."""
-    address, until = Path(folder) / "address", time.monotonic() + patience
+    address, until = Path(folder) / "address", time.monotonic() + PATIENCE
     while not address.exists():
         if time.monotonic() > until:
-            raise ConnectionError(f"no collector wrote its address to {address} within {patience:.0f} s")
+            raise ConnectionError(f"no collector wrote its address to {address} within {PATIENCE:.0f} s")
         time.sleep(0.1)  # a file system that machines share: there is nothing to wait on
     found = json.loads(address.read_text())
-    return join(found["host"], found["port"], f"{folder}/secret", patience=patience)
+    return join(found["host"], found["port"], f"{folder}/secret")
 
 
 def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:

@@ -190,10 +190,6 @@ class MessageTransport(Transport):
     # ---- what each of them does ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start these; what they say comes into the inboxes of their connections."""
-
-    @abstractmethod
     def broadcast(self, packed: Tensor) -> None:
         """Send packed weights to all workers. They are not written to any more, until they are spare."""
 
