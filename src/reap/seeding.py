@@ -22,7 +22,7 @@ def next_seed(seed: int) -> int:
 
 
 def fresh_seed() -> int:
-    """A seed nobody chose."""
+    """Return a random seed."""
     return int(np.random.SeedSequence().generate_state(1)[0])
 
 

@@ -31,7 +31,7 @@ class MessageSocket:
         self._heard, self._unsent = bytearray(), bytearray()
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor that a selector waits for."""
         return self._socket.fileno()
 
     def say(self, data: bytes) -> None:

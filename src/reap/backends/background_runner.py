@@ -63,7 +63,7 @@ class BackgroundRunner:
             tell(frames, rollouts)
 
     def start(self) -> None:
-        """Workers first finish what they were asked for."""
+        """Let workers run, once they have finished what they were asked for."""
         counters = self._counters
         frames, rollouts = self._backend.settle()
         self._count(frames, rollouts)
@@ -95,12 +95,12 @@ class BackgroundRunner:
             self._supervisor.tell("look", wait=False)  # where others talk to them, they look by themselves soon
 
     def stop(self, timeout: float) -> None:
-        """Workers end with the backend; `catch_up` counts their last frames then."""
+        """Say that it is over: workers end with the backend, and `catch_up` counts their last frames."""
         self.failure()  # what nobody has looked for until now
         self._over = True
 
     def stop_watching(self) -> None:
-        """Before workers end: what is known of them goes with them."""
+        """End the watching thread, before workers end and what is known of them with them."""
         with self._backend.uninterrupted():
             self._watch_over.set()
             if self._watch.ident and self._watch is not threading.current_thread():
@@ -133,7 +133,7 @@ class BackgroundRunner:
         return self._pauses.hold_without(thread)
 
     def failure(self) -> ReapError | None:
-        """What went wrong with a worker."""
+        """Return what went wrong with a worker, if anything has."""
         if self._failure is None and not self._over:
             self.catch_up()
             try:
@@ -206,7 +206,7 @@ class BackgroundRunner:
         return None if step == NOWHERE or worker.child.gone() else since
 
     def between(self, work: Callable[[], T]) -> T:
-        """Workers answer between two rollouts whatever they are asked."""
+        """Do it at once: workers answer between two rollouts whatever they are asked."""
         return work()
 
 

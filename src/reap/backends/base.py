@@ -56,6 +56,18 @@ class Halted(BaseException):
     """Raised by a take that was broken off on purpose, from another thread."""
 
 
+def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
+    """Have a worker of this process ask after every step, as of an interruptor; `Halted` is raised there if so."""
+    usual = worker.halting
+
+    def stop() -> bool:
+        if asked():
+            raise Halted
+        return usual is not None and bool(usual())
+
+    worker.halting = worker.loop.stop = stop
+
+
 @dataclass(frozen=True)
 class WorkerReport:
     """What is known of one worker."""
@@ -126,10 +138,10 @@ class Backend(Protocol):
         """Seed everything and begin new episodes; returns the seed that follows."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Env state, trajectory counter, version."""
+        """Return what is needed to go on: env states, trajectory ids, the version of the weights."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The counterpart."""
+        """Go on from what `state_dict` returned."""
 
     def last_state(self, why: str) -> dict[str, Any]:
         """What `state_dict` gives as far as it is known here, once workers have failed: `why` their episodes are over.
@@ -152,11 +164,11 @@ class WorkerLiveness(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number; 0 if it never lived."""
+        """The number of its process; 0 if it never lived."""
 
     @property
     def label(self) -> str:
-        """Its number, and where it is, as errors show them after a name."""
+        """The number of its process, and where that is, as errors show them after its name."""
 
     def gone(self) -> bool:
         """Whether nothing will come from it any more."""

@@ -258,7 +258,7 @@ def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
 
 
 def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
-    """What stands for the rollout of a worker that was dropped: rows that are no frames."""
+    """Return what stands for the rollout of a worker that was dropped: rows that are no frames."""
     layout = worker.info.layout
     loose = {key: np.empty((layout.steps, layout.lanes, *leaf.shape), object) for key, leaf in layout.loose.items()}
     return RolloutReady(0, 0, version, worker.stats, loose=loose)

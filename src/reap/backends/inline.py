@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport
+from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, break_off_when
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -70,7 +70,7 @@ class InlineBackend(Backend):
 
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
-        """Inside, nobody closes the env."""
+        """Keep others from closing the env inside."""
         with self._gate:
             self._inside.append(threading.get_ident())
         try:
@@ -148,14 +148,7 @@ class InlineBackend(Backend):
 
     def breaker(self) -> Callable[[], None]:
         asked: list[bool] = []
-        usual = self.worker.halting
-
-        def stop() -> bool:
-            if asked:
-                raise Halted
-            return usual is not None and usual()
-
-        self.worker.halting = self.worker.loop.stop = stop  # asked after every step, as an interruptor is
+        break_off_when(lambda: bool(asked), self.worker)
         return functools.partial(asked.append, True)
 
     def publish(self, weights: Any = None) -> int:
@@ -171,7 +164,7 @@ class InlineBackend(Backend):
         return self.worker.loop.version
 
     def load(self, weights: Any) -> None:
-        """Give the policy these."""
+        """Load these weights into the policy."""
         model = self.worker.model
         if self._strategy is None:
             local.load(model, weights)

@@ -42,7 +42,7 @@ class NestedWorkers:
     random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
 
     def __call__(self, job: Job, *transport: Any) -> RemoteWorker:
-        """The remote worker."""
+        """Return the remote worker."""
         return NestedRemoteWorker(job, *transport, nested=self)
 
 
@@ -92,7 +92,7 @@ class NestedRemoteWorker(RemoteWorker):
             return Raised.of(error, path)
 
     def do_hooks(self, packed: bytes) -> None:
-        """Hooks run in the workers."""
+        """Hand the hooks on to the workers, which call them."""
         self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class NestedRemoteWorker(RemoteWorker):
 
 
 class _Processes:
-    """The workers, with what a remote worker wants of its one."""
+    """The workers, with the methods that a remote worker calls on its one."""
 
     span = (0.0, 0.0)  # of the last rollout
 
@@ -218,7 +218,7 @@ class _Processes:
         return self._ask(self._backend.set_seed, seed, static=static)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Ask all of them the same."""
+        """Ask all workers the same."""
         self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:

@@ -35,10 +35,9 @@ from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
-from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
-from reap.backends.base import Halted, Transport, WorkerActivity
+from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
@@ -338,45 +337,6 @@ class Supervisor:
         """Wait until those of these that were started again know what the others know."""
         while any(self.workers[w].joining is not None for w in workers):
             self.listen()
-
-    # ---- stacks ---------------------------------------------------------------------------------------------------
-
-    def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now, as far as that can be seen from here."""
-        found = []
-        for worker in list(self.workers):
-            if worker.connection is not None and hasattr(worker, "info"):
-                near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
-                pid = worker.child.pid if near else None
-                found.append(WorkerActivity(worker.index, self._doing(worker), pid, worker.info.lanes))
-        return found
-
-    def _doing(self, worker: WorkerHandle) -> str:
-        if worker.dropped or worker.joining is not None:
-            return "has failed, and was dropped" if worker.dropped else "is being started again"
-        place = self.transport.place(worker)
-        if worker.info.layout.lanes == 1:
-            place.pop("lane", None)
-        if place:
-            return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
-        if worker.asked is not None:
-            return "answers a call"
-        return "collects" if worker.working else "waits"
-
-    def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
-        asked: dict[str, Callable[[], Any]] = {}
-        for worker in self.living:
-            if worker.connection is not None and not worker.child.gone():
-                asked[f"worker {worker.name}"] = worker.child.ask_stack
-                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
-        found: dict[str, str] = {}
-        for name, told in all_at_once(asked).items():
-            if isinstance(told, dict):
-                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
-            else:
-                found[name] = told or "(it does not answer)"
-        return found
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActi
 from reap.backends.delivery import ALL, IntoBuffer
 from reap.backends.supervisor import Heard, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
+from reap.backends.worker_activity import activity_of, stacks_of
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
 from reap.core.measuring.episode_log import EpisodeLog
@@ -194,10 +195,10 @@ class WorkerBackend(Backend):
             return self.delivery.settle()
 
     def activity(self) -> list[WorkerActivity]:
-        return self.supervisor.activity()
+        return activity_of(list(self.workers), self.transport)
 
     def stacks(self) -> dict[str, str]:
-        return self.supervisor.stacks()
+        return stacks_of(self.supervisor.living)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class WorkerBackend(Backend):
 
     @property
     def version(self) -> int:
-        """Of the latest weights."""
+        """The version of the latest weights."""
         return self._weights.version
 
     @version.setter

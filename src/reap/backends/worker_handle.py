@@ -75,7 +75,7 @@ class WorkerHandle:
             self.reached.call(question)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
-        """It was asked something; `grace`: seconds more than usual that it may take."""
+        """Wait for its answer to a call; `grace`: seconds more than usual that it may take."""
         self.inbox.clear()
         if not self.busy:
             self.busy_since = time.monotonic()
@@ -83,7 +83,7 @@ class WorkerHandle:
         self.busy_since += grace
 
     def answered(self, answer: Any) -> None:
-        """It has answered."""
+        """Keep its answer to the call it was asked last."""
         self.asked = None
         self.inbox.append(answer)
         self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
@@ -99,7 +99,7 @@ class WorkerHandle:
         return self.begun and self.state_after is not None and self.state_after.get("why") is None
 
     def keep_counts(self) -> None:
-        """Another takes its place, and counts from nothing."""
+        """Keep its counts: another takes its place, and counts from nothing."""
         self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class WorkerHandle:
         self.inbox.clear()  # what it has answered is of no use without it
 
     def tell(self, stats: Mapping[str, Any]) -> None:
-        """What it has counted so far."""
+        """Keep what it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 
     def uncount(self, frames: int) -> None:
@@ -139,10 +139,10 @@ class WorkerHandle:
 
     @property
     def size(self) -> int:
-        """Frames of a whole rollout."""
+        """How many frames a whole rollout has."""
         return self.info.layout.steps * self.info.layout.lanes
 
     @property
     def name(self) -> str:
-        """By which it is known in errors."""
+        """Its number, as errors show it."""
         return f"{self.index}{self.child.label}"

@@ -54,10 +54,10 @@ class RowWriter(Protocol):
         """Whether it is time for another rollout."""
 
     def write(self, slot: Slot) -> None:
-        """Bring it there."""
+        """Write what is in a full slot."""
 
     def forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class WorkerServer:
         return self.worker.fill(slot, random=random)
 
     def _full(self, number: int, slot: Slot, frames: int) -> RolloutReady:
-        """What is said of it."""
+        """Return what is said of a rollout in this slot."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         return RolloutReady(
@@ -234,18 +234,18 @@ class WorkerServer:
         return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
 
     def _handed_over(self) -> None:
-        """A rollout is where it belongs; from here on it waits."""
+        """Note that a rollout was handed over: from here on the worker waits."""
         began, ended = self.worker.span
         self._in_rollouts += ended - began
         self._clock.end()
 
     def _forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
         if self.writer is not None:
             self.writer.forget()
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        """So many of its frames were taken: those nobody has taken are not wanted any more."""
+        """Count from here on: so many of its frames were taken, and the others are not wanted any more."""
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class WorkerServer:
         return {one.name: one.own() for one in self.worker.running_statistics()}
 
     def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
-        """What the envs of all others have learned."""
+        """Learn what the envs of all others have learned."""
         for one in self.worker.running_statistics():
             if one.name in elsewhere:
                 one.hear(elsewhere[one.name])

@@ -66,11 +66,11 @@ class Sink(Protocol):
         """Write a batch `[T]` or `[N, T]` that this worker has made."""
 
     def forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
 
 
 class _Batches:
-    """Every batch as it comes."""
+    """Writes every batch as it comes."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
@@ -83,7 +83,7 @@ class _Batches:
 
 
 class _Steps(_Batches):
-    """Step by step, each a call of its own."""
+    """Writes step by step, each with a call of its own."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
         batch = _plain(batch, self._ours)
@@ -95,7 +95,7 @@ class _Steps(_Batches):
 
 
 class _Episodes(_Batches):
-    """Whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
+    """Writes whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
 
     def __init__(self, buffer: Any, group: int | None) -> None:
         super().__init__(buffer)
@@ -211,7 +211,7 @@ class Writer:
         return bool(self.buffer.may_write)
 
     def write(self, slot: Slot) -> None:
-        """Write what is in it."""
+        """Write what is in a full slot."""
         layout, options = slot.layout, self._options
         arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
         if options.truncate:
@@ -223,5 +223,5 @@ class Writer:
         self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
-        """Episodes that are not whole will never be."""
+        """Forget episodes that are not whole, and never will be."""
         self._sink.forget()

@@ -154,7 +154,7 @@ class MultiCollector(BaseCollector):
             raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
-        """Where the workers live."""
+        """Make the backend, by which the workers are reached where they live."""
         place = self._placement
         if self._sync and settings.preemptive_threshold is not None and not place.preempts:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
@@ -168,7 +168,7 @@ class MultiCollector(BaseCollector):
         )
 
     def _make_delivery(self, settings: Options) -> Delivery:
-        """Which rollouts make a batch."""
+        """Choose which rollouts make a batch."""
         threshold = settings.preemptive_threshold if self._sync else None
         if self._direct:
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
@@ -539,7 +539,7 @@ def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any
 
 
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value per worker."""
+    """Return the value of an option for each worker."""
     if not listed(value):
         return [value] * count
     if len(value) != count:
@@ -548,7 +548,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
-    """Frames each worker makes per batch."""
+    """Return how many frames each worker makes for a batch."""
     if listed(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
@@ -558,7 +558,7 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
 
 
 def _packed_weights(weights: Any) -> Packed:
-    """Weights, packed for workers."""
+    """Return weights, packed for workers."""
     return pack_bytes(detached(weights), "policy")
 
 

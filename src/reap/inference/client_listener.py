@@ -62,7 +62,7 @@ class ClientListener:
             visitor.socket.close()
 
     def close(self, deadline: float) -> None:
-        """Hang up on everybody."""
+        """End all connections."""
         self._listener.close(deadline)
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ SERVICE = "inference"  # what a client asks the server's socket for
 
 
 class RequestSender(Protocol):
-    """A way to a server."""
+    """Sends requests to a server, and returns its answers."""
 
     in_keys: Sequence[Key] | None
 
@@ -39,7 +39,7 @@ class RequestSender(Protocol):
         """Outputs for rows of input, and the version that computed them."""
 
     def close(self) -> None:
-        """Leave. May be called twice."""
+        """Stop being a client. May be called twice."""
 
 
 class PolicyClient:
@@ -87,7 +87,7 @@ class PolicyClient:
 
 
 class ThreadRequests:
-    """The way to a server in this process."""
+    """Sends requests to a server in this process."""
 
     def __init__(
         self, queue: RequestQueue, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None
@@ -131,7 +131,7 @@ class ThreadRequests:
 
 
 class ProcessRequests:
-    """The way to a server in another process. Connects when it is first used, again after it was sent elsewhere."""
+    """Sends requests to a server in another process. Connects when first used, again after it was sent elsewhere."""
 
     def __init__(
         self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None, timeout: float | None = None
@@ -215,7 +215,7 @@ def unpacked(columns: Packed) -> dict[Key, Tensor]:
 
 
 def reply(columns: Columns, version: int) -> bytes:
-    """An answer, as bytes."""
+    """Return an answer as bytes."""
     return pickle.dumps((packed(columns), version, None))
 
 

@@ -86,21 +86,21 @@ class RequestQueue:
         return len(self._clients)
 
     def enter(self) -> int:
-        """A new client; its number."""
+        """Count a new client; returns its number."""
         with self._changed:
             self._next += 1
             self._clients.add(self._next)
             return self._next
 
     def leave(self, client: int) -> None:
-        """A client is gone, and what it asked for with it."""
+        """Forget a client that is gone, and what it asked for."""
         with self._changed:
             self._clients.discard(client)
             self._waiting = deque(request for request in self._waiting if request.client != client)
             self._changed.notify()
 
     def put(self, request: Request) -> None:
-        """A request waits from now on."""
+        """Add a request, which waits from now on."""
         with self._changed:
             if self._closed is not None:
                 raise ServerGone(self._closed)

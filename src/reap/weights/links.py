@@ -90,7 +90,7 @@ class Sender:
                 theirs.close()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close all connections."""
         for pair in self._pairs.values():
             for end in pair:
                 end.close()

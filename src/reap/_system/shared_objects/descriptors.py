@@ -56,7 +56,7 @@ class Descriptor:
 
 
 class Here(threading.local):
-    """What this thread is at."""
+    """What this thread is packing or unpacking."""
 
     popen: PackingPopen | None = None  # packing for a process of this machine
     refusing = False  # packing for any process

@@ -27,7 +27,7 @@ from reap._system.processes import DEADLINE
 from reap._system.remote_errors import Raised, as_reap_error
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, WorkerConnection
+from reap.backends.base import Halted, WorkerConnection, break_off_when
 from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import LocalWorkerServer, WorkerFiles
 from reap.backends.worker_handle import WorkerHandle
@@ -40,7 +40,7 @@ _REST = 0.05  # seconds; nobody has anything to do, and somebody waits
 
 
 class InlineTransport(LocalTransport):
-    """Reaches workers that are here. One thread at a time is in one of them."""
+    """Reaches workers in this process. One thread at a time is in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class InlineTransport(LocalTransport):
 
 
 class InlineConnection(WorkerConnection):
-    """A worker here, and what it was asked: it does so when it has its turn."""
+    """A worker in this process, and what it was asked, which it does when it is its turn."""
 
     def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
         # Copies, as a process has. What writes to a buffer stays: it is the collector's own buffer.
@@ -200,14 +200,7 @@ class _InlineWorkerServer(LocalWorkerServer):
         self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool], say: Callable[[Any], None]
     ) -> None:
         super().__init__(job, files, say, buffer=())
-        usual = self.worker.halting
-
-        def stop() -> bool:
-            if broken_off():
-                raise Halted
-            return usual is not None and usual()
-
-        self.worker.halting = self.worker.loop.stop = stop  # asked after every step
+        break_off_when(broken_off, self.worker)
 
     def fill(self, index: int) -> bytes:
         told = super().fill(index)
@@ -225,7 +218,7 @@ class WorkerHere:
 
     @property
     def pid(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return os.getpid()
 
     def gone(self) -> bool:
@@ -258,6 +251,6 @@ class RaisedHere(Raised):
         return cls(b"", b"", "", as_reap_error(error, doing))
 
     def unpack(self) -> ReapError:
-        """The very error."""
+        """Return the error itself."""
         assert self.itself is not None
         return self.itself

@@ -106,11 +106,11 @@ class _Interruptor:
         return bool(self.counters.stop)
 
     def start_collection(self) -> None:
-        """Rollouts go on to their end."""
+        """Let rollouts go on to their end."""
         self.counters.stop = False
 
     def stop_collection(self) -> None:
-        """Rollouts end where they are."""
+        """Let rollouts end where they are."""
         self.counters.stop = True
 
     def __reduce__(self) -> Any:
@@ -125,7 +125,7 @@ class _Says:
         self._stopped = stopped
 
     def collection_stopped(self) -> bool:
-        """What it said then."""
+        """Return whether collection was stopped then."""
         return self._stopped
 
 
@@ -237,7 +237,7 @@ class LocalWorkerServer(WorkerServer):
         self._free = True
 
     def do_look(self) -> None:
-        """Nothing: whoever answers is between two rollouts, and looks at the counters before the next one."""
+        """Do nothing: whoever answers is between two rollouts, and looks at the counters before the next one."""
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not

@@ -136,12 +136,12 @@ class NodePool:
         """Raise if some will never come."""
 
     def close(self, patience: float) -> None:
-        """Send all home."""
+        """Let all nodes end."""
         self.registry.close(patience)
 
 
 class _Submitted(NodePool):
-    """Nodes that are jobs."""
+    """Nodes that are jobs submitted by the collector."""
 
     def __init__(self, nodes: Nodes, count: int, store: int, ring: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}

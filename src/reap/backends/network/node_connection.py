@@ -64,7 +64,7 @@ class NodeConnection:
         self._over.wait(patience)
 
     def close(self) -> None:
-        """Hang up."""
+        """End the connection and its threads."""
         self._over.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

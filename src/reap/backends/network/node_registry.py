@@ -92,7 +92,7 @@ class NodeProcess:
         self.placed.set()
 
     def born(self, pid: int) -> None:
-        """It runs."""
+        """Its node has started it, with this number."""
         self._pid = pid
         self._born.set()
 
@@ -109,7 +109,7 @@ class NodeProcess:
         self._on_end(self)
 
     def told(self, text: str) -> None:
-        """Its stack."""
+        """Its node has sent its stack."""
         self._stack = text
         self._asked.set()
 
@@ -144,7 +144,7 @@ class NodeProcess:
             self._node.connection.send(signal=self.number, which=int(number))
 
     def release(self) -> None:
-        """Give back descriptors."""
+        """Close the descriptors."""
         self.ended("was left", "")
         if self.sentinel >= 0:
             os.close(self.sentinel)

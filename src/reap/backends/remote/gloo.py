@@ -64,7 +64,7 @@ class _OrderStore:
         self._store = store
 
     def put(self, key: str, value: bytes) -> None:
-        """For the worker that waits for this key."""
+        """Put an order where the worker finds it that waits for this key."""
         self._store.set(key, value)
 
     def give_up(self, name: str) -> None:
@@ -73,12 +73,12 @@ class _OrderStore:
             store.compare_set(f"here/{name}", "", "never")
 
     def close(self) -> None:
-        """Nobody is reached any more."""
+        """End the store; workers that wait for an order end with it."""
         self._store = None
 
 
 class GlooConnection(MessageConnection):
-    """A worker and the thread that receives from it."""
+    """One worker as it is reached by gloo, and the thread that receives from it."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class GlooConnection(MessageConnection):
             self.child.end_with_connection()
 
     def send_weights(self, packed: Tensor) -> None:
-        """Those of before that were not sent yet are not sent any more."""
+        """Send these in place of earlier weights that were not sent yet."""
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()

@@ -113,7 +113,7 @@ class NetworkChild:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number of its process."""
         return int(self.process.pid)
 
     @property
@@ -133,7 +133,7 @@ class NetworkChild:
             time.sleep(0.02)  # not `gone` with a time: others want to ask too
 
     def death(self) -> WorkerDied:
-        """How it ended."""
+        """Return the error that says how it ended."""
         if self._cut:
             return WorkerDied("was ended, for the connection to it broke")
         found: WorkerDied = self.process.death()

@@ -148,13 +148,13 @@ class ReapWorker(MailboxWorker):
         self._thread.start()
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
-        """New weights: read where they lie, when they are acted with."""
+        """Keep new weights, which are read where they lie when they are acted with."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
             self._sent.put(torch.from_numpy(packed))
 
     def where(self) -> tuple[int, str]:
-        """Process and node."""
+        """Return the numbers of its process and its node."""
         return os.getpid(), import_ray().get_runtime_context().get_node_id()
 
     def stack(self) -> str:
@@ -207,7 +207,7 @@ class _Actor:
 
 
 class RayConnection(MessageConnection):
-    """An actor as it is reached from here."""
+    """One actor as it is reached from this process."""
 
     def __init__(
         self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup

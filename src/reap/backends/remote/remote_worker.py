@@ -128,7 +128,7 @@ class LocalWeights(Weights):
             self._shared.begin_with(tensors)
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """They were written before the order was given."""
+        """Nobody has to wait: weights were written before the order was given."""
         return None if self._shared is None else self._shared.refresh(tensors)
 
 
@@ -166,7 +166,7 @@ class WeightInbox(Weights):
             self._changed.notify_all()
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Waits for the message numbered so."""
+        """Wait for the message of that number, and act with the latest."""
         with self._changed:
             self._changed.wait_for(lambda: self.count >= at_least)
             packed, self._packed = self._packed, None
@@ -184,7 +184,7 @@ class WeightInbox(Weights):
 
 
 def weights_size(packing: Packing) -> int:
-    """Bytes of packed weights."""
+    """Return how many bytes packed weights take."""
     return _start(packing) + packing.nbytes
 
 
@@ -211,7 +211,7 @@ def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
 
 
 class RemoteWorker(WorkerServer):
-    """The worker, and what it does with orders."""
+    """A worker elsewhere, which carries out the orders that are sent to it."""
 
     def __init__(self, job: Job, parent: ParentConnection, weights: Weights) -> None:
         torch.set_num_threads(job.threads)

@@ -41,7 +41,7 @@ _FRAMEWORKS = ("distributed", "rpc")
 
 
 def nodes_of(given: Mapping[str, Any]) -> Nodes:
-    """From options of that name."""
+    """Return where a collector listens for workers and who starts them, from the options of `LAUNCHING`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
     if not isinstance(launcher, str) or launcher not in LAUNCHERS:

@@ -47,7 +47,7 @@ class BatchPipeline:
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """What is held belongs to the time before."""
+        """Forget what is held: it belongs to the time before."""
         self.taken, self.ready = [], None
         if self.sink is not None:
             self.sink.forget()
