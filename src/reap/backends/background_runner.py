@@ -114,7 +114,7 @@ class BackgroundRunner:
             for worker, frames, rollouts in zip(self._backend.known_workers, *new.tolist()):
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
                 if rollouts:  # else what it says may be of one whose place it has taken
-                    worker.tell(self._counters.stats(worker.index))
+                    worker.keep_stats(self._counters.stats(worker.index))
                 self._backend.episodes.add(self._counters.take_ended(worker.index), worker.index)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)

@@ -211,10 +211,10 @@ class Transport(Protocol):
     """How calls, slots and weights reach workers, and how their end is noticed. It knows nothing of batches."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
-    grows: ClassVar[bool]  # whether further workers can be launched later
+    can_add_workers: ClassVar[bool]  # whether further workers can be launched later
     startup_grace: float = BOOT  # seconds more than usual until one that is launched again says its first word
 
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
+    def position(self, worker: WorkerHandle) -> dict[str, int]:
         """In which step and lane a worker is, as far as that can be known from outside."""
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
@@ -226,7 +226,7 @@ class Transport(Protocol):
     def retire(self, worker: WorkerHandle) -> None:
         """End what is left of a worker that has failed. It may be launched again, where that is possible."""
 
-    def give_back(self, worker: WorkerHandle) -> None:
+    def release_claims(self, worker: WorkerHandle) -> None:
         """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
 
     def cannot_restart(self) -> str | None:
@@ -242,7 +242,7 @@ class Transport(Protocol):
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         """So many slots for each of these workers, which are its `slots`; not `here`: nobody but itself reads them."""
 
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+    def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         """What a worker is told when memory and weights are ready: where they are."""
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
@@ -254,7 +254,7 @@ class Transport(Protocol):
     def resend_weights(self, worker: WorkerHandle) -> None:
         """Send the latest weights for all to one that was launched later, where it does not find them by itself."""
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
 
     def cut_short(self, stop: bool) -> None:

@@ -57,7 +57,7 @@ class InRounds(Delivery):
         """Let every worker fill this slot."""
         supervisor = self._supervisor
         self.unfinished = True
-        supervisor.let_be_random(ALL if random else 0)
+        supervisor.set_random_frames(ALL if random else 0)
         supervisor.transport.cut_short(False)
         for worker in supervisor.living:
             supervisor.fill(worker, slot)
@@ -152,7 +152,7 @@ class AsReady(Delivery):
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        supervisor.let_be_random(self._random_frames)
+        supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots([worker for worker in supervisor.workers if not worker.slots], OWN_SLOTS)
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:
@@ -216,7 +216,7 @@ class IntoBuffer(InRounds):
         layouts = [worker.info.layout for worker in workers]
         if self.in_step and len({layout.steps for layout in layouts}) == 1:
             joined(layouts)  # refuses workers whose rows would not fit together
-        supervisor.let_be_random(self._random_frames)
+        supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots(workers, _AHEAD, here=False)
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:

@@ -63,14 +63,14 @@ class NestedRemoteWorker(RemoteWorker):
 
     def do_state(self) -> dict[str, Any]:
         state = self.worker.state()
-        state |= {"policy_state_dict": self.do_weights()} if self.info.weighs else {}
+        state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         return {**state, "policy_version": self.worker.latest}
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
         self._forget()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
-        if self.info.weighs and state.get("policy_state_dict"):
+        if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:

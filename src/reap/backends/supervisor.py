@@ -204,7 +204,7 @@ class Supervisor:
 
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.working.pop(ready.slot, None)
-        worker.tell(ready.stats)
+        worker.keep_stats(ready.stats)
         worker.state_after = ready.state_after
         if ready.statistics is not None:
             self.statistics.report(worker.index, ready.statistics)
@@ -219,7 +219,7 @@ class Supervisor:
 
     def at(self, worker: WorkerHandle, error: ReapError) -> ReapError:
         """An error, with the worker it is of and where that was."""
-        return error.at(worker=worker.name, **self.transport.place(worker))
+        return error.at(worker=worker.name, **self.transport.position(worker))
 
     def death(self, worker: WorkerHandle) -> ReapError:
         """The error for a worker that is gone."""
@@ -269,7 +269,7 @@ class Supervisor:
         self.transport.retire(worker)
         if self.catch_up is not None:
             self.catch_up()
-        self.transport.give_back(worker)
+        self.transport.release_claims(worker)
 
     def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
         """A worker has made one of its envs anew, and goes on; unless that was one too many."""
@@ -396,10 +396,10 @@ class Supervisor:
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
         self._random = frames
-        self.transport.let_be_random(frames)
+        self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
         """Give a worker a slot to fill."""

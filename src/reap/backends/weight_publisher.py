@@ -55,7 +55,7 @@ class WeightPublisher:
         infos = [worker.info for worker in self._supervisor.workers]
         packings = {info.packing for info in infos}
         packing = packings.pop() if len(packings) == 1 else None
-        if packing is None and self._scheme == "shared" and any(info.weighs for info in infos):
+        if packing is None and self._scheme == "shared" and any(info.has_weights for info in infos):
             raise UsageError(
                 "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
             )
@@ -106,7 +106,7 @@ class WeightPublisher:
         """Raise if these workers cannot be given weights; `own`: what a user's own strategy has made of them."""
         supervisor = self._supervisor
         for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
-            if not own and not worker.info.weighs:
+            if not own and not worker.info.has_weights:
                 raise WrongState("this policy has no weights to update")
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
@@ -168,9 +168,9 @@ class WeightPublisher:
 
     @property
     def _workers_come_later(self) -> bool:
-        return self._supervisor.transport.grows or self._supervisor.on_failure.action == "restart"
+        return self._supervisor.transport.can_add_workers or self._supervisor.on_failure.action == "restart"
 
-    def own_of(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
+    def weights_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
         """What a worker that comes later is told of weights that were given to it alone, or loaded for all."""
         for one in self._own.get(worker.index, self._loaded):
             yield self._supervisor.transport.pass_weights(worker, one.data), one.version

@@ -27,7 +27,7 @@ def activity_of(workers: Sequence[WorkerHandle], transport: Transport) -> list[W
 def _doing(worker: WorkerHandle, transport: Transport) -> str:
     if worker.dropped or worker.joining is not None:
         return "has failed, and was dropped" if worker.dropped else "is being started again"
-    place = transport.place(worker)
+    place = transport.position(worker)
     if worker.info.layout.lanes == 1:
         place.pop("lane", None)
     if place:

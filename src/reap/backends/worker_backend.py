@@ -47,7 +47,7 @@ class WorkerBackend(Backend):
         scheme: the way weights take; None: the transport's own.
         timeout: seconds a worker that has work may say nothing.
         on_failure: what is done about workers that fail.
-        **alike: further fields of every worker's `Job`.
+        **job_fields: further fields of every worker's `Job`.
     """
 
     elsewhere = True
@@ -62,10 +62,10 @@ class WorkerBackend(Backend):
         scheme: WeightTransport | None = None,
         timeout: float | None = None,
         on_failure: FailurePolicy | None = None,
-        **alike: Any,
+        **job_fields: Any,
     ) -> None:
         self._plans, self.transport, self.delivery = list(plans), transport, delivery
-        self._alike = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **alike}
+        self._job_fields = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **job_fields}
         if (
             on_failure is not None
             and on_failure.action == "restart"
@@ -88,12 +88,12 @@ class WorkerBackend(Backend):
             del self._plans[:]  # and with them our duplicates of the descriptors in them
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
-            beginnings = {worker.index: self.transport.beginning(worker, packing) for worker in self.workers}
+            beginnings = {worker.index: self.transport.begin_arguments(worker, packing) for worker in self.workers}
             supervisor.call("begin", beginnings, _has_begun)
             self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
-        return [Job(first + i, self._count, plan, fresh_seed(), **self._alike) for i, plan in enumerate(plans)]
+        return [Job(first + i, self._count, plan, fresh_seed(), **self._job_fields) for i, plan in enumerate(plans)]
 
     def add(self, plans: Sequence[Any]) -> None:
         """More workers, from here on. They have the latest weights."""
@@ -114,7 +114,7 @@ class WorkerBackend(Backend):
         episodes, and ids nobody has seen.
         """
         self._id_block += 1
-        yield "begin", self.transport.beginning(worker, self._weights.packing)
+        yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
         goes_on, state_after = worker.can_go_on, worker.state_after
         state = {"resume": state_after} if goes_on else {}
@@ -123,9 +123,9 @@ class WorkerBackend(Backend):
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
         if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
-            again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
+            again = self._job_fields.get("saves") and state_after is None  # it has made nothing: this is its beginning
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
-        for own in self._weights.own_of(worker):
+        for own in self._weights.weights_for_newcomer(worker):
             yield "load_weights", own
         if worker.rollouts and not goes_on:
             yield "mark_cut", ()
@@ -227,8 +227,8 @@ class WorkerBackend(Backend):
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
         self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
-        hooks: Hooks = changed(self._alike.get("hooks"), new)
-        self._alike["hooks"] = hooks
+        hooks: Hooks = changed(self._job_fields.get("hooks"), new)
+        self._job_fields["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
 
     # ---- weights --------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class WorkerBackend(Backend):
             frames, rollouts = self._taken(worker)
             lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
-            weights = self._weights.known(worker.index) if worker.info.weighs else None
+            weights = self._weights.known(worker.index) if worker.info.has_weights else None
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,

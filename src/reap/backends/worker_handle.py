@@ -129,7 +129,7 @@ class WorkerHandle:
         self.working.clear()
         self.inbox.clear()  # what it has answered is of no use without it
 
-    def tell(self, stats: Mapping[str, Any]) -> None:
+    def keep_stats(self, stats: Mapping[str, Any]) -> None:
         """Keep what it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 

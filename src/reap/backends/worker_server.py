@@ -86,7 +86,7 @@ class WorkerInfo:
     layout: Layout
     packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
     needed: tuple[str, ...]  # the names an update may not leave out
-    weighs: bool  # whether its policy has weights at all
+    has_weights: bool  # whether its policy has weights at all
     lanes: int  # it has in all; a rollout may hold fewer
     learns: bool = False  # whether its env has running statistics that workers share
     warnings: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
@@ -171,7 +171,7 @@ class WorkerServer:
             layout=self.worker.layout,
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
-            weighs=isinstance(model, nn.Module),
+            has_weights=isinstance(model, nn.Module),
             warnings=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
             lanes=self.worker.lanes,
             learns=bool(self.worker.running_statistics()),
@@ -265,7 +265,7 @@ class WorkerServer:
     def do_state(self) -> dict[str, Any]:
         """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
-        state |= {"policy_state_dict": self.do_weights()} if self.info.weighs else {}
+        state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         if learned := self.do_statistics():
             state["statistics"] = [as_tensors(one) for one in learned.values()]
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
@@ -283,7 +283,7 @@ class WorkerServer:
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
         """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        if self.info.weighs and state.get("policy_state_dict"):
+        if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
         if state.get("resume") is None:
             self.worker.ledger.counter.skip_to(first_id)

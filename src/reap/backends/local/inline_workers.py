@@ -82,7 +82,7 @@ class InlineTransport(LocalTransport):
         connection = self._connections.pop(worker.index, None)
         if connection is not None:
             connection.end()
-        self.nowhere(worker)
+        self.clear_position(worker)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         """A thread that is in a worker closes them itself, when it comes out: after the step it is in."""

@@ -64,7 +64,7 @@ class SharedMemoryTransport(LocalTransport):
         connection = worker.connection
         if isinstance(connection, ProcessConnection):
             connection.retire()
-        self.nowhere(worker)
+        self.clear_position(worker)
 
     def wait(self, seconds: float | None) -> list[int]:
         assert self._selector is not None

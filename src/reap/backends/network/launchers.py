@@ -200,7 +200,7 @@ class _Delayed(NodePool):
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
         nodes = nodes if nodes.port else Nodes(nodes.launcher, nodes.listen, meeting["port"], patience=nodes.patience)
         super().__init__(nodes, read_secret(_meeting / "secret"), store, ring)
-        tell(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
+        write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
 
 
 def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
@@ -217,7 +217,7 @@ def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
     return executor
 
 
-def tell(path: Path, what: Any) -> None:
+def write_json(path: Path, what: Any) -> None:
     """Write a file that is there whole, or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(what))

@@ -44,7 +44,7 @@ class LaunchedTransport(MessageTransport):
         assert pool is not None
         if all(worker.connection is None for worker in workers):
             packed, said, keep = list(jobs.values()), list(more.values()), self._one_by_one
-            gathered = pool.gather(packed, self.network, said, self._ended, self.linger, spares=keep)
+            gathered = pool.gather(packed, self.network, said, self._ended, self.wait_for_wakeup, spares=keep)
             self._children.update(zip(jobs, gathered))
         else:
             for i, job in jobs.items():

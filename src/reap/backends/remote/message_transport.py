@@ -176,7 +176,7 @@ class MessageTransport(Transport):
     """A transport that launches workers somewhere, sends them orders and weights, and ends them."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]
-    grows: ClassVar[bool] = False
+    can_add_workers: ClassVar[bool] = False
 
     def __init__(self, *, start_method: StartMethod = "forkserver") -> None:
         self._start_method = start_method
@@ -263,7 +263,7 @@ class MessageTransport(Transport):
         living = [worker for worker in self._workers if not worker.dropped]
         return [w.index for w in living if connection_of(w, MessageConnection).speaks or w.child.gone()]
 
-    def linger(self, seconds: float) -> None:
+    def wait_for_wakeup(self, seconds: float) -> None:
         """Wait until somebody rings, or so long. Ctrl-C is let in."""
         self._sleep(seconds)
         self._interrupts.let_in()
@@ -273,14 +273,14 @@ class MessageTransport(Transport):
             self._selector.select(seconds)
             self.wakeup.quiet()
 
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
+    def position(self, worker: WorkerHandle) -> dict[str, int]:
         """Nobody knows: it shares no memory with us."""
         return {}
 
-    def give_back(self, worker: WorkerHandle) -> None:
+    def release_claims(self, worker: WorkerHandle) -> None:
         """Nobody here begins on anything that was not ordered."""
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """Each order says whether actions are random."""
 
     def cut_short(self, stop: bool) -> None:
@@ -310,7 +310,7 @@ class MessageTransport(Transport):
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+    def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         return (packing,)
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:

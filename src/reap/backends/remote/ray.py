@@ -254,7 +254,7 @@ class RayActorTransport(MessageTransport):
     """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
     weight_schemes = ("ray", "per_worker", "none")
-    grows = True
+    can_add_workers = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
         import_ray()  # is it there?

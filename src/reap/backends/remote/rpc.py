@@ -276,7 +276,7 @@ class TensorPipeTransport(LaunchedTransport):
         """Agents wait for all others, dead or alive. So first see that they live."""
         keys = [f"here/{name(worker.index)}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
-            self.linger(_LOOK)
+            self.wait_for_wakeup(_LOOK)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
                     raise WorkerDied(str(child.death())).at(worker=worker.name)

@@ -24,7 +24,7 @@ from reap.backends.network.launchers import (
     make_executor,
     new_secret,
     run_at_meeting,
-    tell,
+    write_json,
 )
 from reap.errors import UsageError, WrongArgument, nearest
 
@@ -149,7 +149,7 @@ def submitit_delayed_launcher(
             try:
                 executor = make_executor(folder, main_conf)
                 new_secret(meeting / "secret")
-                tell(meeting / "jobs", {"cluster": executor.cluster, "port": port})
+                write_json(meeting / "jobs", {"cluster": executor.cluster, "port": port})
                 first = executor.submit(run_at_meeting, str(meeting), sys.path, main)
                 executor = make_executor(folder, conf)
                 with executor.batch():
