@@ -1,11 +1,11 @@
 """BackgroundRunner: workers write into a buffer by themselves until so many frames are made. Nobody waits for them.
 
-start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
-pause ──► a word of the control block, then "look" ─► answered between two rollouts: from then on nothing is written
-resume ─► the word again; who rests is woken, and would look by itself
-look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
+start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the shared counters ─► claim …
+pause ──► one of the shared counters, then "look" ─► answered between two rollouts: from then on nothing is written
+resume ─► that counter again; who rests is woken, and would look by itself
+look  ──► connections and sentinels, without waiting: a failure is found by whoever asks next
 watch ──► a thread looks now and then whether each has gone on, wherever in a rollout it is: in a step, in postproc,
-          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to the word:
+          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to that counter:
           whatever Ctrl-C has broken off, workers rest as long as a pause holds, and no longer
 """
 
@@ -143,7 +143,7 @@ class BackgroundRunner:
         return self._failure
 
     def look_for_silence(self) -> bool:
-        """A worker in the middle of a rollout is to go on now and then: the words it writes say whether it does.
+        """A worker in the middle of a rollout is to go on now and then: the counters it writes say whether it does.
 
         Returns whether it is worth another look.
         """

@@ -5,7 +5,7 @@
     connection ──► call (seed, reset, state …), answered between two rollouts
 
 The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
-let run free: then it waits for nobody, and says what it has made in the control block.
+let run free: then it waits for nobody, and says what it has made in the shared counters.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class LocalWorkerServer(WorkerServer):
         self._at = self.counters.step[job.index :][:1]
         self._free = False  # whether it runs free
         self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
-        self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
+        self._untold = UntoldEpisodes()  # for which there was no room in the shared counters yet
         if job.init is not None:
             job.init()
         plan = job.plan

@@ -1,4 +1,4 @@
-"""SharedCounters: words in memory that the parent and its workers share. Nobody waits for anybody to write one.
+"""SharedCounters: numbers in memory that the parent and its workers share. Nobody waits for anybody to write one.
 
 stop      whoever is filling a slot is to leave it at that               parent writes
 random    so many frames of the run have random actions                  parent writes
@@ -31,8 +31,8 @@ _RING = 8192  # episodes of a worker there is room for; pages nobody touches cos
 _WORDS = 7  # of each worker
 
 
-class _Word:
-    """A word that the parent writes, as an attribute."""
+class _Flag:
+    """A number that the parent writes, as an attribute."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -45,9 +45,9 @@ class _Word:
 
 
 class SharedCounters:
-    """The words, as one process sees them."""
+    """The counters, as one process sees them."""
 
-    stop, random, total, rest, leave = map(_Word, range(_FLAGS))
+    stop, random, total, rest, leave = map(_Flag, range(_FLAGS))
 
     def __init__(self, file: SharedFile, workers: int) -> None:
         words = file.map(8 * (_FLAGS + (_WORDS + len(TOLD) + len(COLUMNS) * _RING) * workers)).view(np.int64)

@@ -74,21 +74,21 @@ class Nodes:
     slurm: Mapping[str, Any] = field(default_factory=dict)
     patience: float = PATIENCE
 
-    def open(self, count: int, store: int, ring: Callable[[], None]) -> NodePool:
+    def open(self, count: int, store: int, wake: Callable[[], None]) -> NodePool:
         """Listen, and have so many workers started, if that is our affair."""
         if self.launcher == "submitit":
-            return _Submitted(self, count, store, ring)
+            return _Submitted(self, count, store, wake)
         if self.launcher == "submitit_delayed":
-            return _Delayed(self, store, ring)
-        return NodePool(self, read_secret(self.secret_file), store, ring)
+            return _Delayed(self, store, wake)
+        return NodePool(self, read_secret(self.secret_file), store, wake)
 
 
 class NodePool:
     """The nodes of one collector."""
 
-    def __init__(self, nodes: Nodes, secret: bytes, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, secret: bytes, store: int, wake: Callable[[], None]) -> None:
         self._nodes = nodes
-        self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, ring)
+        self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, wake)
 
     def gather(
         self,
@@ -143,7 +143,7 @@ class NodePool:
 class _Submitted(NodePool):
     """Nodes that are jobs submitted by the collector."""
 
-    def __init__(self, nodes: Nodes, count: int, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, count: int, store: int, wake: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
         folder = Path(conf.pop("folder")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class _Submitted(NodePool):
             )
         self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
         new_secret(self._secret_file)
-        super().__init__(nodes, read_secret(self._secret_file), store, ring)
+        super().__init__(nodes, read_secret(self._secret_file), store, wake)
         try:
             with executor.batch():
                 self._jobs = [self._submit() for _ in range(count)]
@@ -192,14 +192,14 @@ class _Submitted(NodePool):
 class _Delayed(NodePool):
     """Nodes that were submitted before the collector was there."""
 
-    def __init__(self, nodes: Nodes, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, store: int, wake: Callable[[], None]) -> None:
         if _meeting is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
         meeting = json.loads((_meeting / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
         nodes = nodes if nodes.port else Nodes(nodes.launcher, nodes.listen, meeting["port"], patience=nodes.patience)
-        super().__init__(nodes, read_secret(_meeting / "secret"), store, ring)
+        super().__init__(nodes, read_secret(_meeting / "secret"), store, wake)
         write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
 
 

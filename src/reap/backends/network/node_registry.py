@@ -57,7 +57,7 @@ class _RegisteredNode:
         for node_process in list(self.node_processes.values()):
             node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
         self.connection.close()
-        self._registry.ring()
+        self._registry.wake()
 
 
 class NodeProcess:
@@ -154,8 +154,8 @@ class NodeProcess:
 class NodeRegistry:
     """Waits for nodes, and gives work to them."""
 
-    def __init__(self, host: str, port: int, secret: bytes, store: int, ring: Callable[[], None]) -> None:
-        self.ring = ring  # somebody came, or ended
+    def __init__(self, host: str, port: int, secret: bytes, store: int, wake: Callable[[], None]) -> None:
+        self.wake = wake  # somebody came, or ended
         self.run = secrets.token_hex(8)
         self.secret = run_secret(secret, self.run)
         self._nodes: list[_RegisteredNode] = []
@@ -178,7 +178,7 @@ class NodeRegistry:
         """A node has said what it offers."""
         _log.info("%s offers %d workers", node.host, node.free)
         self._fill_places()
-        self.ring()
+        self.wake()
 
     def left(self, node: _RegisteredNode) -> None:
         """A node has hung up, or is lost."""
