@@ -46,6 +46,7 @@ from reap._system.pickling import Packed
 from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
+from reap._system.silence import silent_error
 from reap._system.stacks import STACK_FILE, ask_process, processes_below, told_after
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
@@ -208,11 +209,7 @@ class Child:
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        self.silent, stack = True, self.ask_stack()
-        if not stack:
-            stack = "(it does not answer signals)"
-            self.signal(signal.SIGKILL)  # nor will it a goodbye
-        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+        return silent_error(self, seconds, timeout)
 
     def ask_stack(self, patience: float = 1.0) -> str:
         """Where every thread of the child is right now; empty if it does not even answer signals."""

@@ -8,6 +8,7 @@ Of several that are silent, the one that has been so for longest is told of: the
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -67,6 +68,15 @@ class Silence:
                 self._logged[worker.index] = since
                 log(f"worker {worker.name}", now - since, worker.child.ask_stack())
         return None
+
+
+def silent_error(process: Any, seconds: float, timeout: float | None) -> WorkerSilent:
+    """Return the error for a process that sent nothing for so long, with its stack; one that gives none is killed."""
+    process.silent, stack = True, process.ask_stack()
+    if not stack:
+        stack = "(it does not answer signals)"
+        process.signal(signal.SIGKILL)  # nor will it a goodbye
+    return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
 
 def log(who: str, seconds: float, stack: str) -> None:

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from reap._system.listener import Visitor
+from reap._system.silence import silent_error
 from reap.backends.network.authenticated_listener import AuthenticatedListener
 from reap.backends.network.node_agent import run_secret
 from reap.backends.network.node_connection import NodeConnection
@@ -132,11 +133,7 @@ class NodeProcess:
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        self.silent, stack = True, self.ask_stack()
-        if not stack:
-            stack = "(it does not answer signals)"
-            self.signal(signal.SIGKILL)
-        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+        return silent_error(self, seconds, timeout)
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
