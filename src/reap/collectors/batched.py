@@ -32,8 +32,12 @@ from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
+# Options that are the pool's, by the same names.
+_OF_POOL = (
+    *("create_env_kwargs", "max_frames_per_traj", "num_sub_threads", "start_method", "timeout"),
+    *("on_failure", "max_restarts", "restart_window", "on_restart"),
+)
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
-_FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
 WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
@@ -226,13 +230,8 @@ class AsyncBatchedCollector(Collector):
             worker_threads=worker_threads and settings.workers is None,
             min_ready=fewest,
             max_ready=most,
-            create_env_kwargs=settings.create_env_kwargs,
-            timeout=settings.timeout,
-            max_frames_per_traj=settings.max_frames_per_traj,
-            start_method=settings.start_method,
-            num_sub_threads=settings.num_sub_threads,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
-            **{name: getattr(settings, name) for name in _FAILURES},
+            **{name: getattr(settings, name) for name in _OF_POOL},
         )
         make_env = EnvMaker(pool, None, None, settings.failure_dir)
         self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)

@@ -220,22 +220,7 @@ class MultiCollector(BaseCollector):
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
         self._placement.pack(workers[0].init_fn, "init_fn")
-        ours: Sequence[Packed | None] = [None] * len(workers)
-        first = workers[0].first_weights  # of policies that are made in the workers
-        if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = [self._placement.pack(policy, "policy")] * len(workers)
-        elif policy is not None and self._strategy is not None:
-            pass  # it is where weights come from; they follow as soon as workers are there
-        elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
-            ours = [_packed_weights(policy)] * len(workers)
-        elif policy is not None:
-            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
-        elif self._strategy is not None:
-            pass
-        elif by_worker(first):
-            ours = [_packed_weights(first[w]) if w in first else None for w in range(len(workers))]
-        elif first is not None:
-            ours = [_packed_weights(first)] * len(workers)
+        ours = self._packed_policies(workers, policy)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
@@ -246,6 +231,22 @@ class MultiCollector(BaseCollector):
             acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
+
+    def _packed_policies(self, workers: Sequence[Options], policy: Any) -> Sequence[Packed | None]:
+        """Return for each worker the policy itself, the weights of one that is made there, or None; packed."""
+        count = len(workers)
+        if policy is not None and all(o.policy_factory is None for o in workers):
+            return [self._placement.pack(policy, "policy")] * count
+        if self._strategy is not None:
+            return [None] * count  # weights follow as soon as workers are there
+        if isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
+            return [_packed_weights(policy)] * count
+        if policy is not None:
+            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
+        first = workers[0].first_weights  # of policies that are made in the workers
+        if by_worker(first):
+            return [_packed_weights(first[w]) if w in first else None for w in range(count)]
+        return [None if first is None else _packed_weights(first)] * count
 
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
