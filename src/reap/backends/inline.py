@@ -54,7 +54,6 @@ class InlineBackend(Backend):
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
-        self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
         self._episodes = EpisodeLog()
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
@@ -109,7 +108,7 @@ class InlineBackend(Backend):
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
-        slot = self.filling = worker.pool.acquire()
+        slot = worker.pool.acquire()
         began = 0.0 if self.on_rollout is None else time.perf_counter()
         try:
             with self._in_env():

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from reap._system.forks import guard
 from reap.arguments import whole
 from reap.errors import WrongState
 from reap.watching.registry import register
@@ -54,7 +53,6 @@ class Watch:
             )
         )
         self._views.add(self._sample(collector))
-        guard(self)
         self._server = PageServer(self.view, self.stacks, port)
         self.url = self._server.url
         try:
@@ -66,9 +64,6 @@ class Watch:
         collector._listeners.add(self._saw)
         self._thread = threading.Thread(target=self._look, name="reap-looks", daemon=True)
         self._thread.start()
-
-    def in_fork(self, why: str) -> None:
-        """Called in a fork: the page, and its file, are the owner's."""
 
     def view(self) -> dict[str, Any]:
         """What the page shows, as a dictionary."""
