@@ -86,14 +86,14 @@ def split_trajectories(
 
 
 def _changes(ids: torch.Tensor) -> torch.Tensor:
-    """Which entries along the last dimension begin a run of equal ones."""
+    """Return which entries along the last dimension begin a run of equal ones."""
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
     return begins
 
 
 def _borders(begins: torch.Tensor) -> torch.Tensor:
-    """Where runs begin, from marks on their first entries, and where the last of them ends."""
+    """Return where runs begin, from marks on their first entries, and where the last of them ends."""
     starts = begins.nonzero().squeeze(-1)
     return torch.cat([starts, starts.new_tensor([len(begins)])])
 
@@ -141,7 +141,7 @@ def _objects(td: TensorDictBase) -> list[Key]:
 
 
 def _padded_frames(flat: LazyStackedTensorDict, lengths: list[int], longest: int) -> TensorDictBase:
-    """The same for rows whose tensors differ in shape: frames in lazy stacks, padded by blank ones."""
+    """Pad rows whose tensors differ in shape: frames in lazy stacks, with blank ones behind them."""
     rows = list(flat.unbind(0))
     blank = TensorDict({}, batch_size=[], device=flat.device)
     objects = _objects(flat)
@@ -295,7 +295,7 @@ class WholeTrajectories:
         self._lengths = torch.cat([self._lengths, (ends - starts + 1)[finished]])
 
     def take(self, count: int, layout: str) -> TensorDictBase:
-        """The first `count` complete episodes: "padded" `[count, longest]` with a mask, or "cat" `[steps]`."""
+        """Return the first `count` complete episodes: "padded" `[count, longest]` with a mask, or "cat" `[steps]`."""
         assert self._ready is not None
         lengths, self._lengths = self._lengths[:count], self._lengths[count:]
         steps = int(lengths.sum())
@@ -314,7 +314,7 @@ class WholeTrajectories:
 
 
 def ended(flat: TensorDictBase) -> torch.Tensor:
-    """Which frames end an episode: as the root says, or else anybody in it."""
+    """Return which frames end an episode: as the root says, or else anybody in it."""
     reached = flat.get("next")
     keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118
     flags = [reached.get(key).reshape(len(flat), -1).any(-1) for key in keys]

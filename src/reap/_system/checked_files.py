@@ -38,7 +38,7 @@ def save_tensors(value: Any, path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path, about: Mapping[str, Any]) -> Any:
-    """What `save_tensors` wrote, if the file is as long and has the checksum that it said."""
+    """Return what `save_tensors` wrote, if the file is as long and has the checksum that it said."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while piece := file.read(_PIECE):

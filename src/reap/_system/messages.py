@@ -60,7 +60,7 @@ class MessageSocket:
             until_ready([], [self.fileno()])
 
     def hear(self) -> list[bytes]:
-        """The messages that have come, whole ones only."""
+        """Return the messages that have come, whole ones only."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while piece := self._socket.recv(_PIECE):
                 self._heard += piece
@@ -72,7 +72,7 @@ class MessageSocket:
         return found
 
     def _first(self) -> tuple[int, int] | None:
-        """Where the first message begins and ends, if it is there."""
+        """Return where the first message begins and ends, if it is there."""
         start = _LENGTH.size
         if len(self._heard) < start:
             return None

@@ -56,7 +56,7 @@ class Silence:
         return self.timeout
 
     def check(self, workers: Iterable[tuple[W, float | None]]) -> tuple[W, WorkerSilent] | None:
-        """The one that has been silent for longer than `timeout`, and the error for it."""
+        """Return the one that has been silent for longer than `timeout`, and the error for it."""
         if not self.watched:
             return None
         now = time.monotonic()

@@ -54,7 +54,7 @@ def ask_process(pid: int) -> str:
 
 
 def told_after(read: Callable[[], bytes], patience: float) -> str:
-    """What a signal handler of another process writes: read until it is there, and has stopped growing."""
+    """Return what a signal handler of another process writes: read until it is there, and has stopped growing."""
     until, text = time.monotonic() + patience, b""
     while time.monotonic() < until:  # a signal handler in another process: there is nothing to wait on
         before, text = text, read()

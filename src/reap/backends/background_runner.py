@@ -129,7 +129,7 @@ class BackgroundRunner:
         return left and not self._over and self._failure is None
 
     def paused_without(self, thread: int) -> bool:
-        """Whether workers rest until another thread than this one ends the pause."""
+        """Return whether workers rest until another thread than this one ends the pause."""
         return self._pauses.hold_without(thread)
 
     def failure(self) -> ReapError | None:
@@ -164,7 +164,7 @@ class BackgroundRunner:
         return self._failure is None
 
     def _silent(self) -> tuple[WorkerHandle, ReapError] | None:
-        """A worker that has been where it is for too long, and the error for it."""
+        """Return a worker that has been where it is for too long, and the error for it."""
         counters, now, workers = self._counters, time.monotonic(), self._backend.workers
         made = counters.made()[0]
         for worker in workers:

@@ -106,7 +106,7 @@ class Backend(Protocol):
         """How many workers were started again."""
 
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
-        """What is known here of each worker; once it is closed, what was known then.
+        """Return what is known here of each worker; once it is closed, what was known then.
 
         `clock`: when batches were made here, by which a worker that lives here waits.
         """
@@ -120,7 +120,7 @@ class Backend(Protocol):
         """Build the workers. Errors of their construction are raised here."""
 
     def take(self, *, random: bool = False) -> Rollout:
-        """The next full rollout; `random` asks for random actions."""
+        """Return the next full rollout; `random` asks for random actions."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Inside, Ctrl-C is let in only while waiting for workers."""
@@ -150,10 +150,10 @@ class Backend(Protocol):
         """
 
     def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now. Nobody is asked; any thread may call it."""
+        """Return what each worker is doing right now. Nobody is asked; any thread may call it."""
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
+        """Return where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
 
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
@@ -171,16 +171,16 @@ class WorkerLiveness(Protocol):
         """The number of its process, and where that is, as errors show them after its name."""
 
     def gone(self) -> bool:
-        """Whether nothing will come from it any more."""
+        """Return whether nothing will come from it any more."""
 
     def death(self) -> WorkerDied:
-        """The error for one that is gone: how it ended."""
+        """Return the error for one that is gone: how it ended."""
 
     def ask_stack(self) -> str:
-        """Where its threads are right now; empty if it does not answer at all."""
+        """Return where its threads are right now; empty if it does not answer at all."""
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long."""
+        """Return the error for one that sent nothing for so long."""
 
 
 class WorkerConnection(Protocol):
@@ -243,10 +243,10 @@ class Transport(Protocol):
         """So many slots for each of these workers, which are its `slots`; not `here`: nobody but itself reads them."""
 
     def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
-        """What a worker is told when memory and weights are ready: where they are."""
+        """Return what a worker is told when memory and weights are ready: where they are."""
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
-        """Where weights for all are published, once all workers have begun."""
+        """Return where weights for all are published, once all workers have begun."""
 
     def pass_weights(self, worker: WorkerHandle, data: bytes) -> Any:
         """Bring the weights of one worker to it; returns what it is told of them."""
@@ -274,7 +274,7 @@ class Delivery(Protocol):
         """Make room for rollouts, as workers have said what these look like; again when there are more workers."""
 
     def preempts(self, workers: int) -> bool:
-        """Whether rollouts may be cut short."""
+        """Return whether rollouts may be cut short."""
 
     def take(self, *, random: bool, most: float) -> Rollout:
         """The next rollout; `most`: how many frames may still be asked for, where they are written as they are made."""

@@ -47,7 +47,7 @@ class InRounds(Delivery):
         self.unfinished = False
 
     def _enough(self, workers: int) -> int:
-        """How many of so many workers have to be done."""
+        """Return how many of so many workers have to be done."""
         return workers if self._threshold is None else min(max(int(workers * self._threshold), 1), workers)
 
     def preempts(self, workers: int) -> bool:

@@ -222,7 +222,7 @@ class _Processes:
         self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
-        """What is at a path, or what it returns when called, in each."""
+        """Return what is at a path, or what it returns when called, in each."""
         calls = None if call is None else [call] * len(self._backend.workers)
         return list(self._backend.find(path, calls).values())
 

@@ -218,11 +218,11 @@ class Supervisor:
             self.on_rollout(worker.index, ready.span, frames=ready.frames, version=ready.version)
 
     def at(self, worker: WorkerHandle, error: ReapError) -> ReapError:
-        """An error, with the worker it is of and where that was."""
+        """Return an error, with the worker it is of and where that was."""
         return error.at(worker=worker.name, **self.transport.position(worker))
 
     def death(self, worker: WorkerHandle) -> ReapError:
-        """The error for a worker that is gone."""
+        """Return the error for a worker that is gone."""
         return self.at(worker, worker.child.death())
 
     def _waited_for(self) -> list[tuple[WorkerHandle, float | None]]:
@@ -391,7 +391,7 @@ class Supervisor:
         return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
-        """The same arguments for all workers."""
+        """Return the same arguments for all workers."""
         return {worker.index: arguments for worker in self.living}
 
     # ---- rollouts -------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class WeightPublisher:
             self._loaded = self._own.get(0, ())
 
     def known(self, worker: int) -> dict[str, Any] | None:
-        """The weights this worker would be given now; None: nobody here knows them."""
+        """Return the weights this worker would be given now; None: nobody here knows them."""
         given = self._source.get(worker) if by_worker(self._source) else self._source
         return None if given is None or isinstance(given, Extracted) else detached(given)
 
@@ -171,7 +171,7 @@ class WeightPublisher:
         return self._supervisor.transport.can_add_workers or self._supervisor.on_failure.action == "restart"
 
     def weights_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
-        """What a worker that comes later is told of weights that were given to it alone, or loaded for all."""
+        """Return what a worker that comes later is told of weights that were given to it alone, or loaded for all."""
         for one in self._own.get(worker.index, self._loaded):
             yield self._supervisor.transport.pass_weights(worker, one.data), one.version
 

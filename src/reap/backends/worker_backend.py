@@ -169,7 +169,7 @@ class WorkerBackend(Backend):
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def take(self, *, random: bool = False, most: float = ALL) -> Rollout:
-        """The next rollout: of all workers (in step), or of whoever is first.
+        """Return the next rollout: of all workers (in step), or of whoever is first.
 
         `most`: how many frames may still be asked for, where they are written to a buffer as they are made.
         """
@@ -251,7 +251,7 @@ class WorkerBackend(Backend):
         self._weights.begin_with(weights)
 
     def weights_of(self, worker: int) -> Any:
-        """What a worker's policy holds now."""
+        """Return what a worker's policy holds now."""
         workers = self.supervisor.check_numbers([worker])
         answers = self.call("weights", dict.fromkeys(workers, ()))
         if not answers:
@@ -324,7 +324,7 @@ class WorkerBackend(Backend):
         return self._joined(first, each, lost)
 
     def _joined(self, first: int, each: Mapping[str, Any], lost: Any) -> dict[str, Any]:
-        """The state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
+        """Return the state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
         frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
         in_flight = {"frames": frames, "rollouts": rollouts}
         learned = self.supervisor.statistics.former()

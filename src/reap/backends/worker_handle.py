@@ -103,7 +103,7 @@ class WorkerHandle:
         self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state it has answered with, in which those are counted too whose place it had taken by then."""
+        """Return the state it has answered with, in which those are counted too whose place it had taken by then."""
         resume = state.get("resume")
         if resume is None:
             return state

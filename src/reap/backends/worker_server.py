@@ -228,7 +228,7 @@ class WorkerServer:
         )
 
     def counts(self) -> dict[str, Any]:
-        """What it has counted so far, the time between rollouts included."""
+        """Return what it has counted so far, the time between rollouts included."""
         found: dict[str, Any] = self.worker.summary()
         own = self._clock.seconds(self._in_rollouts)
         return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
@@ -271,7 +271,7 @@ class WorkerServer:
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
 
     def _saved_state(self) -> dict[str, Any] | None:
-        """Where it is, for another to go on from there, if it is to say so."""
+        """Return where it is, for another to go on from there, if it is to say so."""
         return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
@@ -303,7 +303,7 @@ class WorkerServer:
         self.worker.version = version
 
     def do_statistics(self) -> dict[Name, Moments]:
-        """What its env has learned by itself, by the names of its statistics."""
+        """Return what its env has learned by itself, by the names of its statistics."""
         return {one.name: one.own() for one in self.worker.running_statistics()}
 
     def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
@@ -317,7 +317,7 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        """Return what is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
         try:
             found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
@@ -355,5 +355,5 @@ class WorkerServer:
 
 
 def what_it_did(worker: WorkerServer | None) -> str:
-    """What a worker was at when it raised something; None: it was being built."""
+    """Return what a worker was at when it raised something; None: it was being built."""
     return "building it" if worker is None else worker.doing

@@ -43,35 +43,35 @@ class WorkerView:
         raise AttributeError(f"a worker has no {name!r}")
 
     def explain(self) -> str:
-        """How its env and policy are run."""
+        """Return how its env and policy are run."""
         return self._server.worker.explain()
 
     def apply(self, function: Callable[[WorkerView], Any]) -> Any:
-        """What a function finds or does here, called with this view."""
+        """Return what a function finds or does here, called with this view."""
         return function(self)
 
     def get_model(self, model_id: str) -> Any:
-        """The model at this path."""
+        """Return the model at this path."""
         return get_attribute(self, model_id)
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of its policy."""
+        """Return an attribute of its policy."""
         return get_attribute(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of its env."""
+        """Return an attribute of its env."""
         return get_attribute(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer it writes to."""
+        """Return an attribute of the replay buffer it writes to."""
         return get_attribute(self.replay_buffer, attr)
 
     def get_policy_version(self) -> int:
-        """The version of the weights it acts with."""
+        """Return the version of the weights it acts with."""
         return self.policy_version
 
     def stats(self) -> dict[str, Any]:
-        """What it has counted."""
+        """Return what it has counted."""
         stats = self._server.worker.stats
         return {"frames": stats.frames, "batches": stats.rollouts, **self._server.counts()}
 

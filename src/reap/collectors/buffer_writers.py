@@ -168,7 +168,7 @@ def processed(
     postproc: Callable[[Any], Any] | None,
     hook: Callable[[Any], Any] | None,
 ) -> TensorDictBase:
-    """A batch as it is delivered, or written."""
+    """Return a batch as it is delivered, or written."""
     if split is not None:
         batch = split(batch)
     if postproc is not None:

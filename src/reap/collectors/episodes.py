@@ -197,7 +197,7 @@ def _write_film(root: Any, path: Any) -> None:
 
 
 def made(env: Any) -> Any:
-    """The env itself, where a factory was given."""
+    """Return the env itself, where a factory was given."""
     return env() if callable(env) and not is_env(env) else env
 
 
@@ -216,7 +216,7 @@ def lanes_of(env: Any, max_steps: int | None) -> Env:
 
 
 def modules_of(env: Any) -> list[nn.Module]:
-    """The modules of a TorchRL env, and of those it steps in this process."""
+    """Return the modules of a TorchRL env, and of those it steps in this process."""
     if not isinstance(env, nn.Module):
         return []
     found = list(env.modules())

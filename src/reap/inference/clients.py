@@ -206,7 +206,7 @@ def packed(columns: Columns) -> Packed:
 
 
 def unpacked(columns: Packed) -> dict[Key, Tensor]:
-    """The counterpart of `packed`."""
+    """Return the tensors whose bytes `packed` has made."""
     found = {}
     for key, dtype, shape, data in columns:
         empty = torch.empty(shape, dtype=dtype)
@@ -220,11 +220,11 @@ def reply(columns: Columns, version: int) -> bytes:
 
 
 def refusal(error: Exception) -> bytes:
-    """An error in place of an answer, as bytes."""
+    """Return an error in place of an answer, as bytes."""
     return pickle.dumps(([], 0, Raised.of(error, "the inference server")))
 
 
 def request_from(data: bytes) -> tuple[Mapping[Key, Tensor], int | None]:
-    """What a client asks, from bytes."""
+    """Return what a client asks, from bytes."""
     columns, size = pickle.loads(data)
     return unpacked(columns), size

@@ -24,7 +24,7 @@ Columns = Mapping[Key, Tensor]
 
 
 def late(timeout: float | None) -> NotReady:
-    """The error for a client that waited too long."""
+    """Return the error for a client that waited too long."""
     return NotReady(f"the inference server did not answer within {timeout} s (timeout of the client); ask again")
 
 
@@ -113,7 +113,7 @@ class RequestQueue:
             self._waiting = deque(other for other in self._waiting if other is not request)
 
     def take(self) -> list[Request]:
-        """The next batch, when it leaves; empty when the queue is closed."""
+        """Return the next batch, when it leaves; empty when the queue is closed."""
         with self._changed:
             while self._closed is None and not self._leaves():
                 left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None

@@ -94,7 +94,7 @@ class InlineTransport(LocalTransport):
                 self._inside.release()
 
     def _mine(self) -> bool:
-        """Whether this very thread is in a worker: its env, or a signal handler, closes the collector."""
+        """Return whether this very thread is in a worker: its env, or a signal handler, closes the collector."""
         return any(connection.thread == threading.get_ident() for connection in self._connections.values())
 
     def _end(self) -> None:
@@ -222,20 +222,20 @@ class WorkerHere:
         return os.getpid()
 
     def gone(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         return self._connection.over
 
     def death(self) -> WorkerDied:
-        """The error for one that was closed."""
+        """Return the error for one that was closed."""
         return WorkerDied("was closed")
 
     def ask_stack(self) -> str:
-        """Where the thread is that is in it."""
+        """Return where the thread is that is in it."""
         thread = self._connection.thread
         return "(nobody is in it: it waits for its turn)" if thread is None else stack_of(thread)
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that took so long; nobody looks for it."""
+        """Return the error for one that took so long; nobody looks for it."""
         return WorkerSilent(f"took {seconds:.1f} s (timeout={timeout}); its stack:\n{self.ask_stack()}")
 
 
@@ -247,7 +247,7 @@ class RaisedHere(Raised):
 
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> RaisedHere:
-        """The message for what was just caught."""
+        """Return the message for what was just caught."""
         return cls(b"", b"", "", as_reap_error(error, doing))
 
     def unpack(self) -> ReapError:

@@ -94,14 +94,14 @@ class SharedCounters:
         return np.stack([self._frames, self._rollouts])
 
     def take_ended(self, worker: int) -> Episodes:
-        """The episodes of a worker that have ended since this was asked before."""
+        """Return the episodes of a worker that have ended since this was asked before."""
         count = int(self._count[worker])
         found: Episodes = self._ended[worker, np.arange(self._read[worker], count) % _RING]
         self._read[worker] = count  # last: what is there may be written over from here on
         return found
 
     def stats(self, worker: int) -> dict[str, Any]:
-        """What it has to say; empty before its first rollout."""
+        """Return what it has to say; empty before its first rollout."""
         if not self._rollouts[worker]:
             return {}
         return stats_of(self._told[worker])

@@ -49,7 +49,7 @@ def new_secret(path: Path) -> None:
 
 
 def read_secret(path: str | os.PathLike[str] | None) -> bytes:
-    """What is in a file that only this user can read."""
+    """Return what is in a file that only this user can read."""
     if path is None:
         raise UsageError("secret_file is missing: python -m reap.join --new-secret FILE makes one")
     try:
@@ -253,7 +253,7 @@ def join_later(folder: str) -> str:
 
 
 def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:
-    """The job in which the collector of a meeting lives."""
+    """Run the job in which the collector of a meeting lives."""
     global _meeting
     sys.path.extend(entry for entry in path if entry not in sys.path)
     _meeting = Path(folder)

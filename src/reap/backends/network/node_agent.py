@@ -112,7 +112,7 @@ def _run(connection: Any, fds: Any, *, transport: str, **job: Any) -> None:
 
 
 def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
-    """The collector may start after its nodes."""
+    """Dial the collector, which may start after its nodes."""
     until = time.monotonic() + patience
     while True:
         try:

@@ -115,15 +115,15 @@ class NodeProcess:
         self._asked.set()
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        """Return whether it has ended, waiting up to `timeout` seconds for it."""
         return self.sentinel < 0 or bool(wait([self.sentinel], timeout))
 
     def death(self) -> WorkerDied:
-        """How it ended, and its last stack if there is one."""
+        """Return how it ended, and its last stack if there is one."""
         return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
 
     def ask_stack(self) -> str:
-        """Where every thread of it is right now; empty if it does not even answer signals."""
+        """Return where every thread of it is right now; empty if it does not even answer signals."""
         if self._node is None:
             return "(it waits for a node to come)"
         self._asked.clear()
@@ -132,7 +132,7 @@ class NodeProcess:
         return self._stack
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        """Return the error for one that sent nothing for so long, with its stack; one that gives none is killed."""
         return silent_error(self, seconds, timeout)
 
     def signal(self, number: int) -> None:
@@ -203,7 +203,7 @@ class NodeRegistry:
         on_end: Callable[[NodeProcess], None],
         patience: float = 0.0,
     ) -> NodeProcess:
-        """A worker in the first free place. If there is none, it waits so many seconds for a node to come."""
+        """Start a worker in the first free place. If there is none, it waits so many seconds for a node to come."""
         self._started += 1
         node_process = NodeProcess(index, self._started, on_end)
         message = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}

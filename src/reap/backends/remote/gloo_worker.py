@@ -54,7 +54,7 @@ class Address:
     listen: str
 
     def store(self) -> TCPStore:
-        """A connection of its own: one that waits lets nobody else pass."""
+        """Return a connection of its own: one that waits lets nobody else pass."""
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:

@@ -86,7 +86,7 @@ class MessageConnection(WorkerConnection):
         """Its process was ended: returns when nobody here waits for it any more."""
 
     def received(self, message: Message) -> Any:
-        """What a message says; a rollout's bytes are in its slot then."""
+        """Return what a message says; a rollout's bytes are in its slot then."""
         header = Header(message.header)
         if message.block is None:
             return pickle.loads(message.more)
@@ -140,7 +140,7 @@ class NetworkChild:
         return found
 
     def gone(self) -> bool:
-        """Whether there is nothing to come from it."""
+        """Return whether there is nothing to come from it."""
         if not self.process.gone():
             return False
         if not self._told:

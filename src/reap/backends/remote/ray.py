@@ -61,7 +61,7 @@ class _Cluster:
         self._users, self._ours, self._lock = 0, False, threading.Lock()
 
     def enter(self, config: Mapping[str, Any]) -> Any:
-        """The library, connected: to what it is connected to already, or else as `config` says."""
+        """Return the library, connected to what it is connected to already, or else as `config` says."""
         ray = import_ray()
         with self._lock:
             if not ray.is_initialized():
@@ -96,7 +96,7 @@ class _Cluster:
 
 
 def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
-    """Whether `ray.init` will start a cluster here, rather than find one."""
+    """Return whether `ray.init` will start a cluster here, rather than find one."""
     address = config.get("address") or os.environ.get("RAY_ADDRESS")
     if address is None:
         with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may go
@@ -158,7 +158,7 @@ class ReapWorker(MailboxWorker):
         return os.getpid(), import_ray().get_runtime_context().get_node_id()
 
     def stack(self) -> str:
-        """Where its thread is right now."""
+        """Return where its thread is right now."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
 
@@ -193,7 +193,7 @@ class _Actor:
         return WorkerDied(self._how)
 
     def ask_stack(self) -> str:
-        """Where its thread is right now; empty if it does not answer at all."""
+        """Return where its thread is right now; empty if it does not answer at all."""
         ray = import_ray()
         asked = self._handle.stack.options(concurrency_group="stack").remote()
         try:
@@ -283,7 +283,7 @@ class RayActorTransport(MessageTransport):
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
     def _places(self, jobs: Sequence[Job], actors: Sequence[Any]) -> list[tuple[int, str]]:
-        """Where they are, when all of them are there. If one cannot be, none is."""
+        """Return where they are, when all of them are there. If one cannot be, none is."""
         asked = [actor.where.remote() for actor in actors]
         try:
             until, coming = time.monotonic() + BOOT, asked
@@ -352,7 +352,7 @@ class RayActorTransport(MessageTransport):
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor, *, kill: bool = False) -> int | None:
-        """A descriptor of its process, if that is on this node and lives.
+        """Return a descriptor of its process, if that is on this node and lives.
 
         One that was silent is killed here, or where that is asked for; one that is stopped is woken, to hear that it is
         to leave.
@@ -386,5 +386,5 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
 
 
 def _short(error: BaseException) -> str:
-    """What Ray says, on one line."""
+    """Return what Ray says, on one line."""
     return f"its actor died: {' '.join(str(error).split())[:400]}"

@@ -73,7 +73,7 @@ class GuardedStore(Store):
         self._tunnels: dict[str, Tunnel] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """An address is that of a listener here."""
+        """Set a value; an address is that of a listener here."""
         if _ADDRESSES in key:
             self._own = (key.encode(), bytes(value))
             port = int(bytes(value).rsplit(b":", 1)[1])
@@ -84,7 +84,7 @@ class GuardedStore(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """An address is that of a tunnel here."""
+        """Return a value; an address is that of a tunnel here."""
         if key.encode() == self._own[0]:
             return self._own[1]
         value = bytes(self._store.get(key))

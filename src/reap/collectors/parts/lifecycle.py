@@ -38,7 +38,7 @@ class Lifecycle:
             raise WrongState(f"this {self._owner} is closed: {self.why_closed}; make a new one")
 
     def closed_meanwhile(self) -> WrongState:
-        """The error for whoever waited while it was closed."""
+        """Return the error for whoever waited while it was closed."""
         why = self.why_closed or "it was broken off"
         return WrongState(f"this {self._owner} was closed while it was at work: {why}")
 
