@@ -125,7 +125,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
 
 
 def _put_back(part: Any, state: Any) -> bool:
-    """Whether a part takes the state that it had before."""
+    """Put a part back into the state that it had before; returns whether it took it."""
     try:
         part.load_state_dict(state)
     except Exception:

@@ -84,13 +84,13 @@ class _Clock:
 
 
 def _lag(batch: Any, version: int) -> float | None:
-    """How many updates the weights have had since those that acted, where frames are stamped with them."""
+    """Return how many updates the weights have had since those that acted, where frames are stamped with them."""
     versions = None if batch is None else batch.get("policy_version", None)
     return None if versions is None or not versions.numel() else float(version - versions.double().mean())
 
 
 def _usual(file: Any) -> str:
-    """What suits this place: a bar where one can be drawn, else lines."""
+    """Return what suits this place: a bar where one can be drawn, else lines."""
     drawn = "ipykernel" in sys.modules or (
         (sys.stderr if file is None else file).isatty() and os.environ.get("TERM") != "dumb"
     )

@@ -95,7 +95,7 @@ def _draw(path: str, env: str, rates: dict[str, float]) -> None:
 
 
 def _ways(make: Callable[[], Any], policy: Any, workers: int, env: str) -> list[Setting]:
-    """What is tried. `env` is how it is written."""
+    """Return what is tried. `env` is how it is written."""
     act = "None" if policy is None else "policy"
     factory = f"lambda: GymEnv({env})" if env.startswith('"') else env
     ways: list[Setting] = []

@@ -101,7 +101,7 @@ def _show_episode(episode: Any) -> None:
 
 
 def _images(dataset: Dataset, key: str | None) -> tuple[str, ...]:
-    """Where the images are: an entry of bytes with a height, a width and one or three channels."""
+    """Return where the images are: an entry of bytes with a height, a width and one or three channels."""
     for column in dataset.columns:
         sides = [side for side in column.shape if side not in (1, 3)]
         drawn = str(column.dtype) == "torch.uint8" and len(column.shape) in (2, 3) and len(sides) == 2

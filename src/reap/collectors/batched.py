@@ -59,7 +59,7 @@ _WITHOUT_EFFECT = (
 
 
 def _members(name: str, config: Any, members: Sequence[str]) -> list[Any]:
-    """What a config object says; refused by name if it is not one."""
+    """Return what a config object says; refused by name if it is not one."""
     lacking = [one for one in members if not hasattr(config, one)]
     if lacking:
         raise WrongArgument(f"{name} must be an object with {', '.join(members)}; {config!r} has no {lacking[0]}")
@@ -90,7 +90,7 @@ def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[st
 
 
 def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeout: Any) -> tuple[int, int]:
-    """How many envs the policy decides about at a time, at least and at most."""
+    """Return how many envs the policy decides about at a time, at least and at most."""
     if config is not None:
         _refuse_both(
             "server_config", ("max_batch_size", "min_batch_size", "server_timeout"), (most, fewest, server_timeout)
@@ -105,7 +105,7 @@ def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeo
 
 
 def _devices(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for devices that a `device_config` stands for."""
+    """Return the options for devices that a `device_config` stands for."""
     places = ("policy_device", "env_device", "storing_device", "output_device")
     _refuse_both("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
     *chosen, output = _members("device_config", config, places)

@@ -197,7 +197,7 @@ class Evaluator:
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
-        """A copy of the policy, or what the factory makes, of the env if it asks for it."""
+        """Return a copy of the policy, or what the factory makes, of the env if it asks for it."""
         if factory is None:
             return copied(policy)
         if not _takes_one(factory):
@@ -437,7 +437,7 @@ def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
 
 
 def _takes_one(factory: Callable[..., Any]) -> bool:
-    """Whether a factory of policies wants the env: it has a parameter that must be given."""
+    """Return whether a factory of policies wants the env: it has a parameter that must be given."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

@@ -175,7 +175,7 @@ class MultiCollector(BaseCollector):
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
     def _running(self, settings: Options) -> dict[str, Any]:
-        """What workers are told wherever they live."""
+        """Return what workers are told wherever they live."""
         return {
             "source": self._source,
             "scheme": settings.transport,
@@ -409,7 +409,7 @@ class MultiCollector(BaseCollector):
     def _found(
         self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     ) -> dict[int, Any]:
-        """What is at `path` in each worker, by its number; or what it returns when called."""
+        """Return what is at `path` in each worker, by its number; or what it returns when called."""
         self._check_open()
         return self._between(lambda: self._backend.find(path, calls))
 
@@ -564,7 +564,7 @@ def _packed_weights(weights: Any) -> Packed:
 
 
 def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The weights in the arguments of one worker's `update_policy_weights_`."""
+    """Return the weights in the arguments of one worker's `update_policy_weights_`."""
     given = [*args, *kwargs.values()]
     if len(given) != 1:
         raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")

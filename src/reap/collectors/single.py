@@ -137,7 +137,7 @@ class Collector(BaseCollector):
             )
 
     def _planned(self, plan: Plan) -> Plan:
-        """The plan its worker is built from, for those who know more of it than options say."""
+        """Return the plan its worker is built from, for those who know more of it than options say."""
         return plan
 
     @property
@@ -222,7 +222,7 @@ class Collector(BaseCollector):
         return super().episodes()
 
     def _shape(self) -> str:
-        """What the frames of a batch are made of, in `repr`."""
+        """Return what the frames of a batch are made of, in `repr`."""
         worker = self._backend.worker
         return f"{worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
 
@@ -250,7 +250,7 @@ _KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc', 'submitit'"
 
 
 def _remote_collector(backend: str) -> type[MultiCollector]:
-    """The collector over this transport, imported when it is asked for."""
+    """Return the collector over this transport, imported when it is asked for."""
     from reap.collectors import distributed
 
     names = {"ray": "RayCollector", "rpc": "RPCCollector"}

@@ -39,7 +39,7 @@ def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | No
 
 
 def _kind(given: Any) -> str:
-    """Which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
+    """Return which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
     if isinstance(given, type):
         for base in given.__mro__:
             theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES

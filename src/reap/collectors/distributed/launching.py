@@ -95,7 +95,7 @@ def _port(port: Any) -> int:
 
 
 def _address(listen: Any) -> str:
-    """The address of this machine that was named; its loopback address if none was."""
+    """Return the address of this machine that was named; its loopback address if none was."""
     if listen is None:
         return LOOPBACK
     try:

@@ -53,7 +53,7 @@ class _Player:
 
 
 def _mean_return(played: TensorDictBase, key: AnyKey) -> float:
-    """The mean over episodes that ended; of a lane where none did, what it has so far."""
+    """Return the mean over episodes that ended; of a lane where none did, what it has so far."""
     steps = played.batch_size[-1]
     reward = played.get(key).reshape(*played.batch_size, -1).double().mean(-1).reshape(-1, steps)
     done = played.get(("next", "done")).reshape(*played.batch_size, -1).any(-1).reshape(-1, steps)
