@@ -481,6 +481,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Call what is at this path: `cascade_execute("policy.eval")`."""
+        self._life.check_owner()
         return get_attribute(self, attr_path)(*args, **kwargs)
 
     def explain(self) -> str:

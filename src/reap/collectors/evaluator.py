@@ -159,6 +159,7 @@ class Evaluator:
         self._results: deque[dict[str, Any] | BaseException] = deque()
         self._closed = False
         self._steps = 0  # of evaluations that were given no number
+        self._elsewhere: str | None = None  # why it is not this process's own
         guard(self)
 
     def _make_player(
@@ -173,7 +174,7 @@ class Evaluator:
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: its thread is not here, and its workers are its owner's."""
-        self._one, self._news = threading.Lock(), threading.Condition()
+        self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
         self._thread, self._left = None, 0
         self._queue.clear()
         refuse_all(self, why)
@@ -256,6 +257,7 @@ class Evaluator:
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
         """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
+        self._check_owner()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
             if not self._results:
@@ -415,7 +417,12 @@ class Evaluator:
         if player is not None:
             player.collector.shutdown()
 
+    def _check_owner(self) -> None:
+        if self._elsewhere is not None:
+            raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
+
     def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise WrongState("this Evaluator is closed; make a new one")
 

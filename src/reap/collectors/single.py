@@ -157,6 +157,7 @@ class Collector(BaseCollector):
         return self._backend.worker.explain()
 
     def get_distant_attr(self, attr: str) -> Any:
+        self._life.check_owner()
         return get_attribute(self, attr)
 
     def map_fn(
@@ -165,6 +166,7 @@ class Collector(BaseCollector):
         list_of_args: Sequence[Sequence[Any]] | None = None,
         list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Any]:
+        self._life.check_owner()
         ((args, kwargs),) = each_call(1, list_of_args, list_of_kwargs)
         return [get_attribute(self, method_name)(*args, **kwargs)]
 

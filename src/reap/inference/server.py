@@ -118,11 +118,12 @@ class InferenceServer:
         self._listener: ClientListener | None = None
         self._thread: threading.Thread | None = None
         self._why_closed: str | None = None
+        self._elsewhere: str | None = None  # why it is not this process's own
         guard(self)
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: its thread is not here, and its socket its owner's."""
-        self._why_closed = why
+        self._elsewhere = self._why_closed = why
         self._thread = self._listener = None
         refuse_all(self, why)
 
@@ -211,6 +212,8 @@ class InferenceServer:
 
         Waits for the batch that is being computed; returns the new version.
         """
+        if self._elsewhere is not None:
+            raise WrongState(f"this InferenceServer cannot be used here: {self._elsewhere}")
         if not isinstance(self.policy, nn.Module):
             raise WrongState(f"policy {type(self.policy).__name__} has no weights to update")
         given = self._source if weights is None else weights
