@@ -113,12 +113,12 @@ class MissingDependency(ReapError, ImportError):
 
 
 def missing(library: str, extra: str) -> MissingDependency:
-    """The error for an absent optional library."""
+    """Return the error for an absent optional library."""
     return MissingDependency(f"{library} is not installed; pip install 'reap[{extra}]'")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A hint at the closest of `words`, or nothing when none is close."""
+    """Return a hint at the closest of `words`, or nothing when none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 

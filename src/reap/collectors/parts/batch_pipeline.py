@@ -44,12 +44,12 @@ class BatchPipeline:
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
 
     def more(self) -> bool:
-        """Whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
+        """Return whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
         left = self.whole is not None and len(self.whole) >= (self._options.trajs_per_batch or 0)
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """What is held belongs to the time before."""
+        """Forget what is held: it belongs to the time before."""
         self.taken, self.ready = [], None
         if self.sink is not None:
             self.sink.forget()
@@ -58,7 +58,7 @@ class BatchPipeline:
     # ---- taking ---------------------------------------------------------------------------------------------------
 
     def take(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
-        """The next rollout that is delivered, assembled as `[lanes, T]`."""
+        """Return the next rollout that is delivered, assembled as `[lanes, T]`."""
         while True:
             rollout = backend.take(random=self.frames < self._random)
             if rollout.parts:
@@ -109,7 +109,7 @@ class BatchPipeline:
         return [Part(self.arrangement.arrange(batch, rollout))]
 
     def _assembled(self, rollout: Rollout) -> TensorDictBase:
-        """A rollout as the batch it is, where batches are to be stored."""
+        """Return a rollout as the batch it is, where batches are to be stored."""
         if self._options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
         copied = rollout.layout.look.contiguous
@@ -138,7 +138,7 @@ class BatchPipeline:
     def deliver(
         self, postproc: Callable[[Any], Any] | None, hook: Callable[[Any], Any] | None
     ) -> TensorDictBase | None:
-        """What was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
+        """Return what was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
         if not self.taken:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
@@ -160,7 +160,7 @@ class BatchPipeline:
         return None
 
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
-        """A batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
+        """Return a batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
         batch = batch if self._storing is None else batch.to(self._storing)
         split = self.arrangement.split if self._options.split_trajs else None
         return processed(batch, split=split, postproc=postproc, hook=None)
