@@ -23,9 +23,7 @@ _NAMES = {
     ("next", "truncated"): "timeouts",
 }
 _CHUNK = 1 << 18  # bytes that are read and written together
-_TOGETHER = (
-    1 << 20
-)  # bytes of episodes that are written at a time: HDF5 takes as long for a row as for many
+_TOGETHER = 1 << 20  # bytes of episodes that are written at a time: HDF5 takes as long for a row as for many
 
 
 def _h5py() -> Any:
