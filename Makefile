@@ -32,17 +32,17 @@ demo: $(VENV)/.with-demo
 # Many tests wait for processes more than they compute: more of them at once than there are cores. They start some fifty
 # interpreters, which would all compile reap where writing bytecode is switched off.
 # Beside three others on two cores a worker may wait for its turn for seconds: what failed is said, and run again alone.
-QUICK := -m "not slow and not cuda" $(TESTS)
-test: export PYTHONDONTWRITEBYTECODE =
+side_by_side = $(BIN)/python -m pytest $(1) -n 4 || { test $$? -eq 1 && echo "once more, alone, what failed beside others:" && \
+		$(BIN)/python -m pytest $(1) -n 0 --last-failed; }
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.with-test
-	$(BIN)/python -m pytest $(QUICK) -n 4 || { test $$? -eq 1 && echo "once more, alone, what failed beside others:" && \
-		$(BIN)/python -m pytest $(QUICK) -n 0 --last-failed; }
+	$(call side_by_side,-m "not slow and not cuda" $(TESTS))
 
 test-all: $(VENV)/.with-test
-	$(BIN)/python -m pytest --timeout=1800 --hypothesis-profile=new
+	$(call side_by_side,--timeout=1800 --hypothesis-profile=new $(TESTS))
 
 soak: $(VENV)/.with-test
-	$(VENV)/bin/python -m benchmarks.soak --faults 170 --frames 17000000 --minutes 60 --json bench-results/soak.json
+	$(BIN)/python -m benchmarks.soak --faults 170 --frames 17000000 --minutes 60 --json bench-results/soak.json
 
 # Without TorchRL, which asks for the newest tensordict of its series; tests that need it, or Ray, are skipped.
 .venv-oldest/.ready: pyproject.toml constraints-oldest.txt

@@ -17,7 +17,7 @@ import os
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -227,38 +227,41 @@ class Race(Workload):
     build: Callable[[float], dict[str, Contender]] = field(default=lambda scale: {})
     peers: Callable[[float], dict[str, Contender]] | None = None
     workers: bool = False  # processes work for somebody: everybody rests before a turn
+    builds: int = 1  # two processes that do the same differ by some percent for life: how often all are started anew
     subject: str = REAP
     unit: str = "frames/s"
     note: str = ""
 
     def rows(self, budget: Budget) -> list[Row]:
         began = time.perf_counter()
-        runs = self.build(budget.scale)
-        try:
-            if self.peers is not None and budget.peers:
-                runs |= self.peers(budget.scale)
-            limits: dict[str, Any] = {"least": budget.least, "most": budget.most, "workers": self.workers}
-            fast = {name: one for name, one in runs.items() if name in (self.subject, HAND)}
-            told: dict[str, list[tuple[float, float]]] = {name: [] for name in runs if name != self.subject}
-            figures: dict[str, list[float]] = {name: [] for name in runs}
-            rounds = 0
-            for these in [fast] * (len(fast) > 1) + [runs] * (len(fast) < len(runs) or len(runs) == 1):
-                seconds = race(these, budget.seconds, **limits)
-                rounds += len(seconds[self.subject])
-                for name, each in seconds.items():
-                    figures[name] += each
-                    if name != self.subject:
-                        told[name] += zip(each, seconds[self.subject])
-            counted = {}
-            if budget.calls and not self.workers:
-                counted = {name: calls(one.run) / one.frames for name, one in runs.items()}
-        finally:
-            for one in runs.values():
-                one.close()
+        told: dict[str, list[tuple[float, float]]] = {}
+        figures: dict[str, list[float]] = {}
+        counted: dict[str, float] = {}
+        for _ in range(self.builds if budget.scale == 1 else 1):
+            runs = self.build(budget.scale)
+            try:
+                if self.peers is not None and budget.peers:
+                    runs |= self.peers(budget.scale)
+                for seconds in self._heats(runs, budget):
+                    for name, each in seconds.items():
+                        figures.setdefault(name, []).extend(each)
+                        if name != self.subject:
+                            told.setdefault(name, []).extend(zip(each, seconds[self.subject]))
+                if budget.calls and not self.workers:
+                    counted = {name: calls(one.run) / one.frames for name, one in runs.items()}
+            finally:
+                for one in runs.values():
+                    one.close()
         ratios = {name: ratio(pairs, self.aims.get(name)) for name, pairs in told.items()}
         speeds = {name: 1 / statistics.median(each) for name, each in figures.items()}
-        took = time.perf_counter() - began
+        took, rounds = time.perf_counter() - began, len(figures[self.subject])
         return [Row(self.group, self.name, self.unit, speeds, ratios, rounds, took, counted, self.note)]
+
+    def _heats(self, runs: Mapping[str, Contender], budget: Budget) -> Iterator[dict[str, list[float]]]:
+        """The fast ones first, among themselves; then everybody, if there are others."""
+        fast = {name: one for name, one in runs.items() if name in (self.subject, HAND)}
+        for these in [fast] * (len(fast) > 1) + [runs] * (len(fast) < len(runs) or len(runs) == 1):
+            yield race(these, budget.seconds, least=budget.least, most=budget.most, workers=self.workers)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def that_restarts(case: Case, kind: str, turn: int) -> Race:
         short = shorter(case, scale)
         return {"raise": reap(short, kind, turn), REAP: reap(short, kind, turn, on_failure="restart")}
 
-    return Race(GROUP, f"{KINDS[kind]}, restart beside raise", {"raise": 0.99}, build=build, workers=True)
+    return Race(GROUP, f"{KINDS[kind]}, restart beside raise", {"raise": 0.99}, build=build, workers=True, builds=5)
 
 
 def replaced(budget: Budget, workload: Workload) -> list[Row]:

@@ -570,6 +570,7 @@ class LooksAtValues(nn.Module):
 def test_a_collector_explains_how_its_policy_is_run(make, options, told):
     with Collector(CountingEnv(), make(), frames_per_batch=4, **options) as c:
         assert c.explain() == f"env: reap steps it\n{told}"
+        assert f"env: reap steps it; {told}; batch" in repr(c)
 
 
 GAINS = [1.0]

@@ -23,7 +23,7 @@ from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.device.slots import DeviceLayout, DeviceSlot
-from reap.core.policy import RandomPolicy, without_steps
+from reap.core.policy import without_steps
 from reap.core.slot import FRAME, Slot
 from reap.core.worker import Plan
 from reap.errors import UsageError, WrongArgument, nearest
@@ -234,15 +234,14 @@ class Collector(BaseCollector):
         worker = self._backend.worker
         total = self.options.total
         amount = "without end" if total == float("inf") else f"{total:,} in all ({len(self)} batches)"
-        model = worker.model
-        who = "random actions" if model is None or isinstance(model, RandomPolicy) else type(model).__name__
+        how = "; ".join(worker.explain().splitlines())
         columns = ", ".join(
             f"{show(k)} {leaf}" for k, leaf in worker.layout.columns.items() if k[0] not in ("next", "collector")
         )
         state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
             f"{type(self).__name__}({self._shape()}{self.requested_frames_per_batch:,} frames per batch, {amount}; "
-            f"policy: {who}; batch {list(worker.layout.batch_size)}: {columns}{state})"
+            f"{how}; batch {list(worker.layout.batch_size)}: {columns}{state})"
         )
 
 
