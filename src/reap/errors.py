@@ -13,6 +13,7 @@
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
     │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    ├── RecordingFailed (RuntimeError)   a recording could not be written to its file; the cause says why
     ├── NoSpace (OSError)                a disk, or the memory, does not hold what is asked for; nothing was lost
     ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
     └── MissingDependency (ImportError)  an optional library is not installed
@@ -98,6 +99,10 @@ class WorkerSilent(WorkerError):
 
 class ServerGone(WorkerError):
     """The inference server is shut down, or its process has ended: nobody will answer."""
+
+
+class RecordingFailed(ReapError, RuntimeError):
+    """Episodes could not be written to a dataset; `__cause__` is what its format or the disk said."""
 
 
 class NoSpace(ReapError, OSError):

@@ -36,7 +36,7 @@ from reap.envs.parallel.env_child import BEGIN, DRAW, UNSEEDED, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
 
@@ -58,6 +58,13 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
         lanes += spec.lanes
     if first.rows != "whole" or first.ready_of is not None:
         raise UsageError("this env brings lanes of its own that skip steps; give it to a collector as it is")
+    stacked = [key for key, leaf in first.observation.items() if leaf.once]
+    if stacked:
+        raise UsageError(
+            f"FrameStack stores each frame of {show(stacked[0])} once, which envs elsewhere cannot: put it around the "
+            f"lanes, TransformedEnv(ParallelEnv(…), FrameStack(…)); where lanes come as they are ready, stack by "
+            f"gymnasium.wrappers.FrameStackObservation in each env"
+        )
     joint = EnvSpec(
         observation=first.observation,
         action=first.action,
