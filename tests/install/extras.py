@@ -293,7 +293,7 @@ def dev(where, root):
 
 if __name__ == "__main__":
     for name in sys.argv[1].split(","):
-        place = Path(sys.argv[2]) / name
+        place = Path(sys.argv[2]) / f"of-{name}"  # no name that could be imported
         place.mkdir()
         globals()[name](place, Path(sys.argv[3]))
         print(f"{name} is fine", flush=True)
