@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from reap.cli.main import main
 from reap.collectors import Collector
-from reap.data import export, load, record
+from reap.data import LazyTensorStorage, ReplayBuffer, export, load, record
 from reap.data.spaces import space_from, space_state
 from reap.errors import CorruptState, RecordingFailed, UsageError, WrongArgument
 from tests.datasets.test_round_trips import FORMATS, same, whole_episodes
@@ -246,3 +247,14 @@ def test_the_command_line_tells_it_in_a_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert re.search(told, error)
         assert error.count("\n") == 1
+
+
+def test_a_buffer_that_is_smaller_than_a_batch_is_told():
+    with pytest.warns(UserWarning, match="room for 30 frames, and frames_per_batch=100") as told:
+        buffer = ReplayBuffer(storage=LazyTensorStorage(30))
+        Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer).shutdown()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100))
+        Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer).shutdown()

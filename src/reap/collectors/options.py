@@ -272,6 +272,13 @@ class Options:
         for name in ("postproc", "split_trajs", "trajs_per_batch"):
             if not self.extend_buffer and getattr(self, name):
                 raise WrongArgument(f"extend_buffer=False writes step by step; {name} needs whole batches")
+        room = getattr(getattr(self.replay_buffer, "_storage", None), "max_size", None)
+        if isinstance(room, int) and room < self.frames_per_batch and self.trajs_per_batch is None:
+            warnings.warn(
+                f"the replay buffer has room for {room} frames, and frames_per_batch={self.frames_per_batch}: some of "
+                f"each batch are gone before anybody can sample them",
+                stacklevel=2,
+            )
 
     def _check_workers(self) -> None:
         self._whole("max_lag", least=0, none=True)
