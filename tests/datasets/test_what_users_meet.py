@@ -250,8 +250,8 @@ def test_the_command_line_tells_it_in_a_line(tmp_path, capsys):
 
 
 def test_a_buffer_that_is_smaller_than_a_batch_is_told():
+    buffer = ReplayBuffer(storage=LazyTensorStorage(30))
     with pytest.warns(UserWarning, match="room for 30 frames, and frames_per_batch=100") as told:
-        buffer = ReplayBuffer(storage=LazyTensorStorage(30))
         Collector("CartPole-v1", frames_per_batch=100, replay_buffer=buffer).shutdown()
     assert len(told) == 1
     with warnings.catch_warnings():
