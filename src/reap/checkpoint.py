@@ -20,14 +20,16 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from reap import __version__
 from reap._system.checked_files import FULL, load_tensors, locked, read_manifest, save_tensors, sync, write_manifest
+from reap.collectors.base import BaseCollector
 from reap.core.resume import without_pickles
 from reap.errors import CorruptState, NoSpace, ReapError, UsageError, WrongArgument
 
@@ -37,11 +39,12 @@ _NAME = re.compile(r"checkpoint-(\d{8,})")
 
 
 class Loaded(NamedTuple):
-    """What was loaded: which checkpoint, and the values that were saved beside the objects."""
+    """What was loaded: which checkpoint, the values saved beside the objects, and the objects that were not given."""
 
     path: Path
     number: int
     values: dict[str, Any]
+    left_out: tuple[str, ...] = ()
 
 
 def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
@@ -49,14 +52,17 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
 
     >>> save("run", collector=collector, policy=policy, optimizer=optimizer, step=step)
 
-    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. Returns its directory.
+    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. All are of one moment: a
+    collector that runs in the background rests while the states are taken, and goes on before they are written.
+    Returns its directory.
     """
     root = _directory(path)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise WrongArgument(f"keep must be a whole number >= 0, got {keep!r}")
     if not parts:
         raise UsageError("nothing to save: give the parts by name, as in save(path, collector=collector)")
-    states = {name: _state_of(name, part) for name, part in parts.items()}
+    collectors = [part for part in parts.values() if isinstance(part, BaseCollector)]
+    states = _states(parts, [one for one in collectors if one.is_running()])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root) as handle:
@@ -87,7 +93,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
     >>> done = load("run", collector=collector, policy=policy, optimizer=optimizer, trusted=True)
     >>> step = done.values["step"]
 
-    Parts that were saved and are not given are left out. An error names what is wrong, and nothing is loaded then.
+    Objects that were saved and are not given are named in `left_out` of what is returned. An error names what is wrong, and nothing is loaded then.
     """
     place, about, states = _newest(_directory(path))
     objects = about["objects"]
@@ -114,7 +120,8 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
             raise
         now = f"{', '.join(lost)} could not be put back as before" if lost else "nothing was loaded"
         raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; {now}") from cause
-    return Loaded(place, about["number"], {name: state for name, state in states.items() if name not in objects})
+    values = {name: state for name, state in states.items() if name not in objects}
+    return Loaded(place, about["number"], values, tuple(name for name in objects if name not in parts))
 
 
 def _put_back(part: Any, state: Any) -> bool:
@@ -144,27 +151,43 @@ def _directory(path: Any) -> Path:
     return Path(path)
 
 
+def _states(parts: Mapping[str, Any], running: Sequence[BaseCollector]) -> dict[str, Any]:
+    """The state of each part, while these collectors rest: no row is written after one was taken and before another."""
+    if running:
+        with running[0].pause():
+            return _states(parts, running[1:])
+    return {name: _state_of(name, part) for name, part in parts.items()}
+
+
 def _state_of(name: str, part: Any) -> Any:
     state = getattr(part, "state_dict", None)
     if callable(state):
         return _Object(state())
-    if not _plain(part):
+    try:
+        return _plain(part)
+    except TypeError:
         raise WrongArgument(
             f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and tensors"
-        )
-    return part
+        ) from None
 
 
 class _Object(NamedTuple):
     state: Any
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: Any) -> Any:
+    """A value that can be read without executing anything: NumPy's scalars, which cannot, become Python's."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _plain(one) for key, one in value.items())
+        if not all(isinstance(key, (str, int)) for key in value):
+            raise TypeError
+        return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+        return [_plain(one) for one in value] if isinstance(value, list) else tuple(map(_plain, value))
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+        return value
+    raise TypeError
 
 
 def _write(place: Path, number: int, states: Mapping[str, Any]) -> None:
