@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.pickling import Packed, pack_bytes
+from reap._system.user_line import warn
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Delivery
@@ -141,7 +142,7 @@ class MultiCollector(BaseCollector):
         try:
             self._backend.start()
             for text in sorted({text for worker in self._backend.workers for text in worker.about.told}):
-                warnings.warn(text, PolicyWarning, stacklevel=2)
+                warn(text, PolicyWarning)
             self._begin()
             self._count_frames()
         except BaseException as error:

@@ -11,7 +11,6 @@ output looks different is an error that names the key.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,12 +19,14 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
+from reap._system.user_line import warn
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
+from reap.core.policies.kept_on_self import acts_by, assigned, attributes
 from reap.core.policies.signature import match, takes_tensordict, told
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
@@ -117,11 +118,10 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
     made = _as_it_is(policy, context)
     lost = [key for key in _optional(policy, context.columns) if ("next", *key) in made.outputs]
     if lost:
-        warnings.warn(
+        warn(
             f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
             f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
             PolicyWarning,
-            stacklevel=2,
         )
     return made
 
@@ -215,9 +215,11 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
         raise _missing(absent, columns)
     first = [columns[key] if key in context.loose else columns[key].clone() for key in candidate.inputs]
     optional = _optional(policy, columns)
+    before, shapes = attributes(policy), {leaf.shape for leaf in context.spec.observation.values()}
     try:
         with untouched(policy), torch.no_grad(), exploring(kind):
             candidate.probe(tuple(first), size)
+            kept = assigned(policy, before, size, shapes)
     except (ReapError, NotFlat):
         raise
     except Exception as cause:
@@ -226,14 +228,21 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
         given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
         raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
     _check_outputs(candidate.outputs, context, optional)
+    if kept and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
+        names = ", ".join(".".join(filter(None, key)) for key in kept)
+        warn(
+            f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an episode, "
+            f"nor does it follow its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and returns its "
+            f"new value (docs/policies.md, Memory)",
+            PolicyWarning,
+        )
     if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
-        warnings.warn(
+        warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
             f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
             f"then; or ask tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
             f"ProbabilisticTensorDictModule, or call eval()",
             PolicyWarning,
-            stacklevel=2,
         )
     return candidate
 
@@ -267,16 +276,22 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
 
 
+def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
+    """What the policy writes for a first observation, with the random numbers of this seed."""
+    inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
+    with torch.no_grad(), exploring(context.kind):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return dict(zip(candidate.written, candidate.once(inputs)))
+
+
 def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Whether the action follows from the observation and the random seed, but not from the observation alone."""
 
     def decided(seed: int) -> list[Any]:
-        inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
-        with untouched(policy), torch.no_grad(), exploring(context.kind):
-            torch.manual_seed(seed)
-            np.random.seed(seed)
-            random.seed(seed)
-            values = dict(zip(candidate.written, candidate.once(inputs)))
+        with untouched(policy):
+            values = _decided(candidate, first, context, seed)
         return [torch.as_tensor(values[key]) for key in context.spec.action]
 
     def same(one: list[Any], other: list[Any]) -> bool:
