@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
+from torch import nn
 
 from reap._system.user_line import warn
 from reap.core.columns.object_columns import ObjectColumn
@@ -225,8 +226,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     except Exception as cause:
         if optional:
             raise _missing(optional, columns, cause) from cause
-        given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
-        raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
+        raise _refused(policy, candidate.inputs, first, cause) from cause
     _check_outputs(candidate.outputs, context, optional)
     if kept and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
@@ -245,6 +245,25 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             PolicyWarning,
         )
     return candidate
+
+
+def _refused(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
+    """The error for a policy that raised on a first observation; it says so where dtypes are the likely reason."""
+    given = ", ".join(f"{show(k)} {_shown_dtype(v.dtype)}{list(v.shape)}" for k, v in zip(keys, first))
+    seen = {v.dtype for v in first if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    held = {p.dtype for p in policy.parameters()} if isinstance(policy, nn.Module) else set()
+    cure = ""
+    if held and seen - held:
+        here, there = (" and ".join(sorted(map(_shown_dtype, dtypes))) for dtypes in (seen - held, held))
+        cure = (
+            f". Its parameters are {there}, the observation is {here}: cast the one, with reap.envs.transforms, "
+            f"TransformedEnv(env, CastObservation()), or the other, policy.to(dtype)"
+        )
+    return WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}{cure}")
+
+
+def _shown_dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional: Sequence[Key]) -> None:
