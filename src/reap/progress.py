@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from reap._system.user_line import warn
 from reap.arguments import one_of, whole
 from reap.errors import missing
 
@@ -38,6 +39,10 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
     first = collector.stats()["frames"]
     with _DISPLAY[display](None if end == float("inf") else int(end), first, file) as show:
         if first >= end:
+            warn(
+                f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts from the "
+                f"collector's beginning; for more, give a larger one"
+            )
             return
         for batch in collector:
             scalars = clock.numbers(collector.stats(), batch)
