@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from reap._system.user_line import warn
 from reap.arguments import one_of, whole
-from reap.errors import missing
+from reap.errors import WrongArgument, missing
 
 _DISPLAYS = ("tqdm", "rich", "plain", "none")
 _EVERY = 10.0  # seconds between two plain lines
@@ -30,6 +30,8 @@ def progress(
     """Iterate over a collector's batches and show how far it is; see `BaseCollector.progress`."""
     whole("total", total, least=1, none=True)
     one_of("display", display, _DISPLAYS, none=True)
+    if logger is not None and not callable(getattr(logger, "log", None)):
+        raise WrongArgument(f"logger needs a method log(step, scalars), as those of reap.loggers, got {logger!r}")
     end = float(collector.options.total) if total is None else float(total)
     return _batches(collector, end, display or _usual(file), logger, sys.stderr if file is None else file)
 

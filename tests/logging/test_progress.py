@@ -10,7 +10,7 @@ import torch
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.errors import UsageError
+from reap.errors import UsageError, WrongArgument
 from reap.loggers import JSONLLogger
 from reap.testing import CountingEnv
 
@@ -73,6 +73,8 @@ def test_wrong_arguments_are_told_at_once():
         collector.progress(0)
     with pytest.raises(UsageError, match="display"):
         collector.progress(display="bar")
+    with pytest.raises(WrongArgument, match="logger needs a method log.*got 'runs'"):
+        collector.progress(150, logger="runs")
     collector.shutdown()
 
 
