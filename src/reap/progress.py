@@ -41,10 +41,11 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
     first = collector.stats()["frames"]
     with _DISPLAY[display](None if end == float("inf") else int(end), first, file) as show:
         if first >= end:
-            warn(
-                f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts from the "
-                f"collector's beginning; for more, give a larger one"
-            )
+            if end != collector.options.total:  # that was not asked for here
+                warn(
+                    f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts from "
+                    f"the collector's beginning; for more, give a larger one"
+                )
             return
         for batch in collector:
             scalars = clock.numbers(collector.stats(), batch)

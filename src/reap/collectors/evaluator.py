@@ -37,7 +37,7 @@ from reap.core.policies.signature import told_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.spec import AnyKey, Key, as_key, own_entry
 from reap.video import filmed
 from reap.weights.local import copied
@@ -108,7 +108,9 @@ class Evaluator:
     ) -> None:
         unknown = [name for name in later if name not in _LATER]
         if unknown:
-            raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
+            known = inspect.signature(Evaluator).parameters.keys() - {"later"}
+            hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)
+            raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
         given = [name for name, value in later.items() if value is not None]
         if given or (isinstance(backend, str) and backend == "ray"):
             raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
