@@ -145,11 +145,11 @@ def test_losing_the_carry_is_an_error():
         def forward(self, observation, seen):
             return observation[..., :1]
 
-    with pytest.raises(UsageError, match=r"\('next', 'seen'\).*are expected"):
+    with pytest.raises(UsageError, match=r"the new carry, \['seen'\] are expected"):
         Collector(lanes(), Forgets(), frames_per_batch=12)
     lost = TensorDictModule(lambda o, h: o[..., :1], ["observation", "seen"], ["action"])
     lost.carry = {"seen": torch.zeros(1)}
-    with pytest.raises(UsageError, match="declares the carry.*does not write"):
+    with pytest.raises(UsageError, match="declares the carry.*does not give"):
         Collector(lanes(), lost, frames_per_batch=12)
     undeclared = TensorDictModule(lambda o: (o[..., :1], o), ["observation"], ["action", ("next", "h")])
     with pytest.raises(UsageError, match="nothing says how that begins.*carry ="):
@@ -319,3 +319,53 @@ def test_what_else_a_policy_keeps_on_itself_is_its_own(what):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Collector(lanes(), OnItself(what), frames_per_batch=12).next()
+
+
+class Two(nn.Module):
+    """Has two states, `h` and `c`."""
+
+    carry = {"h": torch.zeros(1), "c": torch.zeros(1)}
+
+    def __init__(self, gives=lambda action, h, c: (action, h, c)):
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, observation, h, c):
+        return self.gives(observation[..., :1], h + 1, c + 2)
+
+
+class OneOfTwo(Two):
+    carry = {"h": torch.zeros(1)}
+
+
+class NoneOfTwo(Two):
+    carry = None
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        (NoneOfTwo(), {}, r"observations \['observation'\]\. .* carry = {'h': first value of one lane}"),
+        (OneOfTwo(), {}, r"its carry \['h'\]\. .* carry = {'c': first value of one lane}"),
+        (Two(lambda a, h, c: {"action": a, "h": h}), {}, r"carry \['c'\] but does not give.*under its own name"),
+        (Two(lambda a, h, c: (a, h)), {}, r"\['action'\], and then the new carry, \['h', 'c'\] are expected"),
+        (
+            Two(lambda a, h, c: (a, h)),
+            {"out_keys": ["action"]},
+            r"2 tensors; out_keys says \['action'\], and then the new carry, \['h', 'c'\]",
+        ),
+    ],
+)
+def test_errors_say_what_to_do_with_states(policy, options, words):
+    with pytest.raises(UsageError, match=words):
+        Collector(lanes(), policy, frames_per_batch=12, **options)
+
+
+@pytest.mark.parametrize("named", [["action", "value"], ["action", "value", "h", "c"], ["action", "value", "h"]])
+def test_out_keys_may_name_the_states(named):
+    policy = Two(lambda action, h, c: (action, action + 7, h, c))
+    batch = Collector(lanes(), policy, frames_per_batch=24, out_keys=named).next()
+    t = batch["observation"][..., 2:]
+    assert torch.equal(batch["h"], t)
+    assert torch.equal(batch["next", "c"], 2 * t + 2)
+    assert torch.equal(batch["value"], batch["action"] + 7)

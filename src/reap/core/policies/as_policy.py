@@ -278,7 +278,10 @@ def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional
         )
     lost = [key for key in context.carry if ("next", *key) not in outputs]
     if lost:
-        raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
+        raise UsageError(
+            f"policy declares the carry {show_keys(lost)} but does not give its new value: a function returns it, at the "
+            f"end of a tuple or under its own name, and a TensorDictModule writes {show(('next', *lost[0]))}"
+        )
     known = {*context.carry, *context.spec.primed, *optional}
     new = [key for key in outputs if key[0] == "next" and key[1:] not in known]
     if new:
