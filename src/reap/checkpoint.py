@@ -93,7 +93,8 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
     >>> done = load("run", collector=collector, policy=policy, optimizer=optimizer, trusted=True)
     >>> step = done.values["step"]
 
-    Objects that were saved and are not given are named in `left_out` of what is returned. An error names what is wrong, and nothing is loaded then.
+    Objects that were saved and are not given are named in `left_out` of what is returned. An error names what is wrong,
+    and nothing is loaded then.
     """
     place, about, states = _newest(_directory(path))
     objects = about["objects"]

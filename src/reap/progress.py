@@ -43,8 +43,8 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
         if first >= end:
             if end != collector.options.total:  # that was not asked for here
                 warn(
-                    f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts from "
-                    f"the collector's beginning; for more, give a larger one"
+                    f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts "
+                    f"from the collector's beginning; for more, give a larger one"
                 )
             return
         for batch in collector:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from reap.core.wrapped import Wrapped
-from reap.envs import GymEnv, SerialEnv, TorchEnv
+from reap.envs import EnvPoolEnv, GymEnv, SerialEnv, TorchEnv
 from reap.testing import CountingEnv, check_env
 
 
@@ -426,3 +427,10 @@ def test_what_cannot_be_seeded_is_remarked():
     (remark,) = check_env(Days)
     assert remark.startswith("It takes no seed: ")
     assert "Days cannot be seeded from outside" in remark
+
+
+def test_nothing_is_said_of_the_collector_that_tries_an_asynchronous_pool():
+    pytest.importorskip("envpool")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="frames_per_batch")
+        check_env(lambda: EnvPoolEnv("CartPole-v1", num_envs=4, batch_size=2), steps=40)

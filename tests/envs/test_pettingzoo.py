@@ -237,3 +237,14 @@ def test_plain_policies_of_a_group_name_what_they_read_by_its_last_part():
     assert torch.equal(batch["agents", "action"], batch[KEY].sum(-1, keepdim=True) * batch["agents", "mask"][..., None])
     plain = Collector(Town(PLAN), lambda sight: sight.sum(-1, keepdim=True), frames_per_batch=28).next()
     assert torch.equal(plain["agents", "action"], plain[KEY].sum(-1, keepdim=True))
+
+
+def test_a_class_is_not_an_env():
+    class Game:
+        possible_agents = ("a",)
+
+        def observation_space(self, agent):
+            raise AssertionError("it was called as if it were an env")
+
+    with pytest.raises(WrongArgument, match="takes an env, got the class Game: call it"):
+        PettingZooEnv(Game)

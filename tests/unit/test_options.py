@@ -623,7 +623,11 @@ def test_warnings_point_at_the_caller():
 @pytest.mark.parametrize(
     ("kind", "given", "words"),
     [
-        (Collector, {"num_workers": 2}, r"'num_workers'; worker processes are MultiSyncCollector.* num_collectors=2\)$"),
+        (
+            Collector,
+            {"num_workers": 2},
+            r"'num_workers'; worker processes are MultiSyncCollector.* num_collectors=2\)$",
+        ),
         (Collector, {"timeout": 3}, r"'timeout': it is for collectors with.*ParallelEnv\(…, timeout=…\)$"),
         (Collector, {"cat_results": 0}, "'cat_results': it is for collectors with worker processes$"),
         (Collector, {"frame_per_batch": 3}, "'frame_per_batch'; did you mean 'frames_per_batch'"),

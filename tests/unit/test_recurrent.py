@@ -304,7 +304,9 @@ class OnItself(nn.Module):
 @pytest.mark.parametrize("what", ["state", "lstm"])
 def test_state_that_a_policy_keeps_on_itself_is_warned_of(what):
     policy = OnItself(what)
-    with pytest.warns(PolicyWarning, match="OnItself keeps its state on itself, as h: it is not begun anew.*carry") as told:
+    with pytest.warns(
+        PolicyWarning, match="OnItself keeps its state on itself, as h: it is not begun anew.*carry"
+    ) as told:
         collector = Collector(lanes(), policy, frames_per_batch=12)
     assert [one.filename for one in told] == [__file__], "the line of who made it"
     assert policy.h is None

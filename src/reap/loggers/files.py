@@ -117,7 +117,9 @@ class SeveralLoggers(Logger):
 
 def _check_open(logger: Logger, file: TextIO) -> None:
     if file.closed:
-        raise WrongState(f"this {type(logger).__name__} is closed; a new one of the same directory goes on with its file")
+        raise WrongState(
+            f"this {type(logger).__name__} is closed; a new one of the same directory goes on with its file"
+        )
 
 
 def _video(directory: Path, name: str, step: int, video: Any, fps: float) -> Path:

@@ -59,7 +59,7 @@ class _Stream:
         env = as_env(make())
         per_batch = max(1, steps // _BATCHES)
         self._left = -(-steps // per_batch)
-        self._collector = Collector(env, frames_per_batch=env.spec.lanes * per_batch)
+        self._collector = Collector(env, frames_per_batch=env.spec.all_lanes * per_batch)
         self.refused: str | None = None
         generators.scatter(seed)
         try:

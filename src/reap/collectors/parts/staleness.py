@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from reap._system.user_line import warn
 from reap._foreign import torch_internals
+from reap._system.user_line import warn
 
 _WATCHED = 256  # parameters, evenly among all
 _READ = 8  # of them a number each

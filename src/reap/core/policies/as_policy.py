@@ -231,9 +231,9 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
     if kept and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
         warn(
-            f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an episode, "
-            f"nor does it follow its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and returns its "
-            f"new value (docs/policies.md, Memory)",
+            f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
+            f"episode, nor does it follow its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and "
+            f"returns its new value (docs/policies.md, Memory)",
             PolicyWarning,
         )
     if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
@@ -279,8 +279,8 @@ def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional
     lost = [key for key in context.carry if ("next", *key) not in outputs]
     if lost:
         raise UsageError(
-            f"policy declares the carry {show_keys(lost)} but does not give its new value: a function returns it, at the "
-            f"end of a tuple or under its own name, and a TensorDictModule writes {show(('next', *lost[0]))}"
+            f"policy declares the carry {show_keys(lost)} but does not give its new value: a function returns it, at "
+            f"the end of a tuple or under its own name, and a TensorDictModule writes {show(('next', *lost[0]))}"
         )
     known = {*context.carry, *context.spec.primed, *optional}
     new = [key for key in outputs if key[0] == "next" and key[1:] not in known]

@@ -27,7 +27,9 @@ def attributes(policy: Any) -> Attributes:
     return {(path, name): value for path, part in _parts(policy).items() for name, value in vars(part).items()}
 
 
-def assigned(policy: Any, before: Attributes, size: tuple[int, ...], observed: Collection[tuple[int, ...]]) -> Attributes:
+def assigned(
+    policy: Any, before: Attributes, size: tuple[int, ...], observed: Collection[tuple[int, ...]]
+) -> Attributes:
     """The attributes that are tensors of so many lanes now and were not the same before.
 
     `observed` are the shapes of one lane's observations: a mean of them is none of a lane.

@@ -331,6 +331,8 @@ class PettingZooEnv(EnvBase):
     ) -> None:
         if mode not in (None, "group", "lanes", "turns"):
             raise UsageError(f"mode must be 'group', 'lanes' or 'turns', got {mode!r}")
+        if isinstance(env, type):
+            raise WrongArgument(f"PettingZooEnv takes an env, got the class {env.__name__}: call it")
         if not is_pettingzoo(env):
             raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
         lanes: Env

@@ -63,7 +63,7 @@ from reap.envs.parallel.env_child import (
     loose_leaves,
     serve,
 )
-from reap.envs.parallel.lane_workers import joint_spec, joint_traits
+from reap.envs.parallel.lane_workers import joint_spec, joint_traits, lanes_named
 from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerError, WorkerSilent
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
@@ -307,8 +307,7 @@ class ProcessLanes(Env):
         return _logged(self._name(remote), remote.child.death())
 
     def _name(self, remote: EnvProcess) -> str:
-        lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
-        return f"of {lanes}{remote.child.label}"
+        return f"of {lanes_named(remote.first, remote.last)}{remote.child.label}"
 
     def named(self, error: ReapError, remote: EnvProcess) -> ReapError:
         if error.lane is not None:

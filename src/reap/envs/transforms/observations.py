@@ -53,9 +53,7 @@ class CastObservation(Transform):
         keys: which observations; None: all that are floating-point numbers.
     """
 
-    def __init__(
-        self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
         if not isinstance(dtype, torch.dtype) or dtype is torch.bfloat16:
             raise WrongArgument(f"dtype must be one of torch's that NumPy has too, as torch.float32, got {dtype!r}")
         self.dtype, self.keys = dtype, keys
