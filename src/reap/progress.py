@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from reap._system.user_line import warn
 from reap.arguments import one_of, whole
-from reap.errors import WrongArgument, missing
+from reap.errors import WrongArgument, missing, warn
 
 _DISPLAYS = ("tqdm", "rich", "plain", "none")
 _EVERY = 10.0  # seconds between two plain lines

@@ -108,9 +108,7 @@ class Evaluator:
     ) -> None:
         unknown = [name for name in later if name not in _LATER]
         if unknown:
-            known = inspect.signature(Evaluator).parameters.keys() - {"later"}
-            hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)
-            raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
+            raise _unknown(unknown[0])
         given = [name for name, value in later.items() if value is not None]
         if given or (isinstance(backend, str) and backend == "ray"):
             raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
@@ -528,3 +526,10 @@ def record_video(
     return {name.removeprefix("video/"): value for name, value in found.items() if name != "video/step"} | {
         "video": str(place)
     }
+
+
+def _unknown(name: str) -> WrongArgument:
+    """The error for an option that an Evaluator does not have, with the one that is meant."""
+    known = inspect.signature(Evaluator).parameters.keys() - {"later"}
+    hint = "; did you mean 'num_trajectories'?" if "episodes" in name else nearest(name, known)
+    return WrongArgument(f"Evaluator has no option {name!r}{hint}")

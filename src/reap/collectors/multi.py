@@ -18,7 +18,6 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.pickling import Packed, pack_bytes
-from reap._system.user_line import warn
 from reap.arguments import MOST_LANES, whole
 from reap.backends.background_runner import BackgroundRunner
 from reap.backends.base import Delivery
@@ -38,7 +37,7 @@ from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
 from reap.envs.gym_registry import for_workers
-from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState, warn
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from reap._foreign import torch_internals
-from reap._system.user_line import warn
+from reap.errors import warn
 
 _WATCHED = 256  # parameters, evenly among all
 _READ = 8  # of them a number each

@@ -20,7 +20,6 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
-from reap._system.user_line import warn
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
@@ -32,7 +31,7 @@ from reap.core.policies.signature import match, takes_tensordict, told
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState, warn
 from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show, show_keys
 
 
