@@ -61,8 +61,11 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
         raise WrongArgument(f"keep must be a whole number >= 0, got {keep!r}")
     if not parts:
         raise UsageError("nothing to save: give the parts by name, as in save(path, collector=collector)")
-    collectors = [part for part in parts.values() if isinstance(part, BaseCollector)]
-    states = _states(parts, [one for one in collectors if one.is_running()])
+    objects = [name for name, part in parts.items() if callable(getattr(part, "state_dict", None))]
+    values = {name: _value(name, part) for name, part in parts.items() if name not in objects}
+    collectors = [part for part in parts.values() if isinstance(part, BaseCollector) and part.is_running()]
+    taken = _states({name: parts[name] for name in objects}, collectors)
+    states = {name: taken[name] if name in objects else values[name] for name in parts}
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root) as handle:
@@ -70,7 +73,7 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
             place = root / f"checkpoint-{number:08}"
             try:
                 place.mkdir()
-                _write(place, number, states)
+                _write(place, number, states, objects)
                 sync(handle)
             except BaseException:
                 shutil.rmtree(place, ignore_errors=True)
@@ -126,7 +129,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
 
 
 def _put_back(part: Any, state: Any) -> bool:
-    """Whether a part takes the state that it had before."""
+    """Put a part back into the state that it had before; returns whether it took it."""
     try:
         part.load_state_dict(state)
     except Exception:
@@ -152,18 +155,15 @@ def _directory(path: Any) -> Path:
     return Path(path)
 
 
-def _states(parts: Mapping[str, Any], running: Sequence[BaseCollector]) -> dict[str, Any]:
-    """The state of each part, while these collectors rest: no row is written after one was taken and before another."""
+def _states(objects: Mapping[str, Any], running: Sequence[BaseCollector]) -> dict[str, Any]:
+    """Return the state of each, while these collectors rest: no row is written between the first and the last."""
     if running:
         with running[0].pause():
-            return _states(parts, running[1:])
-    return {name: _state_of(name, part) for name, part in parts.items()}
+            return _states(objects, running[1:])
+    return {name: part.state_dict() for name, part in objects.items()}
 
 
-def _state_of(name: str, part: Any) -> Any:
-    state = getattr(part, "state_dict", None)
-    if callable(state):
-        return _Object(state())
+def _value(name: str, part: Any) -> Any:
     try:
         return _plain(part)
     except TypeError:
@@ -172,12 +172,8 @@ def _state_of(name: str, part: Any) -> Any:
         ) from None
 
 
-class _Object(NamedTuple):
-    state: Any
-
-
 def _plain(value: Any) -> Any:
-    """A value that can be read without executing anything: NumPy's scalars, which cannot, become Python's."""
+    """Return the value as one that is read without executing anything: NumPy's scalars, which are not, as Python's."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Mapping):
@@ -191,19 +187,15 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-def _write(place: Path, number: int, states: Mapping[str, Any]) -> None:
-    files = {}
-    for name, state in states.items():
-        files[name] = save_tensors(state.state if isinstance(state, _Object) else state, place / f"{name}.pt")
-    objects = [name for name, state in states.items() if isinstance(state, _Object)]
+def _write(place: Path, number: int, states: Mapping[str, Any], objects: Sequence[str]) -> None:
+    files = {name: save_tensors(state, place / f"{name}.pt") for name, state in states.items()}
     about = {"format": _FORMAT, "reap": __version__, "torch": torch.__version__, "number": number}
     handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     try:
         write_manifest(place / f"{_MARKER}.new", {**about, "objects": objects, "files": files})
         os.replace(place / f"{_MARKER}.new", place / _MARKER)
-        sync(
-            handle
-        )  # names of files too, before anything older is removed: a marker without its files is no checkpoint
+        # Names of files too, before anything older is removed: a marker without its files is no checkpoint.
+        sync(handle)
     finally:
         os.close(handle)
 

@@ -20,6 +20,7 @@ import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 
+from reap.core.capture.chance import is_shared
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
@@ -27,7 +28,7 @@ from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
 from reap.core.policies.kept_on_self import acts_by, assigned, attributes
-from reap.core.policies.signature import match, takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
@@ -140,7 +141,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
-    call = told(policy, context.kind, call, taken)
+    call = bind_exploration(policy, context.kind, call, taken)
     made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
     return _probed(made, policy, context)
 
@@ -169,7 +170,7 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
-        whole.call = told(policy, context.kind, whole.call)
+        whole.call = bind_exploration(policy, context.kind, whole.call)
     return _probed(whole, policy, context)
 
 
@@ -227,7 +228,7 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
             raise _missing(optional, columns, cause) from cause
         raise _refused(policy, candidate.inputs, first, cause) from cause
     _check_outputs(candidate.outputs, context, optional)
-    if kept and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
+    if kept and not is_shared() and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
         names = ", ".join(".".join(filter(None, key)) for key in kept)
         warn(
             f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
@@ -309,6 +310,8 @@ def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyConte
 
 def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+    if is_shared():
+        return False  # seeds are tried only where nobody else draws
 
     def decided(seed: int) -> list[Any]:
         with untouched(policy):
