@@ -473,7 +473,8 @@ def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
         return wanted
     if wanted != _REWARD or len(found) != 1:
         raise UsageError(
-            f"Evaluator: the episodes have no {wanted}; name the reward's key, reward_keys=…: there are {found or 'none'}"
+            f"Evaluator: the episodes have no {wanted}; name the reward's key, reward_keys=…: there are "
+            f"{found or 'none'}"
         )
     return found[0]
 
