@@ -262,15 +262,15 @@ def test_an_evaluator_finds_the_reward_of_a_group(backend):
 
 
 class Stayers(Town):
-    """Lists all agents for ever; `lasts[i]` is the last step of agent i, whose flag is True from then on."""
+    """Lists its agents after their end; `lasts[i]` is the last step of agent i, whose flag is True from then on."""
 
-    def __init__(self, lasts, *, repeats=True, silent=()):
-        super().__init__([[(0, 99)] for _ in lasts])
-        self.lasts, self.repeats, self.silent = lasts, repeats, silent
+    def __init__(self, lasts, *, plan=None, silent=()):
+        super().__init__(plan or [[(0, 99)] for _ in lasts])
+        self.lasts, self.silent = lasts, silent
 
     def step(self, actions):
         seen, rewards, _, _, _ = super().step(actions)
-        over = {name: self.t >= last if self.repeats else self.t == last for name, last in zip(self.agents, self.lasts)}
+        over = {name: self.t >= self.lasts[int(name[1:])] for name in actions}
         for name in self.silent:
             del rewards[name]
         return seen, rewards, over, dict.fromkeys(over, False), {}
@@ -296,6 +296,11 @@ def test_agents_as_lanes_end_though_all_are_listed():
     batch = Collector(env, lambda observation: torch.zeros(2, 1), frames_per_batch=12).next()
     assert batch["next", "done"][..., 0].tolist() == [[False, False, True] * 2, [True] * 6]
     assert batch["observation"][..., 2].tolist() == [[0, 1, 2] * 2] * 2
+    env = PettingZooEnv(Stayers([3, 1], plan=[[(0, 99)], [(0, 0)]]), mode="lanes")  # the second leaves as it should
+    batch = Collector(env, lambda observation: torch.zeros(2, 1), frames_per_batch=12).next()
+    assert batch["next", "done"][0, :, 0].tolist() == [False, False, True] * 2
+    assert batch["observation"][0, :, 2].tolist() == [0, 1, 2] * 2
+    assert batch["collector", "mask"][1].tolist() == [True, False, False] * 2
 
 
 @pytest.mark.parametrize("mode", ["group", "lanes"])

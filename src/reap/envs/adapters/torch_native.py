@@ -112,7 +112,7 @@ class TorchLanes(Env):
             for array, (key, value) in zip(row.next, self._tensors(observation)):
                 torch.from_numpy(array).copy_(self._fit(key, value))
             torch.from_numpy(row.reward).copy_(reward.reshape(self._count))
-            done = (terminated | truncated).reshape(self._count)
+            done: Tensor = (terminated | truncated).reshape(self._count)
             if not bool(done.any()):
                 return []
             torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
