@@ -22,6 +22,7 @@ import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import FLAGS, Row
+from reap.envs.adapters.gymnasium_state import restore_world, saved_world
 from reap.envs.adapters.pettingzoo_aec import Agents, TurnLanes
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -229,11 +230,11 @@ class GroupLanes(Env):
                 write(observation, views, index[name])
 
     def open_state(self) -> Any:
-        return [world.open_state(lane) for lane, world in enumerate(self._worlds)]
+        return [saved_world(world.env, lane) for lane, world in enumerate(self._worlds)]
 
     def load_open_state(self, state: Any) -> None:
         for world, one in zip(self._worlds, state):
-            world.load_open_state(one)
+            restore_world(one, world.env)
 
     def close(self) -> None:
         for world in self._worlds:
@@ -319,10 +320,10 @@ class AgentLanes(Env):
         return ended
 
     def open_state(self) -> Any:
-        return self._world.open_state(0)
+        return saved_world(self._world.env)
 
     def load_open_state(self, state: Any) -> None:
-        self._world.load_open_state(state)
+        restore_world(state, self._world.env)
 
     def close(self) -> None:
         self._world.env.close()
