@@ -226,6 +226,8 @@ def test_one_that_is_dropped_ends_its_thread(tmp_path, slow_disk):
 
 PROGRAM = """
 import sys
+import threading
+
 from reap.collectors import Collector
 from reap.data import record
 from reap.testing import CountingEnv
@@ -236,12 +238,13 @@ for _ in range(4):
     collector.next()
 collector.shutdown()
 if sys.argv[3] == "interrupted":  # its wait was broken off, and the program goes on to its end
-    thread = recording._writer._thread
-    thread.join = lambda: 1 / 0
+    changed = recording._writer._work.changed
+    here, wait_for = threading.current_thread(), changed.wait_for
+    changed.wait_for = lambda what: 1 / 0 if threading.current_thread() is here else wait_for(what)
     try:
         recording.close()
     except ZeroDivisionError:
-        del thread.join
+        changed.wait_for = wait_for
     else:
         raise SystemExit("not interrupted")
 print("fine")
