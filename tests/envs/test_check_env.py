@@ -285,6 +285,27 @@ class Walk:
         return self.x, over.float(), over, torch.zeros_like(over)
 
 
+class ResetsInside(Walk):
+    """Calls its own reset, and begins at random."""
+
+    def reset(self, mask):
+        self.x = torch.where(mask.unsqueeze(1), torch.rand(2, 1, generator=self.generator), self.x)
+        return self.x
+
+    def step(self, action):
+        _, reward, over, cut = super().step(action)
+        return self.reset(over), reward, over, cut
+
+
+class ResetsInPlace(Walk):
+    """Puts lanes that ended back home without a call."""
+
+    def step(self, action):
+        _, reward, over, cut = super().step(action)
+        self.x = torch.where(over.unsqueeze(1), 0.0, self.x)
+        return self.x, reward, over, cut
+
+
 class WalksIntoNothing(Walk):
     def step(self, action):
         x, *rest = super().step(action)
@@ -344,6 +365,8 @@ def closes_badly():
 BROKEN_ROWS = {
     "nan": (lambda: TorchEnv(WalksIntoNothing()), "'observation' has NaN in it"),
     "seed": (lambda: TorchEnv(WalksUnseeded()), r"Two copies with the same seed \(7\) and actions differ"),
+    "resets": (lambda: TorchEnv(ResetsInside()), r"resets itself inside step.*reap calls reset\(mask\)"),
+    "unwrapped": (Walk, r"Walk, which is no kind of env that reap knows; .*wrap it, TorchEnv\(Walk\(…\)\)"),
     "shared": (lambda: TorchEnv(WalksTogether()), "Copies share state"),
     "chain": (Drifts, "the row of step 0 ends with another 'observation' than the next row"),
     "flags": (NeverOver, "done'.* is not what terminated and truncated say together"),
@@ -403,6 +426,11 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_good_envs_of_every_kind_pass(name):
     assert check_env(GOOD[name], steps=100) == []
+
+
+def test_last_observations_that_are_first_ones_are_remarked():
+    (remark,) = check_env(lambda: TorchEnv(ResetsInPlace()))
+    assert "If the env resets itself inside step, the true last one is lost" in remark
 
 
 def test_what_cannot_be_seeded_is_remarked():
