@@ -153,7 +153,7 @@ def _action_column(key: Key, shape: tuple[int, ...], values: torch.Tensor, leaf:
 
 def _decoder(space: gym.Space[Any], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[..., Any]:
     """The function from rows of an action column to what the env is given for them."""
-    return Actions(space, categorical=False).batch_decoder({("action",): Leaf(shape, dtype, space)})
+    return Actions(space, categorical=False).decoder({("action",): Leaf(shape, dtype, space)}, batch=True)
 
 
 def as_tensordict(columns: Sequence[Column], arrays: Mapping[str, Array]) -> TensorDict:

@@ -17,6 +17,7 @@ from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.adapters.jax import JaxEnv, is_brax, is_gymnax
 from reap.envs.adapters.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.envs.adapters.puffer import PufferLibEnv, is_puffer
+from reap.envs.adapters.torch_native import TorchBatch
 from reap.envs.base import EnvBase
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
@@ -77,7 +78,9 @@ def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
         if isinstance(source, gym.vector.VectorEnv):
             return VectorLanes(source)
         return GymLanes([source]) if isinstance(source, gym.Env) else source
-    raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")
+    raise WrongArgument(
+        f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}{torch_hint(source)}"
+    )
 
 
 def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -91,6 +94,12 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     if callable(made) and not is_env(made):
         raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
     return made, {}
+
+
+def torch_hint(thing: Any) -> str:
+    """What to do with an env written in torch that was given as it is; nothing for other things."""
+    torch_env = not isinstance(thing, type) and isinstance(thing, TorchBatch)
+    return f"; it looks like an env written in torch: wrap it, TorchEnv({type(thing).__name__}(…))" if torch_env else ""
 
 
 def is_env(source: Any) -> bool:
