@@ -227,7 +227,7 @@ def test_the_format_is_seen_from_the_suffix_or_asked_for(tmp_path):
         export(None, tmp_path / "none")
 
 
-@pytest.mark.parametrize("name", ["total_frames", "max_frames_per_traj", "init_random_frames"])
+@pytest.mark.parametrize("name", ["max_frames_per_traj", "init_random_frames"])
 def test_numbers_below_minus_one_are_refused(name):
     with pytest.raises(UsageError, match=f"{name} must be .*-1.*-5"):
         Collector("CartPole-v1", frames_per_batch=10, **{name: -5})

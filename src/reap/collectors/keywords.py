@@ -20,7 +20,7 @@ class CommonOptions(TypedDict, total=False):
     """What every collector can be told."""
 
     total_frames: int | None
-    """Stop after this many (the last batch is whole); -1 or None: never."""
+    """Stop after this many (the last batch is whole); negative or None: never."""
     out_keys: Sequence[AnyKey] | None
     """What the parts of a tuple that a function of tensors returns are called, the action among them."""
     max_frames_per_traj: int | None

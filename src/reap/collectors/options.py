@@ -80,7 +80,7 @@ class Options:
 
     Args:
         frames_per_batch: frames in a batch, over all lanes; rounded up to a whole number of steps.
-        total_frames: stop after this many (the last batch is whole); -1 or None: never.
+        total_frames: stop after this many (the last batch is whole); negative or None: never.
         policy_factory: makes the policy, in place of `policy`.
         out_keys: what the parts of a tuple that a function of tensors returns are called, the action among them.
         create_env_kwargs: keywords for the env's factory.
@@ -211,7 +211,8 @@ class Options:
         self._whole("frames_per_batch", least=1)
         for name in ("total_frames", "max_frames_per_traj", "init_random_frames", "worker_idx"):
             most = None if name == "total_frames" else MOST
-            self._whole(name, least=None if name == "worker_idx" else -1, most=most, none=True)
+            least = None if name in ("total_frames", "worker_idx") else -1  # any negative total is without end
+            self._whole(name, least=least, most=most, none=True)
         for name in ("postproc", "pre_collect_hook", "post_collect_hook", "policy_factory", "init_fn"):
             function(name, getattr(self, name))
         for name in _FLAGS:
