@@ -24,7 +24,7 @@ from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume, Packed, packed
 from reap.core.slot import Row
 from reap.core.wrapped import Wrapped
-from reap.errors import ReapError, UsageError, WorkerRaised
+from reap.errors import ReapError, UsageError, raised_by
 from reap.spec import Key, Leaf
 
 FORMAT = 1
@@ -59,9 +59,9 @@ class RecordsActions(Wrapped):
         try:
             super().reset(lanes, into, seeds)
         except Exception as cause:
-            error = cause if isinstance(cause, ReapError) else WorkerRaised(f"env.reset raised {cause!r}")
+            error = cause if isinstance(cause, ReapError) else raised_by("env.reset raised", cause)
             self._write(error, "reset")
-            raise error from (cause.__cause__ if error is cause else cause)
+            raise error from error.__cause__
         chosen = list(lanes)
         self._began[chosen] = self._before + len(self._steps)
         for i, lane in enumerate(chosen):
@@ -86,9 +86,9 @@ class RecordsActions(Wrapped):
         try:
             return super().step(lanes, row)
         except Exception as cause:
-            error = cause if isinstance(cause, ReapError) else WorkerRaised(f"the env raised {cause!r}")
+            error = cause if isinstance(cause, ReapError) else raised_by("the env raised", cause)
             self._write(error, "step")
-            raise error from (cause.__cause__ if error is cause else cause)
+            raise error from error.__cause__
 
     def _write(self, error: ReapError, during: str) -> None:
         """Write the file, and say in the error where it is. What goes wrong with it must not hide the error."""

@@ -23,7 +23,7 @@ from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.errors import ReapError, SpecMismatch, UsageError, WrongArgument, raised_by
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
@@ -253,9 +253,7 @@ def _raised_in(lane: int, cause: Exception, what: str) -> ReapError:
     """The error for what the env of a lane has raised."""
     if isinstance(cause, ReapError):
         return cause.at(lane=lane)
-    error = WorkerRaised(f"{what} {cause!r}").at(lane=lane)
-    error.__cause__ = cause
-    return error
+    return raised_by(what, cause).at(lane=lane)
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):
