@@ -455,9 +455,10 @@ def shows_options(
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
-        for made in {"__new__", "__init__"} & vars(cls).keys():
-            getattr(cls, made).__signature__ = shown
+        if made := {"__new__", "__init__"} & vars(cls).keys():  # else it shows those of its base
+            shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
+            for name in made:
+                getattr(cls, name).__signature__ = shown
         if cls.__doc__ is not None and (head := cls.__doc__.partition("    **options: see")[0]) != cls.__doc__:
             lines = [
                 textwrap.fill(f"{name}: {text}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
