@@ -35,7 +35,7 @@ BELOW = {
     "core.lanes": {"core.measuring"},
     "core.measuring": set(),
     "core.policies": {"core.capture", "core.columns"},
-    "core.device": {"core.measuring", "core.policies"},
+    "core.device": {"core.columns", "core.measuring", "core.policies"},
     "_system.shared_objects": set(),
     "_system.fork_server": {"_system.shared_objects"},
     "buffers.storage": set(),
@@ -154,6 +154,7 @@ NOT_FOREIGN = {
 }
 KNOWN_BY_ONE = {
     "backends.remote.ray": {"_private", "_system_config", "_temp_dir", "_node_ip_address"},
+    "envs.adapters.atari": {"_get_obs"},
     "envs.adapters.dm": {"_task", "_random"},
     "envs.adapters.gymnasium_checks": {"_has_reset", "_elapsed_steps", "_max_episode_steps"},
 }

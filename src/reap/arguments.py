@@ -17,7 +17,7 @@ MOST_LANES = 2**16  # or workers
 
 
 def whole(name: str, value: Any, *, least: int | None = 1, most: int | None = MOST, none: bool = False) -> int | None:
-    """A whole number, also one that came as 1e6 or out of NumPy."""
+    """Return a whole number as an int, also one that came as 1e6 or out of NumPy."""
     if value is None and none:
         return None
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -30,8 +30,14 @@ def whole(name: str, value: Any, *, least: int | None = 1, most: int | None = MO
     return int(value)
 
 
+def count(name: str, value: Any, *, least: int = 1) -> None:
+    """Refuse what is no int of at least this much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+
+
 def seconds(name: str, value: Any, *, none: bool = True, zero: bool = False, most: float = LONGEST) -> float | None:
-    """A time to wait; None: without a limit."""
+    """Return a time to wait as a float; None: without a limit."""
     if value is None and none:
         return None
     expected = f"a number of seconds {'≥' if zero else '>'} 0"
@@ -46,14 +52,14 @@ def seconds(name: str, value: Any, *, none: bool = True, zero: bool = False, mos
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> None:
-    """True or False; scripts also write 1 and 0."""
+    """Refuse what is neither True nor False; scripts also write 1 and 0."""
     if (value is None and none) or (isinstance(value, (bool, int, np.bool_)) and value in (0, 1)):
         return
     raise WrongArgument(f"{name} must be True or False{' or None' if none else ''}, got {value!r}")
 
 
 def one_of(name: str, value: Any, choices: Iterable[str], *, none: bool = False) -> None:
-    """One of a few words."""
+    """Refuse what is none of these words."""
     known = list(choices)
     if (value is None and none) or (isinstance(value, str) and value in known):
         return
@@ -62,13 +68,13 @@ def one_of(name: str, value: Any, choices: Iterable[str], *, none: bool = False)
 
 
 def function(name: str, value: Any, *, none: bool = True) -> None:
-    """Something that can be called."""
+    """Refuse what cannot be called."""
     if not callable(value) and not (value is None and none):
         raise WrongArgument(f"{name} must be callable, got {type(value).__name__}")
 
 
 def mapping(name: str, value: Any, *, none: bool = True) -> None:
-    """A mapping from words."""
+    """Refuse what is no mapping from texts."""
     if value is None and none:
         return
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

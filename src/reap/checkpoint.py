@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +56,14 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
         raise WrongArgument(f"keep must be a whole number >= 0, got {keep!r}")
     if not parts:
         raise UsageError("nothing to save: give the parts by name, as in save(path, collector=collector)")
-    states = {name: _state_of(name, part) for name, part in parts.items()}
+    objects = [name for name, part in parts.items() if callable(getattr(part, "state_dict", None))]
+    for name, part in parts.items():
+        if name not in objects and not _plain(part):
+            raise WrongArgument(
+                f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and "
+                f"tensors"
+            )
+    states = {name: part.state_dict() if name in objects else part for name, part in parts.items()}
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root) as handle:
@@ -64,7 +71,7 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
             place = root / f"checkpoint-{number:08}"
             try:
                 place.mkdir()
-                _write(place, number, states)
+                _write(place, number, states, objects)
                 sync(handle)
             except BaseException:
                 shutil.rmtree(place, ignore_errors=True)
@@ -118,7 +125,7 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
 
 
 def _put_back(part: Any, state: Any) -> bool:
-    """Whether a part takes the state that it had before."""
+    """Put a part back into the state that it had before; returns whether it took it."""
     try:
         part.load_state_dict(state)
     except Exception:
@@ -144,21 +151,6 @@ def _directory(path: Any) -> Path:
     return Path(path)
 
 
-def _state_of(name: str, part: Any) -> Any:
-    state = getattr(part, "state_dict", None)
-    if callable(state):
-        return _Object(state())
-    if not _plain(part):
-        raise WrongArgument(
-            f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and tensors"
-        )
-    return part
-
-
-class _Object(NamedTuple):
-    state: Any
-
-
 def _plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, (str, int)) and _plain(one) for key, one in value.items())
@@ -167,19 +159,15 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
 
 
-def _write(place: Path, number: int, states: Mapping[str, Any]) -> None:
-    files = {}
-    for name, state in states.items():
-        files[name] = save_tensors(state.state if isinstance(state, _Object) else state, place / f"{name}.pt")
-    objects = [name for name, state in states.items() if isinstance(state, _Object)]
+def _write(place: Path, number: int, states: Mapping[str, Any], objects: Sequence[str]) -> None:
+    files = {name: save_tensors(state, place / f"{name}.pt") for name, state in states.items()}
     about = {"format": _FORMAT, "reap": __version__, "torch": torch.__version__, "number": number}
     handle = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     try:
         write_manifest(place / f"{_MARKER}.new", {**about, "objects": objects, "files": files})
         os.replace(place / f"{_MARKER}.new", place / _MARKER)
-        sync(
-            handle
-        )  # names of files too, before anything older is removed: a marker without its files is no checkpoint
+        # Names of files too, before anything older is removed: a marker without its files is no checkpoint.
+        sync(handle)
     finally:
         os.close(handle)
 

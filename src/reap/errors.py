@@ -13,6 +13,7 @@
     │   ├── WorkerDied                       its process ended: exit code or signal, and its last stack if there is one
     │   ├── WorkerSilent                     nothing came from it for longer than `timeout`; with its stack
     │   └── ServerGone                       the inference server a client asks is shut down, or its process has ended
+    ├── RecordingFailed (RuntimeError)   a recording could not be written to its file; the cause says why
     ├── NoSpace (OSError)                a disk, or the memory, does not hold what is asked for; nothing was lost
     ├── NotReady (TimeoutError)          answers did not come in the time they were given; ask again
     └── MissingDependency (ImportError)  an optional library is not installed
@@ -100,6 +101,10 @@ class ServerGone(WorkerError):
     """The inference server is shut down, or its process has ended: nobody will answer."""
 
 
+class RecordingFailed(ReapError, RuntimeError):
+    """Episodes could not be written to a dataset; `__cause__` is what its format or the disk said."""
+
+
 class NoSpace(ReapError, OSError):
     """A disk or the memory does not hold what is asked for. What was there before is whole."""
 
@@ -113,12 +118,12 @@ class MissingDependency(ReapError, ImportError):
 
 
 def missing(library: str, extra: str) -> MissingDependency:
-    """The error for an absent optional library."""
+    """Return the error for an absent optional library."""
     return MissingDependency(f"{library} is not installed; pip install 'reap[{extra}]'")
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """A hint at the closest of `words`, or nothing when none is close."""
+    """Return a hint at the closest of `words`, or nothing when none is close."""
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -128,6 +133,13 @@ def reraise(what: str, cause: Exception) -> NoReturn:
     if isinstance(cause, ReapError):
         raise cause
     raise raised_by(f"{what} raised", cause)
+
+
+def as_raised(what: str, cause: BaseException) -> ReapError:
+    """Return what a user's code has raised as the cause of a `WorkerRaised`, which begins with `what`; an error of ours
+    stays as it is.
+    """
+    return cause if isinstance(cause, ReapError) else raised_by(what, cause)
 
 
 def raised_by(what: str, cause: BaseException) -> WorkerRaised:

@@ -55,7 +55,7 @@ class FailurePolicy:
     deaths_only: bool = False
 
     def chosen_for(self, error: ReapError, *, building: bool) -> FailureAction:
-        """What to do about this one; `building`: it is one of the first workers, and was not there yet."""
+        """Return what to do about this one; `building`: it is one of the first workers, and was not there yet."""
         mistaken = building and (self.action == "drop" or self.deaths_only or isinstance(error, UsageError))
         return "raise" if mistaken or (self.deaths_only and not isinstance(error, WorkerDied)) else self.action
 
@@ -132,7 +132,7 @@ class RestartBudget:
 
 
 def refused(error: ReapError, why: str) -> ReapError:
-    """The error of a worker that is not started again."""
+    """Return the error of a worker that is not started again."""
     error.args = (f"{error.args[0] if error.args else ''} ({why})", *error.args[1:])
     return error
 
@@ -181,14 +181,14 @@ class Rebuilds:
         return env.not_rebuilt()  # type: ignore[no-any-return]
 
     def _replace(self, lane: int, error: ReapError, make: Callable[[], Any]) -> Any:
-        """What `make` makes, in place of an env that has raised."""
+        """Return what `make` makes, in place of an env that has raised."""
         if self._budget is None or self._env.driver is not self.driver:
             raise error from error.__cause__
         return self._budget.replace(0, error, make)
 
 
 def failure_policy(action: Any, most: Any, window: Any, tell: Any) -> FailurePolicy:
-    """What is done about workers that fail, from the options `on_failure`, `max_restarts`, `restart_window` and
+    """Return what is done about workers that fail, from the options `on_failure`, `max_restarts`, `restart_window` and
     `on_restart`.
     """
     one_of("on_failure", action, ACTIONS)

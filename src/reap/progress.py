@@ -84,13 +84,13 @@ class _Clock:
 
 
 def _lag(batch: Any, version: int) -> float | None:
-    """How many updates the weights have had since those that acted, where frames are stamped with them."""
+    """Return how many updates the weights have had since those that acted, where frames are stamped with them."""
     versions = None if batch is None else batch.get("policy_version", None)
     return None if versions is None or not versions.numel() else float(version - versions.double().mean())
 
 
 def _usual(file: Any) -> str:
-    """What suits this place: a bar where one can be drawn, else lines."""
+    """Return what suits this place: a bar where one can be drawn, else lines."""
     drawn = "ipykernel" in sys.modules or (
         (sys.stderr if file is None else file).isatty() and os.environ.get("TERM") != "dumb"
     )
@@ -130,13 +130,9 @@ def _rich(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
 def _plain(total: int | None, first: int, file: TextIO) -> Iterator[Show]:
     last, said = time.monotonic(), ""
 
-    def say(frames: int, text: str) -> str:
-        share = f" ({frames / total:.0%})" if total else ""
-        return f"{frames:,} frames{share} · {text}"
-
     def show(frames: int, text: str) -> None:
         nonlocal last, said
-        said = say(frames, text)
+        said = f"{frames:,} frames{f' ({frames / total:.0%})' if total else ''} · {text}"
         if time.monotonic() - last >= _EVERY:
             last = time.monotonic()
             print(said, file=file, flush=True)

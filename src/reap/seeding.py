@@ -17,12 +17,12 @@ _MODULUS = 2**32 - 1
 
 
 def next_seed(seed: int) -> int:
-    """The link after `seed`: eight random bytes, read big-endian, folded below 2³²−1."""
+    """Return the link after `seed`: eight random bytes, read big-endian, folded below 2³²−1."""
     return int.from_bytes(np.random.default_rng(seed).bytes(8), "big") % _MODULUS
 
 
 def fresh_seed() -> int:
-    """A seed nobody chose."""
+    """Return a random seed."""
     return int(np.random.SeedSequence().generate_state(1)[0])
 
 

@@ -44,12 +44,12 @@ TENSOR_DTYPES = frozenset(_TORCH)
 
 
 def numpy_dtype(dtype: torch.dtype | None) -> np.dtype[Any]:
-    """The NumPy type that holds the same bytes; for values that are no tensors, references."""
+    """Return the NumPy type that holds the same bytes; for values that are no tensors, references."""
     return np.dtype(object if dtype is None else _NUMPY[dtype])
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch type for a NumPy one; a UsageError for strings and objects."""
+    """Return the torch type for a NumPy one; a UsageError for strings and objects."""
     try:
         return _TORCH[np.dtype(dtype)]
     except KeyError:
@@ -57,17 +57,17 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def as_key(key: AnyKey) -> Key:
-    """A key as a tuple: "a" → ("a",)."""
+    """Return a key as a tuple: "a" → ("a",)."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 
 def private(key: Key) -> bool:
-    """A key that is not delivered: one of its parts begins with an underscore."""
+    """Return whether a key is not delivered: one of its parts begins with an underscore."""
     return any(part.startswith("_") for part in key)
 
 
 def show(key: Key) -> str:
-    """A key as users write it."""
+    """Return a key as users write it."""
     return repr(key[0]) if len(key) == 1 else repr(key)
 
 
@@ -107,17 +107,17 @@ class Leaf:
         return self.dtype is None or -1 in self.shape
 
     def column(self, *size: int) -> np.ndarray[Any, Any]:
-        """An array `[*size, …]` for values of this leaf."""
+        """Return an array `[*size, …]` for values of this leaf."""
         if self.loose:
             return np.full(size, None, object)
         return np.zeros((*size, *self.shape), numpy_dtype(self.dtype))
 
     def copied(self, column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A copy of a column `[T, …]`; where it is kept once, of its one row."""
+        """Return a copy of a column `[T, …]`; where it is kept once, of its one row."""
         return in_every_row(column[:1].copy(), len(column)) if self.once else column.copy()
 
     def blank(self) -> Any:
-        """What stands where no value is: zeros, for a loose leaf an empty tensor, an empty text or None."""
+        """Return what stands where no value is: zeros, for a loose leaf an empty tensor, an empty text or None."""
         if self.dtype is None:
             return "" if isinstance(self.space, gym.spaces.Text) else None
         return torch.zeros([max(n, 0) for n in self.shape], dtype=self.dtype)
@@ -199,13 +199,13 @@ class EnvSpec:
 
 
 def own_entry(batch: Any, key: Key) -> Any:
-    """What a batch has under a name like "mask" to say about itself; None where that is an observation."""
+    """Return what a batch has under a name like "mask" to say about itself; None where that is an observation."""
     value = batch.get(key, None)
     return value if value is None or batch.get(("next", *key), None) is None else None
 
 
 def _width(leaf: Leaf) -> int:
-    """How many numbers one value of the leaf's space takes, as it is encoded."""
+    """Return how many numbers one value of the leaf's space takes, as it is encoded."""
     space = leaf.space
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n) if leaf.one_hot else 1

@@ -75,18 +75,27 @@ def split_trajectories(
         return out.set(mask_key, torch.ones(out.batch_size, dtype=torch.bool, device=ids.device))
 
     flat = td.reshape(-1)
-    begins = torch.ones_like(lanes, dtype=torch.bool)
-    begins[:, 1:] = lanes[:, 1:] != lanes[:, :-1]
-    begins = begins.reshape(-1)
+    begins = _changes(lanes).reshape(-1)
     if valid is not None:  # rows without a frame do not belong to anyone
         keep = valid.reshape(-1)
         flat, begins = flat[keep], begins[keep]
-    starts = begins.nonzero().squeeze(-1)
-    ends = torch.cat([starts[1:], starts.new_tensor([len(begins)])])
-    lengths = ends - starts
+    lengths = _borders(begins).diff()
     if as_nested:
         return _nested(flat, lengths, mask_key)
     return _padded(flat, lengths, mask_key)
+
+
+def _changes(ids: torch.Tensor) -> torch.Tensor:
+    """Return which entries along the last dimension begin a run of equal ones."""
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    return begins
+
+
+def _borders(begins: torch.Tensor) -> torch.Tensor:
+    """Return where runs begin, from marks on their first entries, and where the last of them ends."""
+    starts = begins.nonzero().squeeze(-1)
+    return torch.cat([starts, starts.new_tensor([len(begins)])])
 
 
 def _padded(flat: TensorDictBase, lengths: torch.Tensor, mask_key: Key) -> TensorDictBase:
@@ -132,7 +141,7 @@ def _objects(td: TensorDictBase) -> list[Key]:
 
 
 def _padded_frames(flat: LazyStackedTensorDict, lengths: list[int], longest: int) -> TensorDictBase:
-    """The same for rows whose tensors differ in shape: frames in lazy stacks, padded by blank ones."""
+    """Pad rows whose tensors differ in shape: frames in lazy stacks, with blank ones behind them."""
     rows = list(flat.unbind(0))
     blank = TensorDict({}, batch_size=[], device=flat.device)
     objects = _objects(flat)
@@ -221,10 +230,7 @@ def cu_seqlens(batch: TensorDictBase) -> torch.Tensor:
     ids = batch.get(("collector", "traj_ids"), None)
     if ids is None or batch.ndim != 1:
         raise UsageError("cu_seqlens needs a packed batch [steps] with trajectory ids (traj_format='cat')")
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[1:] = ids[1:] != ids[:-1]
-    ends = ids.new_tensor([len(ids)])
-    return torch.cat([begins.nonzero().squeeze(-1), ends]).to(torch.int32)
+    return _borders(_changes(ids)).to(torch.int32)
 
 
 class WholeTrajectories:
@@ -277,10 +283,8 @@ class WholeTrajectories:
         self._last[source] = last
         order = torch.argsort(ids, stable=True)  # rows of one trajectory together, in order of time
         ids = ids[order]
-        begins = torch.ones_like(ids, dtype=torch.bool)
-        begins[1:] = ids[1:] != ids[:-1]
-        starts = begins.nonzero().squeeze(-1)
-        ends = torch.cat([starts[1:], starts.new_tensor([len(ids)])]) - 1
+        borders = _borders(_changes(ids))
+        starts, ends = borders[:-1], borders[1:] - 1
         done = ended(flat)[order[ends]]
         finished = done.nonzero().squeeze(-1)
         finished = finished[torch.argsort(clock[order[ends[finished]]])]
@@ -291,7 +295,7 @@ class WholeTrajectories:
         self._lengths = torch.cat([self._lengths, (ends - starts + 1)[finished]])
 
     def take(self, count: int, layout: str) -> TensorDictBase:
-        """The first `count` complete episodes: "padded" `[count, longest]` with a mask, or "cat" `[steps]`."""
+        """Return the first `count` complete episodes: "padded" `[count, longest]` with a mask, or "cat" `[steps]`."""
         assert self._ready is not None
         lengths, self._lengths = self._lengths[:count], self._lengths[count:]
         steps = int(lengths.sum())
@@ -310,7 +314,7 @@ class WholeTrajectories:
 
 
 def ended(flat: TensorDictBase) -> torch.Tensor:
-    """Which frames end an episode: as the root says, or else anybody in it."""
+    """Return which frames end an episode: as the root says, or else anybody in it."""
     reached = flat.get("next")
     keys = ["done"] if "done" in reached.keys() else [k for k in reached.keys(True, True) if as_key(k)[-1] == "done"]  # noqa: SIM118
     flags = [reached.get(key).reshape(len(flat), -1).any(-1) for key in keys]

@@ -17,7 +17,7 @@ _FPS = 30  # where an env does not say how fast it is
 
 
 def as_frames(video: Any) -> np.ndarray[Any, Any]:
-    """A video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file."""
+    """Return a video as `[T, H, W, 3]` bytes: of an array, a tensor, a list of frames or a file."""
     if isinstance(video, (str, Path)):
         return read_video(video)
     if isinstance(video, (list, tuple)):
@@ -47,7 +47,7 @@ def _av() -> Any:
 
 
 def read_video(path: Any) -> np.ndarray[Any, Any]:
-    """The frames of a file, `[T, H, W, 3]`."""
+    """Return the frames of a file, `[T, H, W, 3]`."""
     with _av().open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
@@ -115,7 +115,7 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
 
 
 def filmed(env: Any, wanted_by: str = "record_video") -> FilmedEnv:
-    """A Gymnasium env, an id or a factory of one, as an env that films itself; errors say who wanted it."""
+    """Return a Gymnasium env, an id or a factory of one, as an env that films itself; errors say who wanted it."""
     made = env() if callable(env) and not isinstance(env, gym.Env) else env
     if isinstance(made, str):
         made = gym.make(made, render_mode="rgb_array")
@@ -129,5 +129,5 @@ def filmed(env: Any, wanted_by: str = "record_video") -> FilmedEnv:
 
 
 def films_of(lanes: Any) -> Sequence[FilmedEnv]:
-    """The envs among these lanes that film themselves."""
+    """Return the envs among these lanes that film themselves."""
     return [one for one in getattr(lanes, "envs", ()) if isinstance(one, FilmedEnv)]

@@ -358,11 +358,11 @@ class MPTransport:
         self.weight_queue, self.ack_queue, self.timeout = weight_queue, ack_queue, timeout
 
     def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
-        """Put them into the queue."""
+        """Put weights into the queue."""
         self.weight_queue.put((model_id, WeightStrategy("state_dict").extract_weights(weights)))
 
     def send_weights(self, weights: Any, model_id: str = "policy") -> None:
-        """Put them into the queue, and wait until they are applied."""
+        """Put weights into the queue, and wait until they are applied."""
         self.send_weights_async(weights, model_id)
         self.wait_ack()
 
@@ -386,12 +386,12 @@ class MPTransport:
         return came
 
     def send_ack(self, message: str = "updated") -> None:
-        """Say that they are applied."""
+        """Say that weights are applied."""
         if self.ack_queue is not None:
             self.ack_queue.put(message)
 
     def check_connection(self) -> bool:
-        """A queue is always there."""
+        """Return True: a queue is always there."""
         return True
 
 

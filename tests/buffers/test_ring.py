@@ -68,8 +68,8 @@ def test_against_the_model(steps, capacity):
             elif verb == "abandon":
                 ring.abandon(entry)
             else:
-                with ring.gate.locked():
-                    ring.gate.release(entry)  # what the kernel does for a process that dies
+                with ring.lock.locked():
+                    ring.lock.release(entry)  # what the kernel does for a process that dies
                 for _ in range(2):
                     ring.window()  # the second look at a frontier that does not move
             model.rows[first : first + n] = ["good" if verb == "commit" else "hole"] * n
@@ -85,8 +85,8 @@ def test_against_the_model(steps, capacity):
 def test_a_dead_writer_makes_room_for_the_next():
     ring = BufferFiles(10).ring
     _first, entry = ring.reserve(6)
-    with ring.gate.locked():
-        ring.gate.release(entry)
+    with ring.lock.locked():
+        ring.lock.release(entry)
     assert ring.reserve(10)[0] == 6  # all of the ring: what the dead one had is taken
     assert ring.window() == (6, 6)
 
@@ -136,10 +136,10 @@ def test_the_gate_stays_shut_until_the_outermost_leaves():
                 connection.send("open")
             connection.recv()
 
-    with ring.gate.locked():
-        with ring.gate.locked():
+    with ring.lock.locked():
+        with ring.lock.locked():
             pass
-        child = Child(cloudpickle.dumps(target), fds=[ring.gate.fd])
+        child = Child(cloudpickle.dumps(target), fds=[ring.lock.fd])
         assert hear(child) == "shut"
     tell(child, None)
     assert hear(child) == "open"

@@ -56,7 +56,7 @@ def test_a_writer_that_is_stopped_is_named_and_its_rows_are_free_when_it_ends():
 def test_one_that_is_slow_is_waited_for():
     """Patience is for the one who holds the place: when it is another's, it begins anew."""
     ring = ReplayBuffer(storage=LazyTensorStorage(8))._memory.ring
-    ring.gate.patience = 0.4
+    ring.lock.patience = 0.4
     taken = [ring.reserve(1)[1] for _ in range(4)]
 
     def commit():
@@ -92,7 +92,7 @@ def test_one_that_is_stopped_with_the_lock():
 
     def target(connection, fds):
         there = ReplayBuffer.open(fds, description)
-        with there._memory.ring.gate.locked():
+        with there._memory.ring.lock.locked():
             connection.send("locked")
             os.kill(os.getpid(), signal.SIGSTOP)
         connection.recv()

@@ -109,8 +109,8 @@ class World:
         count = data.draw(st.integers(1, 4))
         ring = self.buffer._memory.ring
         _first, entry = ring.reserve(count)
-        with ring.gate.locked():
-            ring.gate.release(entry)  # what the kernel does for a process that dies
+        with ring.lock.locked():
+            ring.lock.release(entry)  # what the kernel does for a process that dies
         for _ in range(2):
             ring.window()
         self.rows += [None] * count

@@ -62,7 +62,7 @@ def test_lanes_elsewhere_and_the_policy_on_the_gpu():
         for _ in range(3):
             assert_same(c.next(), world.batch(10))
         assert uses_gpu(os.getpid())
-        assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)
+        assert not any(uses_gpu(process.child.pid) for process in env.lanes_env.processes)
 
 
 def test_shared_slots_are_pinned_here_and_env_workers_have_no_gpu():
@@ -73,7 +73,7 @@ def test_shared_slots_are_pinned_here_and_env_workers_have_no_gpu():
         slot = c._backend.worker.pool.acquire()
         assert torch.from_numpy(slot.block).is_pinned()
         c._backend.worker.pool.release(slot)
-        assert not any(uses_gpu(remote.child.pid) for remote in env.lanes_env.remotes)
+        assert not any(uses_gpu(process.child.pid) for process in env.lanes_env.processes)
 
 
 def test_the_log_of_ready_lanes_is_pinned_and_env_workers_have_no_gpu():
@@ -84,4 +84,4 @@ def test_the_log_of_ready_lanes_is_pinned_and_env_workers_have_no_gpu():
         c.next()
         worker = c._backend.worker
         assert torch.from_numpy(worker._log.block).is_pinned()
-        assert not any(uses_gpu(remote.child.pid) for remote in worker.env.lane_workers._remotes)
+        assert not any(uses_gpu(process.child.pid) for process in worker.env.lane_workers._processes)

@@ -71,7 +71,7 @@ def test_results_are_written_into_the_slot():
     c.next()
     slot = c._backend.worker.pool._slots[0]
     assert all(row.place is not None for row in slot._rows[1])
-    assert len(env.lanes_env.remotes) == 2
+    assert len(env.lanes_env.processes) == 2
     c.shutdown()
 
 
@@ -182,7 +182,7 @@ def test_dropping_it_ends_its_processes():
     with no_leaks():
         env = ParallelEnv(2, lambda: GymEnv("CartPole-v1"))
         env.reset()
-        pids = [remote.child.pid for remote in env.lanes_env.remotes]
+        pids = [process.child.pid for process in env.lanes_env.processes]
         del env
     for pid in pids:
         with pytest.raises(ProcessLookupError):

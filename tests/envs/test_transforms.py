@@ -388,12 +388,46 @@ def test_a_worker_that_was_started_again_learns_what_was_known():
             UsageError,
             "come as they are ready",
         ),
+        (
+            lambda: AsyncEnvPool([lambda: TransformedEnv(CountingEnv(), FrameStack(2))] * 2, backend="threading"),
+            UsageError,
+            "'observation' once.*FrameStackObservation in each env",
+        ),
+        (
+            lambda: ParallelEnv(2, lambda: TransformedEnv(CountingEnv(), FrameStack(2))).spec,
+            UsageError,
+            "around the lanes",
+        ),
         (lambda: NormalizeObservation().statistics(), UsageError, "nothing was learned of 'observation'"),
     ],
 )
 def test_what_cannot_be_is_told(make, error, told):
     with pytest.raises(error, match=told):
         make()
+
+
+@pytest.mark.parametrize("backend", ["threading", "multiprocessing"])
+def test_inside_the_envs_of_a_pool_they_are_what_they_are_in_step(backend):
+    """The way that the refusal names: each lane's stream is bit for bit the one of lanes in step."""
+
+    def transforms():
+        return ScaleReward(0.5), ClipReward(-20.0, 20.0), RewardSum(), TimeLimit(3)
+
+    batches = []
+    pool = [lambda make=make: TransformedEnv(GymEnv(make()), *transforms()) for make in makers()]
+    for make in (
+        lambda: TransformedEnv(serial(), *transforms()),
+        lambda: AsyncEnvPool(pool, backend=backend),
+    ):
+        with Collector(make(), EchoPolicy(), frames_per_batch=60, total_frames=180) as c:
+            batches.append([batch.clone() for batch in c])
+    in_step, as_ready = batches
+    assert len(in_step) == len(as_ready) == 3
+    for one, other in zip(in_step, as_ready):
+        assert {*one.keys(True, True)} <= {*other.keys(True, True)}
+        for key in one.keys(True, True):
+            if key != ("collector", "traj_ids"):  # in the order in which episodes began
+                assert torch.equal(one[key], other[key]), key
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reap.backends.network.authenticated_listener import Refused, dial
+from reap._system.listener import Refused, dial
 from reap.backends.network.launchers import new_secret
 from reap.backends.network.node_connection import LOST
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector, RPCCollector, RPCSyncCollector
@@ -104,7 +104,7 @@ def test_two_machines_in_step(make, kind, caplog, secret):
         assert_same(batch, expected(world, 8))
     with caplog.at_level(logging.WARNING, "reap"):
         with pytest.raises(Refused):
-            dial(HUB, PORT, b"not the secret at all", "node")
+            dial((HUB, PORT), b"not the secret at all", "node")
         with socket.create_connection((HUB, PORT)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 200)
             assert stranger.recv(32)  # its part of a greeting; nothing that was sent is read as anything else

@@ -274,7 +274,7 @@ def test_an_error_does_not_wait_for_others_to_close(kind, beside, tmp_path, a_fi
     with no_leaks():
         if kind is ParallelEnv:
             env = ParallelEnv(2, makers)
-            workers = [remote.child.pid for remote in env.lanes_env.remotes]
+            workers = [process.child.pid for process in env.lanes_env.processes]
             c = Collector(env, EchoPolicy(), frames_per_batch=8)
         else:
             c = collect(kind, makers)

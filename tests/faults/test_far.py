@@ -242,12 +242,12 @@ def test_into_a_replay_buffer():
 
 def test_strangers_are_refused(caplog):
     """What is put into the store by somebody without the secret is refused, and never read."""
-    seal = MessageSigner(b"ours")
+    signer = MessageSigner(b"ours")
     with caplog.at_level(logging.WARNING, "reap"), pytest.raises(Forged):
-        seal.open(MessageSigner(b"theirs").close(pickle.dumps("hello"), "to/0/0"), "to/0/0")
+        signer.verified(MessageSigner(b"theirs").sign(pickle.dumps("hello"), "to/0/0"), "to/0/0")
     assert "not written by a peer" in caplog.text
     with pytest.raises(Forged):
-        seal.open(seal.close(b"go", "to/0/0"), "to/0/1")
+        signer.verified(signer.sign(b"go", "to/0/0"), "to/0/1")
     c = DistributedCollector([healthy()], EchoPolicy(), frames_per_batch=8)
     remote, address = c._backend.workers[0], c._backend.transport._address
     assert address.host == "127.0.0.1"

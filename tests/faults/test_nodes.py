@@ -38,7 +38,7 @@ class Node:
 
     def lose(self):
         """Its connection breaks."""
-        self._agent._wire._socket.shutdown(2)
+        self._agent._connection._socket.shutdown(2)
         self.join()
 
     def join(self):
@@ -132,7 +132,7 @@ def test_spares_wait_until_they_are_needed(options, secret, port):
     batches = []
     with collect(DistributedCollector, [healthy(0), healthy(1)], sync=True, on_failure="restart", **options) as c:
         batches += [c.next() for _ in range(3)]
-        registry = c._backend.transport._company.registry
+        registry = c._backend.transport._node_pool.registry
         busy = [node for node in nodes if any(pids(c)[1] == child.pid for child in node._agent._children.values())]
         while not registry.places:
             threading.Event().wait(0.01)
@@ -173,7 +173,7 @@ def test_a_job_that_is_gone_is_submitted_again(tmp_path):
     jobs = {"launcher": "submitit", "slurm_kwargs": {"folder": tmp_path, "timeout_min": 2}}
     with collect(DistributedCollector, [healthy()], sync=True, on_failure="restart", **jobs) as c:
         rows = [c.next() for _ in range(3)]
-        (job,) = c._backend.transport._company._jobs
+        (job,) = c._backend.transport._node_pool._jobs
         (node,) = Path(f"/proc/{job.job_id}/task/{job.job_id}/children").read_text().split()
         os.kill(int(node), signal.SIGKILL)
         while not c.stats()["restarts"]:

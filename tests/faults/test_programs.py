@@ -90,7 +90,7 @@ def test_they_end_with_lanes_that_are_killed(tmp_path):
     env = ParallelEnv(2, lambda: Simulated(tmp_path))
     programs = started(tmp_path)
     assert len(programs) == 2 * len(COMMANDS)
-    workers = [remote.child.pid for remote in env.lanes_env.remotes]
+    workers = [process.child.pid for process in env.lanes_env.processes]
     os.kill(workers[0], signal.SIGKILL)
     env.close()
     assert all_gone([*workers, *programs], SOON)

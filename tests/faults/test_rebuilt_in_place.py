@@ -63,7 +63,8 @@ def pids(collector):
     if hasattr(backend, "workers"):
         return [worker.child.pid for worker in backend.workers]
     lanes = getattr(backend.worker.env, "lane_workers", backend.worker.env)
-    return [remote.child.pid for remote in getattr(lanes, "_remotes", None) or getattr(lanes, "remotes", None) or ()]
+    processes = getattr(lanes, "_processes", None) or getattr(lanes, "processes", None) or ()
+    return [process.child.pid for process in processes]
 
 
 @pytest.mark.parametrize("kind", [here, parallel, ready, threads, workers, workers_here])

@@ -118,7 +118,7 @@ def test_the_log_of_a_death(action, caplog):
 def test_the_log_of_lanes_in_processes(caplog):
     collector = Collector(partial(ParallelEnv, 2, counting), EchoPolicy(), frames_per_batch=20)
     with caplog.at_level(logging.INFO, "reap.workers"):
-        lanes = collector.env.remotes
+        lanes = collector.env.processes
         os.kill(lanes[1].child.pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             while True:

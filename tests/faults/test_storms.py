@@ -98,16 +98,16 @@ def test_a_step_of_which_it_is_not_known_whether_it_was_answered(when, monkeypat
     """Lanes in processes: broken off at the two moments that look the same from here, and are not."""
     with HERE["parallel"]() as c:
         whole(c.next())
-        remote, read, write = c.env.remotes[1], os.read, os.write
+        process, read, write = c.env.processes[1], os.read, os.write
 
         def answered(fd, size):
             data = read(fd, size)
-            if fd == remote.reply:
+            if fd == process.reply:
                 raise KeyboardInterrupt
             return data
 
         def sent(fd, data):
-            if fd == remote.order_fd:
+            if fd == process.order_fd:
                 raise KeyboardInterrupt
             return write(fd, data)
 

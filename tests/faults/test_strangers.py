@@ -20,8 +20,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from reap._system import listener
-from reap._system.listener import PATIENCE
-from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener, Refused, dial
+from reap._system.listener import PATIENCE, Refused, dial
+from reap.backends.network.authenticated_listener import LOOPBACK, AuthenticatedListener
 from reap.collectors.distributed import RPCCollector
 from reap.join import main as join
 from reap.modules import InferenceServer
@@ -46,7 +46,7 @@ def door():
 
 
 def greeted(port):
-    visitor = dial(LOOPBACK, port, SECRET, "hello")
+    visitor = dial((LOOPBACK, port), SECRET, "hello")
     with visitor.socket:
         return visitor.socket.recv(16)
 
@@ -124,9 +124,9 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_limited_in_all(door, monke
 def test_another_secret_and_another_service_are_refused_at_once(door):
     began = time.monotonic()
     with pytest.raises(Refused, match="another secret, or no 'hello' for us"):
-        dial(LOOPBACK, door.port, b"not the secret", "hello")
+        dial((LOOPBACK, door.port), b"not the secret", "hello")
     with pytest.raises(Refused, match="another secret, or no 'goodbye' for us"):
-        dial(LOOPBACK, door.port, SECRET, "goodbye")
+        dial((LOOPBACK, door.port), SECRET, "goodbye")
     assert time.monotonic() - began < PATIENCE, "it was taken for a crowd"
     assert greeted(door.port) == b"hello"
 

@@ -472,7 +472,7 @@ def interrupt(after):
     os.kill(os.getpid(), signal.SIGINT)
 
 for turn in range(4):
-    victim = processes._remotes[turn % len(processes._remotes)].child.pid
+    victim = processes._processes[turn % len(processes._processes)].child.pid
     thread = threading.Thread(target=interrupt, args=(random.random() * 0.3,))
     try:
         os.kill(victim, signal.SIGKILL)
@@ -545,8 +545,8 @@ def test_processes_that_are_killed_between_batches():
         workers, batches = c._backend.worker.env.lane_workers, []
         for turn in range(6):
             batches.append(c.next().clone())
-            os.kill(workers._remotes[turn % 3].child.pid, signal.SIGKILL)
-        while c.stats()["restarts"] < 6 or workers._comebacks:
+            os.kill(workers._processes[turn % 3].child.pid, signal.SIGKILL)
+        while c.stats()["restarts"] < 6 or workers._restarting:
             batches.append(c.next().clone())
         batches += [c.next().clone() for _ in range(4)]
     cuts, _ = check(batches, 3)

@@ -293,10 +293,10 @@ def test_shutting_down_answers_everybody_who_waits():
         threads[0].start()
         assert entered.wait(10)  # the first is being computed; the others come too late for its batch
         threads[1].start()
-        wait_until(lambda: len(server._line._waiting) == 2)
+        wait_until(lambda: len(server._queue._waiting) == 2)
         ender = threading.Thread(target=server.shutdown)
         ender.start()
-        wait_until(lambda: server._line._closed is not None)
+        wait_until(lambda: server._queue._closed is not None)
         leave.set()
         for thread in (ender, *threads):
             thread.join(10)

@@ -388,7 +388,7 @@ def test_a_draw_that_was_broken_off_before_it_was_sent_is_not_waited_for():
         lanes = collector._backend.worker.env
         assert lanes.draws
         for _ in range(3):
-            for process in lanes.remotes:
+            for process in lanes.processes:
                 process.owes = True
             batch = collector.next()
             follows = torch.where(batch["next", "done"], 0, batch["observation"] + batch["action"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import types
 
 import ale_py
 import gymnasium as gym
@@ -276,6 +277,73 @@ def rescale(env, n):
 )
 def test_a_transform_changed_between_batches(chain, between, form):
     assert_the_same(lambda: FORMS[form](CHAINS[chain]), between=between)
+
+
+class CountsSeldom(Transform):
+    """Counts where no recording would notice: in a namespace of the program, and to many before it does anything."""
+
+    def _call(self, next_tensordict):
+        COUNTED.steps += 1
+        next_tensordict["observation"] = next_tensordict["observation"] * (1 if COUNTED.steps < 60 else 2)
+        return next_tensordict
+
+    def _reset(self, tensordict, tensordict_reset):
+        return tensordict_reset
+
+
+COUNTED = types.SimpleNamespace(steps=0)
+
+
+def append_own(env, n):
+    if n == 0:
+        COUNTED.steps = 0
+        env.append_transform(CountsSeldom())
+
+
+def replace_method(env, n):
+    if n == 0:
+        clip = env.transform[0]
+        COUNTED.steps, inner = 0, clip._apply_transform
+
+        def counted(observation):
+            COUNTED.steps += 1
+            return inner(observation) * (1 if COUNTED.steps < 60 else 2)
+
+        clip._apply_transform = counted
+
+
+@pytest.mark.parametrize(("change", "name"), [(append_own, "CountsSeldom"), (replace_method, "ClipTransform")])
+def test_code_of_the_users_own_that_comes_later_is_torchrls(change, name):
+    def make():
+        return FORMS["one"](lambda: [ClipTransform(in_keys=["observation"], low=-1, high=1), RewardSum()])
+
+    (theirs, *_), (ours, _, lanes) = (collected(cls, make, between=change) for cls in (TheirCollector, Collector))
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(theirs, ours) for key in a.keys(True, True))
+    assert lanes.why == f"{name} is none of the transforms reap can replay"
+
+
+def doubled(env):
+    """An env with a method of its owner's in place of its own."""
+    env.read_reward = lambda reward: type(env).read_reward(env, reward) * 2
+    return env
+
+
+@pytest.mark.parametrize("form", ["one", "lanes", "transformed lanes", "lanes, later"])
+def test_a_method_replaced_in_an_env_is_called(form):
+    def make():
+        change = (lambda env: env) if form == "lanes, later" else doubled
+        if form == "one":
+            return change(GymEnv("CartPole-v1"))
+        lanes = SerialEnv(2, lambda: change(GymEnv("CartPole-v1")))
+        return lanes if form == "lanes" else TransformedEnv(lanes, RewardSum())
+
+    def later(env, n):
+        if n == 0 and form == "lanes, later":
+            doubled(env.base_env._envs[1])
+
+    theirs, ours = (collected(cls, make, between=later)[0] for cls in (TheirCollector, Collector))
+    assert theirs[-1]["next", "reward"].max() == 2
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(theirs, ours) for key in a.keys(True, True))
 
 
 def test_nothing_is_captured_where_that_is_switched_off():

@@ -57,9 +57,8 @@ def text() -> str:
             lines.append(textwrap.fill(f'"""{told}"""', 120, initial_indent="    ", subsequent_indent="    "))
         return "\n".join(lines)
 
-    def typed(name: str, base: str, doc: str, *parts: str) -> str:
-
-        return f'\n\nclass {name}({base}, total=False):\n    """{doc}"""\n\n' + "\n".join(parts) + "\n"
+    def typed(name: str, base: str, doc: str, entries: str) -> str:
+        return f'\n\nclass {name}({base}, total=False):\n    """{doc}"""\n\n{entries}\n'
 
     common = fields.keys() - each - NOT_BATCHED - NOT_MULTI
     return HEAD + "".join(
@@ -72,17 +71,22 @@ def text() -> str:
                 declared(each),
             ),
             typed(
+                "LanesInStepOptions",
+                "TypedDict",
+                "What every collector but `AsyncBatchedCollector` can be told besides.",
+                declared(NOT_BATCHED - NOT_MULTI),
+            ),
+            typed(
                 "CollectorOptions",
-                "BatchedCollectorOptions",
+                "BatchedCollectorOptions, LanesInStepOptions",
                 "What `Collector` can be told; some of it goes with `num_collectors` only.",
-                declared(NOT_BATCHED),
+                declared(NOT_BATCHED & NOT_MULTI),
             ),
             typed(
                 "MultiCollectorOptions",
-                "CommonOptions",
+                "CommonOptions, LanesInStepOptions",
                 "What collectors with workers can be told.",
                 declared(each, wide=True),
-                declared(NOT_BATCHED - NOT_MULTI),
             ),
         )
     )

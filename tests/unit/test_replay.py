@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from reap.core.capture.exact import Expression, Operand, as_numpy
+from reap.core.capture.recorder import name_of
 from reap.core.capture.replay import Captured
 
 FLOATS = st.one_of(
@@ -323,3 +324,113 @@ def test_what_is_computed_twice_is_computed_once():
         assert all(same_bits(a, b) for a, b in zip(found, want))
         assert torch.equal(kept, mine)
         assert found[7].data_ptr() != found[8].data_ptr()
+
+
+def calls_of(captured):
+    return [name_of(call.func) for call in captured._body]
+
+
+class Stack(nn.Module):
+    """Keeps the last frames as CatFrames does: the buffer is rolled, its end is written."""
+
+    def __init__(self, shape, dim, by):
+        super().__init__()
+        self.register_buffer("frames", torch.randn(shape))
+        self.dim, self.by = dim, by
+
+    def forward(self, x):
+        rolled = torch.roll(self.frames, shifts=-self.by, dims=self.dim)
+        self.frames.copy_(rolled)
+        at = (slice(None),) * (self.frames.ndim + self.dim) + (slice(-self.by, None),)
+        part = self.frames[at]
+        part.copy_(x)
+        self.frames[at] = part
+        return self.frames.clone()
+
+
+@given(
+    lead=st.lists(st.integers(1, 3), max_size=2),
+    size=st.integers(1, 6),
+    by=st.integers(1, 3),
+    tail=st.lists(st.integers(1, 3), max_size=2),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_stack_of_frames_moves_where_it_is(lead, size, by, tail):
+    size, dim = max(size, by), -len(tail) - 1
+    frame = (*lead, by, *tail)
+    theirs, ours = (Stack((*lead, size, *tail), dim, by) for _ in range(2))
+    ours.load_state_dict(theirs.state_dict())
+    captured = Captured([ours], lambda x: [ours(x)], [[torch.randn(frame)] for _ in range(3)], writes=True)
+    names = calls_of(captured)
+    assert ("roll" in names) == bool(size % by)
+    assert ("move_up" in names) == (size % by == 0)
+    assert "__setitem__" not in names
+    assert captured.bind()
+    for n in range(5):
+        x = torch.full(frame, math.nan) if n == 3 else torch.randn(frame)
+        (made,) = captured.run(x)
+        assert torch.equal(made.view(torch.int32), theirs(x).view(torch.int32))
+        assert torch.equal(ours.frames.view(torch.int32), theirs.frames.view(torch.int32))
+
+
+class RolledTwice(Stack):
+    """What was rolled is looked at once more."""
+
+    def forward(self, x):
+        rolled = torch.roll(self.frames, shifts=-self.by, dims=self.dim)
+        self.frames.copy_(rolled)
+        self.frames[:, -1:] = self.frames[:, :1]
+        return self.frames + x, rolled * 2
+
+
+def test_a_roll_that_is_looked_at_again_stays():
+    module, other = (RolledTwice((2, 3), -1, 1) for _ in range(2))
+    other.load_state_dict(module.state_dict())
+    captured = Captured([module], module, [[torch.randn(2, 1)] for _ in range(3)], writes=True)
+    assert "roll" in calls_of(captured)
+    assert "__setitem__" in calls_of(captured)
+    assert captured.bind()
+    for _ in range(3):
+        x = torch.randn(2, 1)
+        assert all(map(torch.equal, captured.run(x), other(x)))
+
+
+def grey(x):
+    """As torchvision makes it of a picture that TorchRL made floats of."""
+    red, green, blue = torch.div(x.permute(0, -1, -3, -2), 255).unbind(dim=-3)
+    return red.mul(0.2989).add(green.mul(0.587)).add(blue.mul(0.114))
+
+
+def test_every_colour_has_the_same_grey():
+    """All 2²⁴ of them, a quarter of a million at a time, in pictures of several sizes."""
+    side = torch.arange(256, dtype=torch.uint8)
+    captured = {}
+    for red in range(0, 256, 4):
+        colours = torch.cartesian_prod(side[red : red + 4], side, side)
+        lanes = (1, 4, 7)[red // 4 % 3]
+        whole = torch.zeros(lanes, -(-len(colours) // (lanes * 128)), 128, 3, dtype=torch.uint8)
+        whole.view(-1, 3)[: len(colours)] = colours
+        if lanes not in captured:
+            probes = [[torch.randint_like(whole, 256)] for _ in range(3)]
+            captured[lanes] = Captured([], lambda x: [grey(x)], probes)
+            assert calls_of(captured[lanes]) == ["permute", "grey_pictures"]
+            assert captured[lanes].bind()
+        (made,) = captured[lanes].run(whole)
+        assert torch.equal(made.view(torch.int32), grey(whole).view(torch.int32))
+
+
+def test_pictures_in_another_order_or_looked_at_otherwise_are_made_as_recorded():
+    def planes(x):  # colours lie apart
+        red, green, blue = torch.div(x, 255).unbind(dim=-3)
+        return [red.mul(0.2989).add(green.mul(0.587)).add(blue.mul(0.114))]
+
+    def twice(x):
+        red, green, blue = torch.div(x.permute(0, -1, -3, -2), 255).unbind(dim=-3)
+        return [red.mul(0.2989).add(green.mul(0.587)).add(blue.mul(0.114)), red.mul(2)]
+
+    for call, shape in ((planes, (2, 3, 90, 90)), (twice, (2, 90, 90, 3))):
+        probes = [[torch.randint(256, shape, dtype=torch.uint8)] for _ in range(3)]
+        captured = Captured([], call, probes)
+        assert "grey_pictures" not in calls_of(captured)
+        assert captured.bind()
+        assert all(map(torch.equal, captured.run(*probes[0]), call(*probes[0])))

@@ -22,8 +22,13 @@ from reap.errors import UsageError
 
 # ---- envs -----------------------------------------------------------------------------------------------------------
 
-# The methods that move an env; who has replaced one in an env wants it to be called.
-MOVES = ("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset")
+# The methods that move an env, or read what moved; who has replaced one in an env wants it to be called.
+MOVES = frozenset(
+    {
+        *("step", "_step", "step_and_maybe_reset", "_compiled_step_and_maybe_reset", "maybe_reset", "reset", "_reset"),
+        *("read_action", "read_done", "read_obs", "read_reward"),
+    }
+)
 
 
 def serial_envs(env: Any) -> list[Any]:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def mask(name: str, given: Any) -> Cores:
-    """The cores the argument `name` says, which this process may use."""
+    """Return the cores the argument `name` says, which this process may use."""
     if not hasattr(os, "sched_setaffinity"):
         raise UsageError(f"{name} needs an operating system that lets threads be placed on cores, as Linux does")
     try:
@@ -35,7 +35,7 @@ def mask(name: str, given: Any) -> Cores:
 
 
 def masks(name: str, given: Any, workers: int, envs: int) -> list[Cores]:
-    """The cores of each worker, which share so many envs."""
+    """Return the cores of each worker, which share so many envs."""
     if callable(given):
         return [mask(f"{name}({n})", given(n)) for n in range(workers)]
     try:
@@ -59,7 +59,7 @@ def settle_on(cores: Cores | None) -> None:
 
 
 def staying_on(cores: Cores, work: Callable[[], T]) -> T:
-    """What `work` returns; this thread runs there meanwhile, and wherever it could before afterwards."""
+    """Return what `work` returns; this thread runs there meanwhile, and wherever it could before afterwards."""
     before = os.sched_getaffinity(0)
     try:  # first: Ctrl-C may come with the next line
         _place(0, cores)

@@ -38,7 +38,7 @@ def save_tensors(value: Any, path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path, about: Mapping[str, Any]) -> Any:
-    """What `save_tensors` wrote, if the file is as long and has the checksum that it said."""
+    """Return what `save_tensors` wrote, if the file is as long and has the checksum that it said."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while piece := file.read(_PIECE):
@@ -59,7 +59,7 @@ def write_manifest(path: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The numbers that `write_manifest` wrote."""
+    """Return the numbers that `write_manifest` wrote; `CorruptState` if their checksum differs."""
     body, _, line = path.read_bytes().partition(b"\n")
     if line != _sum(body) + b"\n":
         raise CorruptState(f"{path} is not what was written: its checksum differs; nothing was loaded")
@@ -68,7 +68,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def sync(handle: int) -> None:
-    """Onto the disk, names of files too."""
+    """Write what a descriptor stands for onto the disk; of a directory, the names of its files."""
     with contextlib.suppress(OSError):  # file systems that know no such thing
         os.fsync(handle)
 

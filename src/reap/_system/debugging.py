@@ -34,7 +34,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def debugger_left(error: BaseException | None) -> WrongState | None:
-    """The error for a debugger that found no terminal, if that is what ended it."""
+    """Return the error for a debugger that found no terminal, if that is what ended it."""
     kind: Any = getattr(sys.modules.get("bdb"), "BdbQuit", None)  # nobody who has not imported it raises it
     while error is not None and kind is not None:
         if isinstance(error, kind):

@@ -28,14 +28,14 @@ class Wakeup:
     _ours = _theirs = -1
 
     def open(self) -> Self:
-        """With descriptors, readable while somebody is to wake."""
+        """Make the descriptors; the first is readable while somebody is to wake."""
         self._ours, self._theirs = os.pipe()
         for fd in (self._ours, self._theirs):
             os.set_blocking(fd, False)
         return self
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor that a selector waits for."""
         return self._ours
 
     def wake(self) -> None:
@@ -45,7 +45,7 @@ class Wakeup:
                 os.write(self._theirs, b"!")
 
     def quiet(self) -> None:
-        """Whoever waited is awake."""
+        """Forget earlier calls of `wake`: whoever waited is awake."""
         if self._ours >= 0:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._ours, 4096)
@@ -115,13 +115,13 @@ class Interrupts(Wakeup):
             signal.signal(signal.SIGINT, self._arrive)
 
     def let_in(self) -> None:
-        """Here the one that waits may come, if there is one."""
+        """Raise the interrupt that was held back, if there is one."""
         usual = self._usual
         if usual is not None and threading.current_thread() is threading.main_thread() and self._take():
             usual(signal.SIGINT, None)
 
     def _take(self) -> bool:
-        """Whether one waits; not any more."""
+        """Return whether an interrupt was held back, and forget it."""
         if not self._came:
             return False
         self.quiet()

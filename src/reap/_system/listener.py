@@ -120,7 +120,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def settled(connection: socket.socket) -> socket.socket:
-    """A socket to be used from now on: it blocks, and does not hold back what is small."""
+    """Return a socket to be used from now on: it blocks, and does not hold back what is small."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def settled(connection: socket.socket) -> socket.socket:
 
 
 def woken_selector(made: contextlib.ExitStack) -> tuple[selectors.BaseSelector, socket.socket, socket.socket]:
-    """A selector with a socket by which it is woken, and the other end of that; closed with `made`."""
+    """Return a selector with a socket by which it is woken, and the other end of that; closed with `made`."""
     selector = selectors.DefaultSelector()
     made.callback(selector.close)
     wake, waker = socket.socketpair()

@@ -31,7 +31,7 @@ class MessageSocket:
         self._heard, self._unsent = bytearray(), bytearray()
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor that a selector waits for."""
         return self._socket.fileno()
 
     def say(self, data: bytes) -> None:
@@ -60,7 +60,7 @@ class MessageSocket:
             until_ready([], [self.fileno()])
 
     def hear(self) -> list[bytes]:
-        """The messages that have come, whole ones only."""
+        """Return the messages that have come, whole ones only."""
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while piece := self._socket.recv(_PIECE):
                 self._heard += piece
@@ -72,7 +72,7 @@ class MessageSocket:
         return found
 
     def _first(self) -> tuple[int, int] | None:
-        """Where the first message begins and ends, if it is there."""
+        """Return where the first message begins and ends, if it is there."""
         start = _LENGTH.size
         if len(self._heard) < start:
             return None

@@ -44,7 +44,7 @@ class Packed:
         self.data, self.fds = data, tuple(fds)
 
     def unpack(self) -> Any:
-        """What is inside. Its descriptors are handed over, so where it has some it can be unpacked once."""
+        """Return what is inside. Its descriptors are handed over, so where it has some it can be unpacked once."""
         fds, self.fds = self.fds, ()
         with receiving(fds):
             try:
@@ -77,9 +77,9 @@ def dumps(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> byte
     return _pickled(thing, what, None, given)
 
 
-def pack_bytes(thing: Any, what: str, given: Mapping[str, Any] | None = None) -> Packed:
+def pack_bytes(thing: Any, what: str) -> Packed:
     """`thing` for processes anywhere: without descriptors."""
-    return Packed(dumps(thing, what, given))
+    return Packed(dumps(thing, what))
 
 
 def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[str, Any] | None = None) -> bytes:
@@ -97,7 +97,7 @@ def _pickled(thing: Any, what: str, popen: PackingPopen | None, given: Mapping[s
 
 
 def _why_not(thing: Any) -> Exception | None:
-    """Why something cannot be pickled, if it cannot."""
+    """Return why something cannot be pickled, if it cannot."""
     try:
         cloudpickle.dumps(thing)
     except Exception as cause:
@@ -224,7 +224,7 @@ def _refuse_text(file: io.TextIOWrapper) -> Any:
 
 
 def _refuse_numbers(pickler: Any, thing: Any) -> Any:
-    """An object that wraps a descriptor would take it along as a number."""
+    """Refuse an object that wraps a descriptor: it would take it along as a number."""
     ours = here.popen is not None or here.refusing
     if ours and (number := holds_number(thing)) is not None and type(thing) not in pickler.dispatch_table:
         raise pickle.PicklingError(f"descriptor {number} would be another one there")

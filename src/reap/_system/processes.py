@@ -46,6 +46,7 @@ from reap._system.pickling import Packed
 from reap._system.process_state import state_for_child
 from reap._system.remote_errors import RemoteTraceback
 from reap._system.shared_objects.descriptors import OwnedFd, send_fds
+from reap._system.silence import silent_error
 from reap._system.stacks import STACK_FILE, ask_process, processes_below, told_after
 from reap._system.temporary import anonymous_file
 from reap.errors import UsageError, WorkerDied, WorkerSilent
@@ -156,7 +157,7 @@ class Child:
         return None if len(data) < WORD.size else int(WORD.unpack(data)[0])
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
+        """Return whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
         if self._elsewhere:
             return True
         with self._word_lock:
@@ -176,7 +177,7 @@ class Child:
             return True
 
     def how_it_ended(self) -> str:
-        """The exit code or signal in words, with what is likely behind it."""
+        """Return the exit code or signal in words, with what is likely behind it."""
         code = self.exitcode
         if code is None:
             return "is still running"
@@ -193,12 +194,12 @@ class Child:
         return _ENDS.get(name, f"was killed by {name}")
 
     def stack(self, since: int = 0) -> str:
-        """What faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""
+        """Return what faulthandler wrote, from that byte on: after a crash, or after `ask_stack`."""
         size = os.fstat(self._stack).st_size - since
         return os.pread(self._stack, size, since).decode(errors="replace").strip() if size else ""
 
     def death(self) -> WorkerDied:
-        """The error for one that is gone: how it ended, and its last stack if there is one."""
+        """Return the error for one that is gone: how it ended, and its last stack if there is one."""
         stack = self.stack()
         if stack.startswith(NOT_UNPACKED):
             error = WorkerDied(self.how_it_ended())
@@ -207,21 +208,17 @@ class Child:
         return WorkerDied(self.how_it_ended() + (f"; its last stack:\n{stack}" if stack else ""))
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        self.silent, stack = True, self.ask_stack()
-        if not stack:
-            stack = "(it does not answer signals)"
-            self.signal(signal.SIGKILL)  # nor will it a goodbye
-        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+        """Return the error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        return silent_error(self, seconds, timeout)
 
     def ask_stack(self, patience: float = 1.0) -> str:
-        """Where every thread of the child is right now; empty if it does not even answer signals."""
+        """Return where every thread of the child is right now; empty if it does not even answer signals."""
         told = os.fstat(self._stack).st_size  # when it was asked before
         self.signal(signal.SIGUSR1)
         return told_after(lambda: self.stack(told).encode(), patience)
 
     def ask_stacks(self) -> dict[str, str]:
-        """The same of all processes of reap's that it has started, by name: those of its lanes."""
+        """Return the stacks of all processes of reap's that it has started, by name: those of its lanes."""
         below = processes_below(self.pid) if self.pid else {}
         return {f"{name} (pid {pid})": ask_process(pid) for pid, name in below.items()}
 
@@ -262,7 +259,7 @@ def end(children: Iterable[Child], *, patience: float, deadline: float) -> None:
 
 
 def _still_there(children: Sequence[Child], until: float) -> list[Child]:
-    """Those that have not ended at this time, waited for."""
+    """Return those that have not ended at this time, waited for."""
     while (left := [c for c in children if not c.gone()]) and (seconds := until - time.monotonic()) > 0:
         wait([c.sentinel for c in left], seconds)
     return left

@@ -28,7 +28,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> Raised:
-        """The message for what was just caught; foreign errors are told as raised by `doing`."""
+        """Return the message for what was just caught; foreign errors are told as raised by `doing`."""
         error = debugger_left(error) or as_reap_error(error, doing)
         text = "".join(traceback.format_exception(error.__cause__ or error))
         return cls(_error_bytes(error), _error_bytes(error.__cause__), text)
@@ -47,7 +47,7 @@ class Raised:
 
 
 def as_reap_error(error: BaseException, doing: str) -> ReapError:
-    """An error of reap's own: this one, or one that says that `doing` raised it."""
+    """Return an error of reap's own: this one, or one that says that `doing` raised it."""
     if isinstance(error, ReapError):
         return error
     return raised_by(f"{doing} raised", error)

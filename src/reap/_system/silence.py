@@ -8,6 +8,7 @@ Of several that are silent, the one that has been so for longest is told of: the
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -18,18 +19,12 @@ from reap.errors import WorkerSilent
 LOGGED_AFTER = 60.0  # seconds without a word, where no timeout was given
 
 
-class _Process(Protocol):
-    def silence(self, seconds: float, timeout: float | None) -> WorkerSilent: ...
-
-    def ask_stack(self) -> str: ...
-
-
 class _Worker(Protocol):
     index: int
 
     @property
     def child(self) -> Any:
-        """A _Process, here or elsewhere."""
+        """Its process, here or elsewhere, which has `silence` and `ask_stack`."""
 
     @property
     def name(self) -> str: ...
@@ -61,7 +56,7 @@ class Silence:
         return self.timeout
 
     def check(self, workers: Iterable[tuple[W, float | None]]) -> tuple[W, WorkerSilent] | None:
-        """The one that has been silent for longer than `timeout`, and the error for it."""
+        """Return the one that has been silent for longer than `timeout`, and the error for it."""
         if not self.watched:
             return None
         now = time.monotonic()
@@ -73,6 +68,15 @@ class Silence:
                 self._logged[worker.index] = since
                 log(f"worker {worker.name}", now - since, worker.child.ask_stack())
         return None
+
+
+def silent_error(process: Any, seconds: float, timeout: float | None) -> WorkerSilent:
+    """Return the error for a process that sent nothing for so long, with its stack; one that gives none is killed."""
+    process.silent, stack = True, process.ask_stack()
+    if not stack:
+        stack = "(it does not answer signals)"
+        process.signal(signal.SIGKILL)  # nor will it a goodbye
+    return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
 
 
 def log(who: str, seconds: float, stack: str) -> None:

@@ -15,6 +15,7 @@ from reap._system.fork_server.orphans import SERVER_NAME, children_of
 
 STACK_FILE = "reap-stack"  # where a child's faulthandler writes, as its descriptors show it
 _AT_A_TIME = 16
+_PATIENCE = 1.0  # seconds for a stack to come
 T = TypeVar("T")
 
 
@@ -39,7 +40,7 @@ def processes_below(pid: int) -> dict[int, str]:
     return found
 
 
-def ask_process(pid: int, patience: float = 1.0) -> str:
+def ask_process(pid: int) -> str:
     """Where every thread of a process of reap's is right now, whoever has started it; empty if it does not say."""
     with contextlib.suppress(OSError):
         files = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if STACK_FILE in os.readlink(fd)]
@@ -48,12 +49,12 @@ def ask_process(pid: int, patience: float = 1.0) -> str:
         with open(files[0], "rb") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, signal.SIGUSR1)
-            return told_after(lambda: os.pread(file.fileno(), 1 << 20, before), patience)
+            return told_after(lambda: os.pread(file.fileno(), 1 << 20, before), _PATIENCE)
     return ""
 
 
 def told_after(read: Callable[[], bytes], patience: float) -> str:
-    """What a signal handler of another process writes: read until it is there, and has stopped growing."""
+    """Return what a signal handler of another process writes: read until it is there, and has stopped growing."""
     until, text = time.monotonic() + patience, b""
     while time.monotonic() < until:  # a signal handler in another process: there is nothing to wait on
         before, text = text, read()

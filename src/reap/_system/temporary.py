@@ -60,7 +60,7 @@ def _sweep(kind: str) -> None:
 
 
 def anonymous_file(name: str) -> int:
-    """A descriptor of memory without a name in any file system: nothing to leak."""
+    """Return a descriptor of memory without a name in any file system: nothing to leak."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:

@@ -36,7 +36,7 @@ def join(thread: threading.Thread, timeout: float, who: str) -> None:
 
 
 def stack_of(thread: int) -> str:
-    """Where the thread with this number is right now."""
+    """Return where the thread with this number is right now."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "(none)"
 

@@ -1,11 +1,11 @@
 """BackgroundRunner: workers write into a buffer by themselves until so many frames are made. Nobody waits for them.
 
-start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the control block ─► claim …
-pause ──► a word of the control block, then "look" ─► answered between two rollouts: from then on nothing is written
-resume ─► the word again; who rests is woken, and would look by itself
-look  ──► lines and sentinels, without waiting: a failure is found by whoever asks next
+start ──► "run" ──► worker: claim frames ─► rollout ─► write ─► say so in the shared counters ─► claim …
+pause ──► one of the shared counters, then "look" ─► answered between two rollouts: from then on nothing is written
+resume ─► that counter again; who rests is woken, and would look by itself
+look  ──► connections and sentinels, without waiting: a failure is found by whoever asks next
 watch ──► a thread looks now and then whether each has gone on, wherever in a rollout it is: in a step, in postproc,
-          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to the word:
+          while it writes; one that has not is found silent, whether anybody asks or not. It also sees to that counter:
           whatever Ctrl-C has broken off, workers rest as long as a pause holds, and no longer
 """
 
@@ -35,16 +35,16 @@ class BackgroundRunner:
     def __init__(
         self,
         backend: WorkerBackend,
-        words: SharedCounters,
+        counters: SharedCounters,
         *,
         left: float,
         random: int,
         count: Callable[[int, int], None],
     ) -> None:
-        self._backend, self._supervisor, self._words = backend, backend.supervisor, words
+        self._backend, self._supervisor, self._counters = backend, backend.supervisor, counters
         self._tell = weakref.WeakMethod(count)  # it is not to keep the collector alive
         self._left, self._random = left, random
-        self._began = self._counted = words.made()
+        self._began = self._counted = counters.made()
         self._before, self._over, self._pauses = 0, False, Pauses()
         self._lock = threading.RLock()
         self._silence = Silence(self._supervisor.silence.timeout)
@@ -63,14 +63,14 @@ class BackgroundRunner:
             tell(frames, rollouts)
 
     def start(self) -> None:
-        """Workers first finish what they were asked for."""
-        words = self._words
+        """Let workers run, once they have finished what they were asked for."""
+        counters = self._counters
         frames, rollouts = self._backend.settle()
         self._count(frames, rollouts)
-        words.claimed[:] = [worker.frames for worker in self._backend.workers]  # from here on, what is made
-        self._before = int(words.claimed.sum())
-        words.stop, words.random = False, max(self._before + self._random - frames, 0)
-        words.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
+        counters.claimed[:] = [worker.frames for worker in self._backend.workers]  # from here on, what is made
+        self._before = int(counters.claimed.sum())
+        counters.stop, counters.random = False, max(self._before + self._random - frames, 0)
+        counters.total = ALL if self._left == float("inf") else self._before + int(self._left) - frames
         self._supervisor.tell("run")  # one that fails at once is found by whoever asks next, as later
         self._watch.start()
 
@@ -89,18 +89,18 @@ class BackgroundRunner:
     def obey_pauses(self) -> None:
         """Workers rest if a pause holds, and only then."""
         with self._lock:
-            before, self._words.rest = self._words.rest, self._pauses.hold
-            woken = before and not self._words.rest
+            before, self._counters.rest = self._counters.rest, self._pauses.hold
+            woken = before and not self._counters.rest
         if woken:
             self._supervisor.tell("look", wait=False)  # where others talk to them, they look by themselves soon
 
     def stop(self, timeout: float) -> None:
-        """Workers end with the backend; `catch_up` counts their last frames then."""
+        """Say that it is over: workers end with the backend, and `catch_up` counts their last frames."""
         self.failure()  # what nobody has looked for until now
         self._over = True
 
     def stop_watching(self) -> None:
-        """Before workers end: what is known of them goes with them."""
+        """End the watching thread, before workers end and what is known of them with them."""
         with self._backend.uninterrupted():
             self._watch_over.set()
             if self._watch.ident and self._watch is not threading.current_thread():
@@ -109,13 +109,13 @@ class BackgroundRunner:
     def catch_up(self) -> None:
         """Count what was made since the last time."""
         with self._lock:
-            made = self._words.made()
+            made = self._counters.made()
             new, self._counted = made - self._counted, made
             for worker, frames, rollouts in zip(self._backend.known_workers, *new.tolist()):
                 worker.frames, worker.rollouts = worker.frames + frames, worker.rollouts + rollouts
                 if rollouts:  # else what it says may be of one whose place it has taken
-                    worker.tell(self._words.stats(worker.index))
-                self._backend.episodes.add(self._words.take_ended(worker.index), worker.index)
+                    worker.keep_stats(self._counters.stats(worker.index))
+                self._backend.episodes.add(self._counters.take_ended(worker.index), worker.index)
             frames, rollouts = new.sum(1).tolist()
             self._count(frames, rollouts)
 
@@ -124,16 +124,16 @@ class BackgroundRunner:
         """Whether frames are still to be made, or written."""
         self.obey_pauses()
         self.catch_up()
-        claimed, made = int(self._words.claimed.sum()), int((self._counted - self._began)[0].sum())
-        left = claimed < self._words.total or claimed - self._before > made
+        claimed, made = int(self._counters.claimed.sum()), int((self._counted - self._began)[0].sum())
+        left = claimed < self._counters.total or claimed - self._before > made
         return left and not self._over and self._failure is None
 
     def paused_without(self, thread: int) -> bool:
-        """Whether workers rest until another thread than this one ends the pause."""
+        """Return whether workers rest until another thread than this one ends the pause."""
         return self._pauses.hold_without(thread)
 
     def failure(self) -> ReapError | None:
-        """What went wrong with a worker."""
+        """Return what went wrong with a worker, if anything has."""
         if self._failure is None and not self._over:
             self.catch_up()
             try:
@@ -143,7 +143,7 @@ class BackgroundRunner:
         return self._failure
 
     def look_for_silence(self) -> bool:
-        """A worker in the middle of a rollout is to go on now and then: the words it writes say whether it does.
+        """A worker in the middle of a rollout is to go on now and then: the counters it writes say whether it does.
 
         Returns whether it is worth another look.
         """
@@ -155,7 +155,7 @@ class BackgroundRunner:
             try:
                 if (found := self._silent()) is not None:
                     self._seen.pop(found[0].index)
-                    supervisor.fail_silent(*found)
+                    supervisor.fail(*found)
             finally:
                 supervisor.talking.release()
         # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard which nobody waits
@@ -164,11 +164,11 @@ class BackgroundRunner:
         return self._failure is None
 
     def _silent(self) -> tuple[WorkerHandle, ReapError] | None:
-        """A worker that has been where it is for too long, and the error for it."""
-        words, now, workers = self._words, time.monotonic(), self._backend.workers
-        made = words.made()[0]
+        """Return a worker that has been where it is for too long, and the error for it."""
+        counters, now, workers = self._counters, time.monotonic(), self._backend.workers
+        made = counters.made()[0]
         for worker in workers:
-            place = int(words.step[worker.index]), int(made[worker.index])
+            place = int(counters.step[worker.index]), int(made[worker.index])
             if worker.index not in self._seen or self._seen[worker.index][0] != place:
                 self._seen[worker.index] = place, now
         return self._silence.check([(worker, self._silent_since(worker)) for worker in frozen_first(workers)])
@@ -176,7 +176,7 @@ class BackgroundRunner:
     def exchange_statistics(self) -> None:
         """Let workers know what the envs of the others have learned, between two rollouts of theirs."""
         supervisor = self._supervisor
-        learns = any(worker.about.learns for worker in supervisor.living)
+        learns = any(worker.info.learns for worker in supervisor.living)
         if not learns or not self.running or not supervisor.talking.acquire(blocking=False):
             return
         try:
@@ -199,14 +199,14 @@ class BackgroundRunner:
     def _let_run(self, worker: WorkerHandle) -> None:
         """A worker was started again, and waits to be told that it needs no slots."""
         if not self._over and self._watch.ident:
-            self._supervisor.let_run(worker)
+            self._supervisor.send_call(worker, "run")
 
     def _silent_since(self, worker: WorkerHandle) -> float | None:
         (step, _), since = self._seen[worker.index]
         return None if step == NOWHERE or worker.child.gone() else since
 
     def between(self, work: Callable[[], T]) -> T:
-        """Workers answer between two rollouts whatever they are asked."""
+        """Do it at once: workers answer between two rollouts whatever they are asked."""
         return work()
 
 

@@ -56,6 +56,18 @@ class Halted(BaseException):
     """Raised by a take that was broken off on purpose, from another thread."""
 
 
+def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
+    """Have a worker of this process ask after every step, as of an interruptor; `Halted` is raised there if so."""
+    usual = worker.halting
+
+    def stop() -> bool:
+        if asked():
+            raise Halted
+        return usual is not None and bool(usual())
+
+    worker.halting = worker.loop.stop = stop
+
+
 @dataclass(frozen=True)
 class WorkerReport:
     """What is known of one worker."""
@@ -94,7 +106,7 @@ class Backend(Protocol):
         """How many workers were started again."""
 
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
-        """What is known here of each worker; once it is closed, what was known then.
+        """Return what is known here of each worker; once it is closed, what was known then.
 
         `clock`: when batches were made here, by which a worker that lives here waits.
         """
@@ -108,7 +120,7 @@ class Backend(Protocol):
         """Build the workers. Errors of their construction are raised here."""
 
     def take(self, *, random: bool = False) -> Rollout:
-        """The next full rollout; `random` asks for random actions."""
+        """Return the next full rollout; `random` asks for random actions."""
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Inside, Ctrl-C is let in only while waiting for workers."""
@@ -126,10 +138,10 @@ class Backend(Protocol):
         """Seed everything and begin new episodes; returns the seed that follows."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Env state, trajectory counter, version."""
+        """Return what is needed to go on: env states, trajectory ids, the version of the weights."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The counterpart."""
+        """Go on from what `state_dict` returned."""
 
     def last_state(self, why: str) -> dict[str, Any]:
         """What `state_dict` gives as far as it is known here, once workers have failed: `why` their episodes are over.
@@ -138,10 +150,10 @@ class Backend(Protocol):
         """
 
     def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now. Nobody is asked; any thread may call it."""
+        """Return what each worker is doing right now. Nobody is asked; any thread may call it."""
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
+        """Return where each worker, and each process or thread of lanes, is right now, by name. Any thread may ask."""
 
     def close(self, *, failed: bool = False) -> None:
         """End the workers. May be called twice. `failed`: an error waits to be told, so it may go on in a thread."""
@@ -152,29 +164,29 @@ class WorkerLiveness(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its number; 0 if it never lived."""
+        """The number of its process; 0 if it never lived."""
 
     @property
     def label(self) -> str:
-        """Its number, and where it is, as errors show them after a name."""
+        """The number of its process, and where that is, as errors show them after its name."""
 
     def gone(self) -> bool:
-        """Whether nothing will come from it any more."""
+        """Return whether nothing will come from it any more."""
 
     def death(self) -> WorkerDied:
-        """The error for one that is gone: how it ended."""
+        """Return the error for one that is gone: how it ended."""
 
     def ask_stack(self) -> str:
-        """Where its threads are right now; empty if it does not answer at all."""
+        """Return where its threads are right now; empty if it does not answer at all."""
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long."""
+        """Return the error for one that sent nothing for so long."""
 
 
 class WorkerConnection(Protocol):
     """One worker as a transport reaches it. Another takes its place when the worker is started again."""
 
-    child: Any  # a WorkerLiveness
+    child: WorkerLiveness
 
     def call(self, data: bytes) -> None:
         """Send a numbered call: it is answered between two rollouts."""
@@ -199,10 +211,10 @@ class Transport(Protocol):
     """How calls, slots and weights reach workers, and how their end is noticed. It knows nothing of batches."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]  # ways that weights can take
-    grows: ClassVar[bool]  # whether further workers can be launched later
+    can_add_workers: ClassVar[bool]  # whether further workers can be launched later
     startup_grace: float = BOOT  # seconds more than usual until one that is launched again says its first word
 
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
+    def position(self, worker: WorkerHandle) -> dict[str, int]:
         """In which step and lane a worker is, as far as that can be known from outside."""
 
     def open(self, workers: list[WorkerHandle], interrupts: Interrupts, silence: Silence) -> None:
@@ -214,11 +226,12 @@ class Transport(Protocol):
     def retire(self, worker: WorkerHandle) -> None:
         """End what is left of a worker that has failed. It may be launched again, where that is possible."""
 
-    def give_back(self, worker: WorkerHandle) -> None:
+    def release_claims(self, worker: WorkerHandle) -> None:
         """What a worker had begun on when it ended is for others to make; its `frames` are all it has made."""
 
     def cannot_restart(self) -> str | None:
-        """Why a worker that failed cannot be launched again; None: it can."""
+        """Return why a worker that failed cannot be launched again; None: it can."""
+        return None
 
     def wait(self, seconds: float | None) -> list[int]:
         """Wait for so long (None: as long as it takes) until a worker has spoken or is gone: the numbers of those."""
@@ -229,11 +242,11 @@ class Transport(Protocol):
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         """So many slots for each of these workers, which are its `slots`; not `here`: nobody but itself reads them."""
 
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
-        """What a worker is told when memory and weights are ready: where they are."""
+    def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+        """Return what a worker is told when memory and weights are ready: where they are."""
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
-        """Where weights for all are published, once all workers have begun."""
+        """Return where weights for all are published, once all workers have begun."""
 
     def pass_weights(self, worker: WorkerHandle, data: bytes) -> Any:
         """Bring the weights of one worker to it; returns what it is told of them."""
@@ -241,7 +254,7 @@ class Transport(Protocol):
     def resend_weights(self, worker: WorkerHandle) -> None:
         """Send the latest weights for all to one that was launched later, where it does not find them by itself."""
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
 
     def cut_short(self, stop: bool) -> None:
@@ -255,16 +268,13 @@ class Delivery(Protocol):
     """Which rollouts make a batch, and when a slot is given out again."""
 
     in_step: bool  # whether all frames of a batch have one version
+    unfinished: bool  # whether a batch is half made: Ctrl-C interrupted who waited for it
 
     def prepare(self, supervisor: Supervisor) -> None:
         """Make room for rollouts, as workers have said what these look like; again when there are more workers."""
 
     def preempts(self, workers: int) -> bool:
-        """Whether rollouts may be cut short."""
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether a batch is half made: Ctrl-C interrupted who waited for it."""
+        """Return whether rollouts may be cut short."""
 
     def take(self, *, random: bool, most: float) -> Rollout:
         """The next rollout; `most`: how many frames may still be asked for, where they are written as they are made."""

@@ -34,63 +34,52 @@ _COMMON_SLOTS = 3  # of workers in step: two for the consumer, one that is copie
 _AHEAD = 2  # rollouts a worker that writes to a buffer is asked for at a time
 
 
-class Round:
-    """One rollout of every worker. `threshold`: when this share of them is done, the others are cut short."""
-
-    def __init__(self, threshold: float | None) -> None:
-        self._threshold = threshold
-        self.pending = False  # whether it was ordered and is not whole yet: Ctrl-C interrupted whoever waited for it
-
-    def enough(self, workers: int) -> int:
-        """How many have to be done."""
-        return workers if self._threshold is None else min(max(int(workers * self._threshold), 1), workers)
-
-    def order(self, supervisor: Supervisor, slot: int, *, random: bool) -> None:
-        """Let every worker fill this slot."""
-        self.pending = True
-        supervisor.let_be_random(ALL if random else 0)
-        supervisor.transport.cut_short(False)
-        for worker in supervisor.living:
-            supervisor.fill(worker, slot)
-
-    def wait(self, supervisor: Supervisor) -> None:
-        """Wait until all have arrived: those that are left, where one may be dropped meanwhile."""
-        while (left := sum(bool(worker.working) for worker in supervisor.workers)) > 0:
-            if len(supervisor.arrived) >= self.enough(len(supervisor.arrived) + left):
-                supervisor.transport.cut_short(True)
-            supervisor.listen()
-
-    def forget(self, supervisor: Supervisor) -> None:
-        """Wait until all have arrived, and uncount what they bring."""
-        self.wait(supervisor)
-        for worker, ready in supervisor.arrived:
-            worker.uncount(ready.frames)
-
-    def settle(self, supervisor: Supervisor) -> tuple[int, int]:
-        """Frames and rollouts of those that have arrived. It is over."""
-        self.pending = False
-        return _settled(supervisor)
-
-
 class InRounds(Delivery):
-    """What deliveries have in common that may wait for one rollout of every worker."""
+    """What deliveries have in common that wait for one rollout of every worker: a round.
+
+    `threshold`: when this share of the workers is done, the others are cut short.
+    """
 
     _supervisor: Supervisor
 
     def __init__(self, threshold: float | None = None) -> None:
-        self._round = Round(threshold)
+        self._threshold = threshold
+        self.unfinished = False
 
-    @property
-    def unfinished(self) -> bool:
-        return self._round.pending
+    def _enough(self, workers: int) -> int:
+        """Return how many of so many workers have to be done."""
+        return workers if self._threshold is None else min(max(int(workers * self._threshold), 1), workers)
 
     def preempts(self, workers: int) -> bool:
-        return self._round.enough(workers) < workers
+        return self._enough(workers) < workers
+
+    def _order(self, slot: int, *, random: bool) -> None:
+        """Let every worker fill this slot."""
+        supervisor = self._supervisor
+        self.unfinished = True
+        supervisor.set_random_frames(ALL if random else 0)
+        supervisor.transport.cut_short(False)
+        for worker in supervisor.living:
+            supervisor.fill(worker, slot)
+
+    def _wait(self) -> None:
+        """Wait until all have arrived: those that are left, where one may be dropped meanwhile."""
+        supervisor = self._supervisor
+        while (left := sum(bool(worker.working) for worker in supervisor.workers)) > 0:
+            if len(supervisor.arrived) >= self._enough(len(supervisor.arrived) + left):
+                supervisor.transport.cut_short(True)
+            supervisor.listen()
 
     def forget_unfinished(self) -> None:
-        if self._round.pending:
-            self._round.forget(self._supervisor)
+        if self.unfinished:
+            self._wait()
+            for worker, ready in self._supervisor.arrived:
+                worker.uncount(ready.frames)
             self.settle()
+
+    def settle(self) -> tuple[int, int]:
+        self.unfinished = False
+        return _settled(self._supervisor)
 
 
 class InStep(InRounds):
@@ -105,7 +94,7 @@ class InStep(InRounds):
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor, workers = supervisor, supervisor.workers
-        layouts = [worker.about.layout for worker in workers]
+        layouts = [worker.info.layout for worker in workers]
         if len({layout.steps for layout in layouts}) > 1:
             self._pool = None
             supervisor.transport.own_slots(workers, 1)
@@ -116,20 +105,20 @@ class InStep(InRounds):
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:
         supervisor, workers = self._supervisor, self._supervisor.workers
-        if not self._round.pending:
+        if not self.unfinished:
             self._filling = None if self._pool is None else self._pool.acquire()
             number = 0 if self._filling is None else self._filling.index % _COMMON_SLOTS
-            self._round.order(supervisor, number, random=random)
-        self._round.wait(supervisor)
+            self._order(number, random=random)
+        self._wait()
         full = {worker.index: ready for worker, ready in supervisor.arrived}
         filled, self._filling = self._filling, None
-        frames, _ = self._round.settle(supervisor)
+        frames, _ = super().settle()
         version = next(iter(full.values())).version
         parts = [full.get(worker.index) or _nothing_of(worker, version) for worker in workers]
         if filled is None or self._pool is None:
             apart = [_apart(worker, part) for worker, part in zip(workers, parts)]
-            return Rollout({}, workers[0].about.layout, frames, version, parts=apart)
-        lanes = [worker.about.layout.lanes for worker in workers]
+            return Rollout({}, workers[0].info.layout, frames, version, parts=apart)
+        lanes = [worker.info.layout.lanes for worker in workers]
         for first, worker in zip(itertools.accumulate(lanes, initial=0), workers):
             if worker.index not in full:
                 _blank({key: array[:, first : first + lanes[worker.index]] for key, array in filled.arrays.items()})
@@ -146,7 +135,7 @@ class InStep(InRounds):
         slot, self._filling = self._filling, None
         if slot is not None and self._pool is not None:
             self._pool.release(slot)
-        return self._round.settle(self._supervisor)
+        return super().settle()
 
 
 class AsReady(Delivery):
@@ -163,7 +152,7 @@ class AsReady(Delivery):
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        supervisor.let_be_random(self._random_frames)
+        supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots([worker for worker in supervisor.workers if not worker.slots], OWN_SLOTS)
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:
@@ -178,8 +167,8 @@ class AsReady(Delivery):
             supervisor.listen(first=True)
         worker, ready = supervisor.arrived.popleft()
         arrays = {**self._lend(worker, ready.slot), **ready.loose}
-        about = worker.about.layout, ready.frames, ready.version
-        return Rollout(arrays, *about, worker=worker.index, finals=ready.finals)
+        layout = worker.info.layout
+        return Rollout(arrays, layout, ready.frames, ready.version, worker=worker.index, finals=ready.finals)
 
     def _lend(self, worker: WorkerHandle, index: int) -> dict[Key, np.ndarray[Any, Any]]:
         """The columns of a full slot; copied if the consumer holds so many that the worker would have to wait."""
@@ -224,27 +213,27 @@ class IntoBuffer(InRounds):
 
     def prepare(self, supervisor: Supervisor) -> None:
         self._supervisor, workers = supervisor, supervisor.workers
-        layouts = [worker.about.layout for worker in workers]
+        layouts = [worker.info.layout for worker in workers]
         if self.in_step and len({layout.steps for layout in layouts}) == 1:
             joined(layouts)  # refuses workers whose rows would not fit together
-        supervisor.let_be_random(self._random_frames)
+        supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots(workers, _AHEAD, here=False)
 
     def take(self, *, random: bool, most: float = ALL) -> Rollout:
         supervisor = self._supervisor
         if self.in_step:
-            if not self._round.pending:
-                self._round.order(supervisor, 0, random=random)
-            self._round.wait(supervisor)
+            if not self.unfinished:
+                self._order(0, random=random)
+            self._wait()
             worker, ready = supervisor.arrived[0]
-            frames, _ = self._round.settle(supervisor)
+            frames, _ = self.settle()
         else:
             self._ask_for_more(most)
             while not supervisor.arrived:
                 supervisor.listen(first=True)
             worker, ready = supervisor.arrived.popleft()
             frames = ready.frames
-        return Rollout({}, worker.about.layout, frames, ready.version, worker=worker.index)
+        return Rollout({}, worker.info.layout, frames, ready.version, worker=worker.index)
 
     def _ask_for_more(self, most: float) -> None:
         """Rollouts are written as they are made: workers are asked for no more than are wanted."""
@@ -260,20 +249,17 @@ class IntoBuffer(InRounds):
     def begin_anew(self, workers: Sequence[int], call: int) -> None:
         """What was written is there, wanted or not; it is counted when somebody takes next."""
 
-    def settle(self) -> tuple[int, int]:
-        return self._round.settle(self._supervisor)
-
 
 def _apart(worker: WorkerHandle, ready: RolloutReady) -> Rollout:
     arrays = {**worker.slots[ready.slot].copied(), **ready.loose}
     if worker.dropped and not ready.frames:
         _blank({key: array for key, array in arrays.items() if key not in ready.loose})
-    return Rollout(arrays, worker.about.layout, ready.frames, ready.version, worker=worker.index)
+    return Rollout(arrays, worker.info.layout, ready.frames, ready.version, worker=worker.index)
 
 
 def _nothing_of(worker: WorkerHandle, version: int) -> RolloutReady:
-    """What stands for the rollout of a worker that was dropped: rows that are no frames."""
-    layout = worker.about.layout
+    """Return what stands for the rollout of a worker that was dropped: rows that are no frames."""
+    layout = worker.info.layout
     loose = {key: np.empty((layout.steps, layout.lanes, *leaf.shape), object) for key, leaf in layout.loose.items()}
     return RolloutReady(0, 0, version, worker.stats, loose=loose)
 

@@ -21,7 +21,7 @@ from torch import nn
 from reap._system.affinity import Cores, staying_on
 from reap._system.interrupts import Interrupts
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, Rollout, WorkerActivity, WorkerReport
+from reap.backends.base import Backend, Halted, Rollout, WorkerActivity, WorkerReport, break_off_when
 from reap.core.device.worker import DeviceWorker, device_worker
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.times import WorkClock
@@ -34,7 +34,7 @@ from reap.weights import local
 from reap.weights.strategy import extract
 
 
-class InlineBackend:
+class InlineBackend(Backend):
     """The worker is here. `same_slot` hands out one slot again and again; `cores`: those it collects on."""
 
     def __init__(
@@ -54,7 +54,6 @@ class InlineBackend:
         self._strategy = strategy  # a user's own, by which weights are extracted and applied
         self.worker: Worker | DeviceWorker
         self._tracer: RolloutTracer | None = None
-        self.filling: Any = None  # the slot that is being filled, or was last
         self.on_rollout: Callable[..., None] | None = None  # told of each
         self._episodes = EpisodeLog()
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
@@ -66,12 +65,11 @@ class InlineBackend:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether lanes are closed where they are, whoever waits for them here."""
         return self.worker.env.elsewhere
 
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
-        """Inside, nobody closes the env."""
+        """Keep others from closing the env inside."""
         with self._gate:
             self._inside.append(threading.get_ident())
         try:
@@ -110,7 +108,7 @@ class InlineBackend:
 
     def take(self, *, random: bool = False) -> Rollout:
         worker = self.worker
-        slot = self.filling = worker.pool.acquire()
+        slot = worker.pool.acquire()
         began = 0.0 if self.on_rollout is None else time.perf_counter()
         try:
             with self._in_env():
@@ -138,7 +136,6 @@ class InlineBackend:
         return self._episodes
 
     def reports(self, clock: WorkClock) -> list[WorkerReport]:
-        """What is known of the one worker."""
         stats, layout = self.worker.stats, self.worker.layout
         counts = stats.summary()
         counts |= clock.seconds(counts["collect_seconds"] - stats.loaded_seconds)
@@ -150,14 +147,7 @@ class InlineBackend:
 
     def breaker(self) -> Callable[[], None]:
         asked: list[bool] = []
-        usual = self.worker.halting
-
-        def stop() -> bool:
-            if asked:
-                raise Halted
-            return usual is not None and usual()
-
-        self.worker.halting = self.worker.loop.stop = stop  # asked after every step, as an interruptor is
+        break_off_when(lambda: bool(asked), self.worker)
         return functools.partial(asked.append, True)
 
     def publish(self, weights: Any = None) -> int:
@@ -173,7 +163,7 @@ class InlineBackend:
         return self.worker.loop.version
 
     def load(self, weights: Any) -> None:
-        """Give the policy these."""
+        """Load these weights into the policy."""
         model = self.worker.model
         if self._strategy is None:
             local.load(model, weights)
@@ -181,7 +171,6 @@ class InlineBackend:
             self._strategy.apply_weights(model, extract(self._strategy, weights))
 
     def profile(self, settings: Mapping[int, TraceSettings | None]) -> None:
-        """Trace the rollouts to come, by worker; None: no more."""
         if self._tracer is not None:
             self._tracer.end()
         chosen = settings.get(0)

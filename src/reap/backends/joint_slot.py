@@ -26,7 +26,7 @@ def joined(layouts: Sequence[Layout]) -> Layout:
 
 
 def joined_finals(parts: Sequence[Finals | None], lanes: Sequence[int], layout: Layout) -> Finals | None:
-    """The last observations of all workers, who have so many lanes each; None where they are in the columns."""
+    """Return the last observations of all workers, who have so many lanes each; None where they are in the columns."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None

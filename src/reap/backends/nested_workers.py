@@ -7,11 +7,10 @@ order ──► remote worker ──► worker 0 … worker k-1        sync    a
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -31,6 +30,8 @@ from reap.core.stats import together
 from reap.core.worker import Plan
 from reap.errors import WorkerError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class NestedWorkers:
@@ -41,7 +42,7 @@ class NestedWorkers:
     random_frames: int = 0  # of workers that do not go in step: they run ahead of what they are told
 
     def __call__(self, job: Job, *transport: Any) -> RemoteWorker:
-        """The remote worker."""
+        """Return the remote worker."""
         return NestedRemoteWorker(job, *transport, nested=self)
 
 
@@ -56,20 +57,20 @@ class NestedRemoteWorker(RemoteWorker):
 
     def _build(self, plan: Plan, workers: int) -> None:
         self.worker = _Processes(self._job, self._nested)
-        self.about, self.tensors = self.worker.about, self.worker.tensors
+        self.info, self.tensors = self.worker.info, self.worker.tensors
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
     def do_state(self) -> dict[str, Any]:
         state = self.worker.state()
-        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         return {**state, "policy_version": self.worker.latest}
 
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> None:
         self._refresh()
         self._forget()
         self.worker.load_state(state.get("env_state_dict", {}), first_id, version)
-        if self.about.weighs and state.get("policy_state_dict"):
+        if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
 
     def do_mark_cut(self) -> None:
@@ -91,7 +92,7 @@ class NestedRemoteWorker(RemoteWorker):
             return Raised.of(error, path)
 
     def do_hooks(self, packed: bytes) -> None:
-        """Hooks run in the workers."""
+        """Hand the hooks on to the workers, which call them."""
         self.worker.call("hooks", packed)
 
     def do_weights(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class NestedRemoteWorker(RemoteWorker):
 
 
 class _Processes:
-    """The workers, with what a remote worker wants of its one."""
+    """The workers, with the methods that a remote worker calls on its one."""
 
     span = (0.0, 0.0)  # of the last rollout
 
@@ -123,41 +124,38 @@ class _Processes:
             strategy=job.strategy,
         )
         try:
-            with self._named():
-                self._backend.start()
+            self._ask(self._backend.start)
         except BaseException:
             self._backend.close()
             raise
-        self.about = self._seen_together(nested)
-        self.layout = self.about.layout
+        self.info = self._seen_together(nested)
+        self.layout = self.info.layout
         self.tensors: list[Tensor] = []
-        if self.about.packing is not None:
-            self.tensors = self.about.packing.views(np.zeros(self.about.packing.nbytes, np.uint8))
+        if self.info.packing is not None:
+            self.tensors = self.info.packing.views(np.zeros(self.info.packing.nbytes, np.uint8))
             self.look_at_weights()
 
     def _seen_together(self, nested: NestedWorkers) -> WorkerInfo:
-        abouts = [remote.about for remote in self._backend.workers]
-        own = abouts[0].layout
+        infos = [remote.info for remote in self._backend.workers]
+        own, lanes = infos[0].layout, sum(info.lanes for info in infos)
         if not nested.sync:
-            return replace(abouts[0], lanes=sum(about.layout.lanes for about in abouts))
-        layout = joined([about.layout for about in abouts])
+            return replace(infos[0], lanes=lanes)
+        layout = joined([info.layout for info in infos])
         if own.batched:
             layout.look = replace(layout.look, dims=(nested.workers, *own.dims))
-        return replace(abouts[0], layout=layout)
+        return replace(infos[0], layout=layout, lanes=lanes)
 
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Workers are named by two numbers: their remote worker's, and their own there."""
+    def _ask(self, verb: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call a verb of the backend; errors name a worker by two numbers: its remote worker's, and its own there."""
         try:
-            yield
+            return verb(*arguments, **options)
         except WorkerError as error:
             error.worker = f"{self._index}/{error.worker}"
             raise
 
     def fill(self, slot: Slot, *, random: bool) -> int:
         began = time.perf_counter()
-        with self._named():
-            rollout = self._backend.take(random=random)
+        rollout = self._ask(self._backend.take, random=random)
         for key, array in rollout.arrays.items():
             slot.arrays[key][...] = array
         if TRAJ_IDS in slot.arrays:  # unique among remote workers
@@ -174,7 +172,7 @@ class _Processes:
     def ended_since(self) -> Any:
         """Episodes of all of them; their lanes are numbered from the first worker's to the last one's."""
         rows = self._backend.episodes.take()
-        lanes = [worker.about.lanes or worker.about.layout.lanes for worker in self._backend.known_workers]
+        lanes = [worker.info.lanes for worker in self._backend.known_workers]
         first = np.cumsum([0, *lanes])
         rows[:, LANE] += first[rows[:, WORKER].astype(np.int64)]
         return rows
@@ -191,7 +189,7 @@ class _Processes:
     @version.setter
     def version(self, version: int) -> None:
         """`tensors` hold the weights of this version from here on."""
-        names = [] if self.about.packing is None else [entry[0] for entry in self.about.packing.entries]
+        names = [] if self.info.packing is None else [entry[0] for entry in self.info.packing.entries]
         self.publish(dict(zip(names, self.tensors)), version)
 
     @property
@@ -202,8 +200,7 @@ class _Processes:
     def publish(self, weights: Any, version: int) -> None:
         """Send new weights to all workers."""
         self._backend.version = version - 1
-        with self._named():
-            self._backend.publish(weights)
+        self._ask(self._backend.publish, weights)
 
     def look_at_weights(self) -> None:
         """`tensors` hold what the workers have now: the next update may leave some of it out."""
@@ -212,37 +209,32 @@ class _Processes:
 
     def weights(self) -> Any:
         """Return the weights of the first worker; all have the same."""
-        with self._named():
-            return self._backend.weights_of(0)
+        return self._ask(self._backend.weights_of, 0)
 
     def reset(self, lanes: Any = None) -> None:
-        with self._named():
-            self._backend.reset(lanes)
+        self._ask(self._backend.reset, lanes)
 
     def set_seed(self, seed: int, *, static: bool = False) -> int:
-        with self._named():
-            return self._backend.set_seed(seed, static=static)
+        return self._ask(self._backend.set_seed, seed, static=static)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Ask all of them the same."""
-        with self._named():
-            self._backend.call(name, self._backend.supervisor.everyone(*arguments))
+        """Ask all workers the same."""
+        self._ask(self._backend.call, name, self._backend.supervisor.everyone(*arguments))
 
     def find(self, path: str, call: Any) -> list[Any]:
-        """What is at a path, or what it returns when called, in each."""
+        """Return what is at a path, or what it returns when called, in each."""
         calls = None if call is None else [call] * len(self._backend.workers)
         return list(self._backend.find(path, calls).values())
 
     def state(self) -> dict[str, Any]:
-        with self._named():
-            state = self._backend.state_dict()
+        state = self._ask(self._backend.state_dict)
         first = int(state.pop("traj_pool")["traj_id"]) * self._of + self._index
         return {"env_state_dict": state, "traj_id": first}
 
     def load_state(self, state: dict[str, Any], first_id: int, version: int) -> None:
         first = max(0, -(-(first_id - self._index) // self._of))
-        with self._named():
-            self._backend.load_state_dict({**state, "traj_pool": {"traj_id": first}, "policy_version": version})
+        loaded = {**state, "traj_pool": {"traj_id": first}, "policy_version": version}
+        self._ask(self._backend.load_state_dict, loaded)
 
     def close(self) -> None:
         self._backend.close()

@@ -29,24 +29,22 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from reap._system.conversation import Answer
 from reap._system.interrupts import Interrupts
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, LEAVE
 from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
-from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
-from reap.backends.base import Halted, Transport, WorkerActivity
+from reap.backends.base import Halted, Transport
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import HELLO, EnvRebuilt, Job, RolloutReady
 from reap.core.measuring.episode_log import EpisodeLog
 from reap.core.measuring.moments import StatisticsPool
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WorkerDied
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
+from reap.seeding import fresh_seed
 
 Heard = Callable[[WorkerHandle, Any], None]
 FIRST = 0  # the number of what workers say unasked, when they start
@@ -102,17 +100,14 @@ class Supervisor:
         if self.on_failure.action != "restart":
             for worker in new:
                 worker.job = None  # and with it our duplicates of the descriptors in it
-        self._meet(new)
+        for index, info in self.answers(new, FIRST, grace=BOOT).items():
+            self.workers[index].info = info
+            self._started(self.workers[index])
         return new
 
-    def _meet(self, workers: Sequence[WorkerHandle]) -> None:
-        for index, about in self.answers(workers, FIRST, grace=BOOT).items():
-            self.workers[index].about = about
-            self._started(self.workers[index])
-
     def _started(self, worker: WorkerHandle) -> None:
-        layout = worker.about.layout
-        lanes = worker.about.lanes or layout.lanes
+        layout = worker.info.layout
+        lanes = worker.info.lanes
         what = f"{lanes} lane{'s' * (lanes > 1)}"
         record("start", worker.name, "worker %s is there: %s, rollouts of %d steps", worker.name, what, layout.steps)
 
@@ -190,7 +185,7 @@ class Supervisor:
                 self._count_rebuilt(worker, message)
                 continue
             if isinstance(message, Raised):
-                self._fail(worker, self.at(worker, message.unpack()))
+                self.fail(worker, message.unpack())
                 return
             if isinstance(message, RolloutReady):
                 self._file(worker, message)
@@ -205,11 +200,11 @@ class Supervisor:
             if worker.reached is not connection:
                 return  # it has failed while joining, and there is another
         if ended and worker.reached is connection:
-            self._fail(worker, self.death(worker))
+            self.fail(worker, worker.child.death())
 
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
         worker.working.pop(ready.slot, None)
-        worker.tell(ready.stats)
+        worker.keep_stats(ready.stats)
         worker.state_after = ready.state_after
         if ready.statistics is not None:
             self.statistics.report(worker.index, ready.statistics)
@@ -223,11 +218,11 @@ class Supervisor:
             self.on_rollout(worker.index, ready.span, frames=ready.frames, version=ready.version)
 
     def at(self, worker: WorkerHandle, error: ReapError) -> ReapError:
-        """An error, with the worker it is of and where that was."""
-        return error.at(worker=worker.name, **self.transport.place(worker))
+        """Return an error, with the worker it is of and where that was."""
+        return error.at(worker=worker.name, **self.transport.position(worker))
 
     def death(self, worker: WorkerHandle) -> ReapError:
-        """The error for a worker that is gone."""
+        """Return the error for a worker that is gone."""
         return self.at(worker, worker.child.death())
 
     def _waited_for(self) -> list[tuple[WorkerHandle, float | None]]:
@@ -236,8 +231,7 @@ class Supervisor:
 
     def _check_silence(self) -> None:
         if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
-            worker, error = found
-            self.fail_silent(worker, error)
+            self.fail(*found)
 
     def look(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
@@ -250,12 +244,9 @@ class Supervisor:
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
-    def fail_silent(self, worker: WorkerHandle, error: ReapError) -> None:
-        """A worker was found to be silent."""
-        self._fail(worker, self.at(worker, error))
-
-    def _fail(self, worker: WorkerHandle, error: ReapError) -> None:
+    def fail(self, worker: WorkerHandle, error: ReapError) -> None:
         """A worker has failed. It is replaced or left out; or the error is kept for whoever listens next."""
+        error = self.at(worker, error)
         record("death", worker.name, "%s", str(error).partition("\n")[0])
         action = self.on_failure.chosen_for(error, building=not worker.begun)
         if self._failure is not None or action == "raise" or self._halted:
@@ -278,7 +269,7 @@ class Supervisor:
         self.transport.retire(worker)
         if self.catch_up is not None:
             self.catch_up()
-        self.transport.give_back(worker)
+        self.transport.release_claims(worker)
 
     def _count_rebuilt(self, worker: WorkerHandle, told: EnvRebuilt) -> None:
         """A worker has made one of its envs anew, and goes on; unless that was one too many."""
@@ -294,7 +285,7 @@ class Supervisor:
         worker.in_a_row += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
-            worker.job = replace(worker.job, entropy=fresh_entropy(), restarts=worker.restarts + 1)
+            worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
         self.statistics.retire(worker.index)
         self._end(worker)
         try:
@@ -309,20 +300,18 @@ class Supervisor:
 
     def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
         """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
-        about = yield FIRST
-        if worker.begun and not about.layout.same_as(worker.about.layout):
+        info = yield FIRST
+        if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
-        worker.about = about
+        worker.info = info
         joining = None if self._joining is None else self._joining()
         if worker.begun and joining is not None:
             for name, arguments in joining(worker):
-                self.calls += 1
-                worker.reached.call(dumps((self.calls, name, tuple(arguments)), name))
-                yield self.calls
+                yield self.send_call(worker, name, *arguments)
 
     def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
-            self._fail(worker, self.at(worker, answer.unpack()))
+            self.fail(worker, answer.unpack())
             return
         assert worker.joining is not None
         try:
@@ -335,7 +324,7 @@ class Supervisor:
     def _returned(self, worker: WorkerHandle) -> None:
         """One that was started again is there, and knows what the others know."""
         if worker.asked == FIRST:  # its first words are what somebody waits for
-            worker.answered(worker.about)
+            worker.answered(worker.info)
         worker.in_a_row = 0
         worker.go_on()
         self._started(worker)
@@ -348,47 +337,6 @@ class Supervisor:
         """Wait until those of these that were started again know what the others know."""
         while any(self.workers[w].joining is not None for w in workers):
             self.listen()
-
-    # ---- stacks ---------------------------------------------------------------------------------------------------
-
-    def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now, as far as that can be seen from here."""
-        found = []
-        for worker in list(self.workers):
-            if worker.connection is not None and hasattr(worker, "about"):
-                near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
-                lanes = worker.about.lanes or worker.about.layout.lanes
-                found.append(
-                    WorkerActivity(worker.index, self._doing(worker), worker.child.pid if near else None, lanes)
-                )
-        return found
-
-    def _doing(self, worker: WorkerHandle) -> str:
-        if worker.dropped or worker.joining is not None:
-            return "has failed, and was dropped" if worker.dropped else "is being started again"
-        place = self.transport.place(worker)
-        if worker.about.layout.lanes == 1:
-            place.pop("lane", None)
-        if place:
-            return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
-        if worker.asked is not None:
-            return "answers a call"
-        return "collects" if worker.working else "waits"
-
-    def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process of its lanes, is right now, by name. Workers are not asked."""
-        asked: dict[str, Callable[[], Any]] = {}
-        for worker in self.living:
-            if worker.connection is not None and not worker.child.gone():
-                asked[f"worker {worker.name}"] = worker.child.ask_stack
-                asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
-        found: dict[str, str] = {}
-        for name, told in all_at_once(asked).items():
-            if isinstance(told, dict):
-                found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
-            else:
-                found[name] = told or "(it does not answer)"
-        return found
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -424,17 +372,17 @@ class Supervisor:
         with self.interrupts.held():
             if self.talking.acquire(blocking=wait):
                 try:
-                    self.calls += 1
                     for worker in self.living:
                         if worker.joining is None:
-                            worker.reached.call(dumps((self.calls, name, ()), name))
+                            self.send_call(worker, name)
                 finally:
                     self.talking.release()
 
-    def let_run(self, worker: WorkerHandle) -> None:
-        """Tell a worker to make rollouts without being asked for each."""
+    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> int:
+        """Send one worker a call, and do not wait for the answer; returns the number of the call."""
         self.calls += 1
-        worker.reached.call(dumps((self.calls, "run", ()), "run"))
+        worker.reached.call(dumps((self.calls, name, arguments), name))
+        return self.calls
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
         """These numbers, which are those of workers; else it raises."""
@@ -443,15 +391,15 @@ class Supervisor:
         return workers
 
     def everyone(self, *arguments: Any) -> dict[int, Sequence[Any]]:
-        """The same arguments for all workers."""
+        """Return the same arguments for all workers."""
         return {worker.index: arguments for worker in self.living}
 
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
         self._random = frames
-        self.transport.let_be_random(frames)
+        self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
         """Give a worker a slot to fill."""
@@ -464,9 +412,7 @@ class Supervisor:
         pool = self.statistics
         if pool.version > worker.statistics_heard and worker.joining is None:
             worker.statistics_heard = pool.version
-            self.calls += 1
-            heard = pool.for_worker(worker.index)
-            worker.reached.call(dumps((self.calls, "hear_statistics", (heard,)), "running statistics"))
+            self.send_call(worker, "hear_statistics", pool.for_worker(worker.index))
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""
@@ -490,8 +436,3 @@ class Supervisor:
                 self.listen(within=left)
                 heard = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)
-
-
-def fresh_entropy() -> int:
-    """What a worker's own random numbers begin with, unless it is seeded."""
-    return int(np.random.SeedSequence().generate_state(1, np.uint32)[0])

@@ -52,10 +52,10 @@ class WeightPublisher:
 
     def choose_packing(self) -> Packing | None:
         """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""
-        abouts = [worker.about for worker in self._supervisor.workers]
-        packings = {about.packing for about in abouts}
+        infos = [worker.info for worker in self._supervisor.workers]
+        packings = {info.packing for info in infos}
         packing = packings.pop() if len(packings) == 1 else None
-        if packing is None and self._scheme == "shared" and any(about.weighs for about in abouts):
+        if packing is None and self._scheme == "shared" and any(info.has_weights for info in infos):
             raise UsageError(
                 "SharedMemWeightSyncScheme needs one policy whose weights are tensors; leave the scheme out"
             )
@@ -65,7 +65,7 @@ class WeightPublisher:
     def open(self) -> None:
         """All workers have begun, and expect weights of the packing that was chosen."""
         if self.packing is not None:
-            needed = self._supervisor.workers[0].about.needed
+            needed = self._supervisor.workers[0].info.needed
             self._channel = self._supervisor.transport.weight_channel(self.packing, needed)
 
     def publish(self, weights: Any = None, worker_ids: Sequence[int] | None = None) -> int:
@@ -75,7 +75,6 @@ class WeightPublisher:
         supervisor = self._supervisor
         if supervisor.on_failure.action != "raise":
             supervisor.look()  # who has failed meanwhile is left out, or there will be another in its place
-        workers = supervisor.workers
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
@@ -84,16 +83,8 @@ class WeightPublisher:
         chosen = every if worker_ids is None else list(worker_ids)
         if not chosen:
             return self.version
-        supervisor.check_numbers(chosen)
         own = isinstance(next(iter(given.values())) if per_worker else given, Extracted)
-        for w in chosen:
-            if not own and not workers[w].about.weighs:
-                raise WrongState("this policy has no weights to update")
-        if given is None:
-            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
-        for worker in workers if supervisor.on_failure.action == "raise" else ():
-            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
-                raise supervisor.death(worker)
+        self._check_workers(chosen, given, own=own)
         channel = None if per_worker or worker_ids is not None or own else self._channel
         # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
         # on its way to weights of its own, which would be older than these.
@@ -101,7 +92,7 @@ class WeightPublisher:
         with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
             version = self.version + 1
             if channel is not None:
-                fits = fitting(given, channel.packing.shapes, workers[0].about.needed)
+                fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
                 if not at_once:
                     supervisor.wait_for_newcomers(list(self._own))
                 channel.publish(fits, version)
@@ -111,6 +102,18 @@ class WeightPublisher:
             self.version = version
         return version
 
+    def _check_workers(self, chosen: Sequence[int], given: Any, *, own: bool) -> None:
+        """Raise if these workers cannot be given weights; `own`: what a user's own strategy has made of them."""
+        supervisor = self._supervisor
+        for worker in [supervisor.workers[w] for w in supervisor.check_numbers(chosen)]:
+            if not own and not worker.info.has_weights:
+                raise WrongState("this policy has no weights to update")
+        if given is None:
+            raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
+        for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
+            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
+                raise supervisor.death(worker)
+
     def begin_with(self, weights: Mapping[int, Any]) -> None:
         """Give workers (by number) weights before anybody acts; they are of the first version."""
         self._send(weights, self.version)
@@ -118,11 +121,11 @@ class WeightPublisher:
     def _send(self, weights: Mapping[int, Any], version: int) -> None:
         packed: dict[int, _Given] = {}
         for w, given in weights.items():
-            about = self._supervisor.workers[w].about
+            info = self._supervisor.workers[w].info
             sent: Any = given
             if not isinstance(given, Extracted):
-                if about.packing is not None:
-                    fitting(given, about.packing.shapes, about.needed)
+                if info.packing is not None:
+                    fitting(given, info.packing.shapes, info.needed)
                 sent = as_named(given)  # a module may hold what cannot travel
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
@@ -154,21 +157,21 @@ class WeightPublisher:
             self._loaded = self._own.get(0, ())
 
     def known(self, worker: int) -> dict[str, Any] | None:
-        """The weights this worker would be given now; None: nobody here knows them."""
+        """Return the weights this worker would be given now; None: nobody here knows them."""
         given = self._source.get(worker) if by_worker(self._source) else self._source
         return None if given is None or isinstance(given, Extracted) else detached(given)
 
     def check(self, worker: WorkerHandle) -> None:
         """Refuse a worker that was started later, and whose policy has other weights than those of the others."""
-        if self._channel is not None and worker.about.packing != self._channel.packing:
+        if self._channel is not None and worker.info.packing != self._channel.packing:
             raise SpecMismatch(f"worker {worker.index}: its policy's weights are not those of the others")
 
     @property
     def _workers_come_later(self) -> bool:
-        return self._supervisor.transport.grows or self._supervisor.on_failure.action == "restart"
+        return self._supervisor.transport.can_add_workers or self._supervisor.on_failure.action == "restart"
 
-    def own_of(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
-        """What a worker that comes later is told of weights that were given to it alone, or loaded for all."""
+    def weights_for_newcomer(self, worker: WorkerHandle) -> Iterator[tuple[Any, int]]:
+        """Return what a worker that comes later is told of weights that were given to it alone, or loaded for all."""
         for one in self._own.get(worker.index, self._loaded):
             yield self._supervisor.transport.pass_weights(worker, one.data), one.version
 

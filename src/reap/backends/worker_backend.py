@@ -16,10 +16,11 @@ import torch
 
 from reap._system.fork_server.client import enough_room
 from reap._system.pickling import dumps
-from reap.backends.base import Delivery, Rollout, Transport, WorkerActivity, WorkerReport
+from reap.backends.base import Backend, Delivery, Rollout, Transport, WorkerActivity, WorkerReport
 from reap.backends.delivery import ALL, IntoBuffer
-from reap.backends.supervisor import Heard, Supervisor, fresh_entropy
+from reap.backends.supervisor import Heard, Supervisor
 from reap.backends.weight_publisher import WeightPublisher
+from reap.backends.worker_activity import activity_of, stacks_of
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import Hooks, Job, changed
 from reap.core.measuring.episode_log import EpisodeLog
@@ -29,13 +30,13 @@ from reap.core.resume import anew
 from reap.core.stats import Stats
 from reap.errors import ReapError, UsageError, WrongState
 from reap.failures import FailurePolicy
-from reap.seeding import chain, restart_seed
+from reap.seeding import chain, fresh_seed, restart_seed
 from reap.weight_update import WeightTransport
 
 _FRESH_IDS = 2**32  # trajectories of a worker before another comes in its place, at most
 
 
-class WorkerBackend:
+class WorkerBackend(Backend):
     """Workers elsewhere, one plan each.
 
     Args:
@@ -46,7 +47,7 @@ class WorkerBackend:
         scheme: the way weights take; None: the transport's own.
         timeout: seconds a worker that has work may say nothing.
         on_failure: what is done about workers that fail.
-        **alike: further fields of every worker's `Job`.
+        **job_fields: further fields of every worker's `Job`.
     """
 
     elsewhere = True
@@ -61,10 +62,10 @@ class WorkerBackend:
         scheme: WeightTransport | None = None,
         timeout: float | None = None,
         on_failure: FailurePolicy | None = None,
-        **alike: Any,
+        **job_fields: Any,
     ) -> None:
         self._plans, self.transport, self.delivery = list(plans), transport, delivery
-        self._alike = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **alike}
+        self._job_fields = {"threads": 1, "preempted": delivery.preempts(len(self._plans)), **job_fields}
         if (
             on_failure is not None
             and on_failure.action == "restart"
@@ -87,12 +88,12 @@ class WorkerBackend:
             del self._plans[:]  # and with them our duplicates of the descriptors in them
             self.delivery.prepare(supervisor)
             packing = self._weights.choose_packing()
-            beginnings = {worker.index: self.transport.beginning(worker, packing) for worker in self.workers}
+            beginnings = {worker.index: self.transport.begin_arguments(worker, packing) for worker in self.workers}
             supervisor.call("begin", beginnings, _has_begun)
             self._weights.open()
 
     def _jobs(self, plans: Sequence[Any], first: int) -> list[Job]:
-        return [Job(first + i, self._count, plan, fresh_entropy(), **self._alike) for i, plan in enumerate(plans)]
+        return [Job(first + i, self._count, plan, fresh_seed(), **self._job_fields) for i, plan in enumerate(plans)]
 
     def add(self, plans: Sequence[Any]) -> None:
         """More workers, from here on. They have the latest weights."""
@@ -113,7 +114,7 @@ class WorkerBackend:
         episodes, and ids nobody has seen.
         """
         self._id_block += 1
-        yield "begin", self.transport.beginning(worker, self._weights.packing)
+        yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
         goes_on, state_after = worker.can_go_on, worker.state_after
         state = {"resume": state_after} if goes_on else {}
@@ -122,15 +123,14 @@ class WorkerBackend:
         yield "load_state", (worker.frames, state, self._id_block * _FRESH_IDS, self.version)
         if worker.index in self._seeds and not goes_on:
             seed, static = self._seeds[worker.index]
-            again = self._alike.get("saves") and state_after is None  # it has made nothing since: this is the beginning
+            again = self._job_fields.get("saves") and state_after is None  # it has made nothing: this is its beginning
             yield "set_seed", (worker.frames, seed if again else restart_seed(seed, worker.restarts), static)
-        for own in self._weights.own_of(worker):
+        for own in self._weights.weights_for_newcomer(worker):
             yield "load_weights", own
         if worker.rollouts and not goes_on:
             yield "mark_cut", ()
 
     def close(self, *, failed: bool = False) -> None:
-        """End all workers, within one deadline. May be called twice."""
         self.supervisor.close(failed=failed)
 
     @property
@@ -145,16 +145,13 @@ class WorkerBackend:
 
     @property
     def episodes(self) -> EpisodeLog:
-        """The episodes of all workers."""
         return self.supervisor.episodes
 
     @property
     def restarts(self) -> int:
-        """How many workers were started again."""
         return self.supervisor.restarts
 
     def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
-        """What each worker has reported; nobody is asked."""
         here = {*self.workers}
         return [
             WorkerReport(one.index, one in here and not one.child.gone(), one.frames, one.rollouts, one.size, one.stats)
@@ -163,7 +160,6 @@ class WorkerBackend:
 
     @property
     def on_rollout(self) -> Callable[..., None] | None:
-        """Who is told worker, span, frames and version of each rollout."""
         return self.supervisor.on_rollout
 
     @on_rollout.setter
@@ -173,7 +169,7 @@ class WorkerBackend:
     # ---- rollouts -------------------------------------------------------------------------------------------------
 
     def take(self, *, random: bool = False, most: float = ALL) -> Rollout:
-        """The next rollout: of all workers (in step), or of whoever is first.
+        """Return the next rollout: of all workers (in step), or of whoever is first.
 
         `most`: how many frames may still be asked for, where they are written to a buffer as they are made.
         """
@@ -182,11 +178,9 @@ class WorkerBackend:
             return self.delivery.take(random=random, most=most)
 
     def uninterrupted(self) -> AbstractContextManager[None]:
-        """Inside, Ctrl-C is let in only while waiting for workers: what is taken can be put where it belongs."""
         return self.supervisor.interrupts.held()
 
     def breaker(self) -> Callable[[], None]:
-        """What breaks off a take, called from another thread; it raises `Halted`."""
         return self.supervisor.break_off
 
     def drain(self, within: float | None = None) -> None:
@@ -201,12 +195,10 @@ class WorkerBackend:
             return self.delivery.settle()
 
     def activity(self) -> list[WorkerActivity]:
-        """What each worker is doing right now, as far as that can be seen from here."""
-        return self.supervisor.activity()
+        return activity_of(list(self.workers), self.transport)
 
     def stacks(self) -> dict[str, str]:
-        """Where each worker, and each process of its lanes, is right now, by name."""
-        return self.supervisor.stacks()
+        return stacks_of(self.supervisor.living)
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -230,21 +222,20 @@ class WorkerBackend:
         self.call("apply", self.supervisor.everyone(path, dumps((strategy, weights), "weights")))
 
     def profile(self, settings: Mapping[int, Any]) -> None:
-        """Let workers trace their rollouts: settings by worker (core/profiling.py), None to end it."""
         self.call("profile", {worker: (one,) for worker, one in settings.items()})
 
     def set_hooks(self, new: Mapping[str, Any]) -> None:
         """Other hooks for all workers, by name: `pre_collect_hook`, `post_collect_hook`; also for those to come."""
         self.call("hooks", self.supervisor.everyone(dumps(dict(new), " and ".join(new))))
-        hooks: Hooks = changed(self._alike.get("hooks"), new)
-        self._alike["hooks"] = hooks
+        hooks: Hooks = changed(self._job_fields.get("hooks"), new)
+        self._job_fields["hooks"] = hooks
         self.supervisor.change_jobs(hooks=hooks)
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Of the latest weights."""
+        """The version of the latest weights."""
         return self._weights.version
 
     @version.setter
@@ -260,7 +251,7 @@ class WorkerBackend:
         self._weights.begin_with(weights)
 
     def weights_of(self, worker: int) -> Any:
-        """What a worker's policy holds now."""
+        """Return what a worker's policy holds now."""
         workers = self.supervisor.check_numbers([worker])
         answers = self.call("weights", dict.fromkeys(workers, ()))
         if not answers:
@@ -283,7 +274,7 @@ class WorkerBackend:
         calls: dict[int, Sequence[Any]] = {}
         for worker in self.workers:
             calls[worker.index] = self._seeds[worker.index] = (seed, static)
-            _, seed = chain(seed, worker.about.lanes or worker.about.layout.lanes, static=static)
+            _, seed = chain(seed, worker.info.lanes, static=static)
         self._begin_anew("set_seed", calls, _seeded)
         return seed
 
@@ -315,14 +306,13 @@ class WorkerBackend:
         return worker.frames - frames, worker.rollouts - rollouts
 
     def last_state(self, why: str) -> dict[str, Any]:
-        """The same of workers that nobody can ask any more, as far as it is known here."""
         first, each, lost = (self._id_block + 1) * _FRESH_IDS, {}, np.zeros(2, np.int64)
         for worker in self.known_workers:
             lost += self.supervisor.waiting(worker)
             frames, rollouts = self._taken(worker)
-            lanes = worker.about.lanes or worker.about.layout.lanes
+            lanes = worker.info.lanes
             counts = Stats.counted(lanes, worker.stats, frames=frames, rollouts=rollouts).state()
-            weights = self._weights.known(worker.index) if worker.about.weighs else None
+            weights = self._weights.known(worker.index) if worker.info.has_weights else None
             each[f"worker{worker.index}"] = {
                 "env_state_dict": {},
                 "frames": frames,
@@ -334,7 +324,7 @@ class WorkerBackend:
         return self._joined(first, each, lost)
 
     def _joined(self, first: int, each: Mapping[str, Any], lost: Any) -> dict[str, Any]:
-        """The state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
+        """Return the state of all. `lost`: frames and rollouts that were made and that nobody has taken, or will."""
         frames, rollouts = (0, 0) if isinstance(self.delivery, IntoBuffer) else lost.tolist()  # in the buffer already
         in_flight = {"frames": frames, "rollouts": rollouts}
         learned = self.supervisor.statistics.former()
@@ -371,7 +361,7 @@ class WorkerBackend:
 
     def _load_statistics(self, state: Mapping[str, Any]) -> None:
         """What workers' envs had learned is known to all; also what those had that are not here any more."""
-        if not any(worker.about.learns for worker in self.workers):
+        if not any(worker.info.learns for worker in self.workers):
             return
         reports = self.call("statistics", self.supervisor.everyone())
         lost = [state[name].get("statistics", []) for name in state if _is_gone(name, len(self.workers))]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from reap.backends.base import WorkerConnection
+from reap.backends.base import WorkerConnection, WorkerLiveness
 from reap.backends.worker_server import Job, WorkerInfo
 from reap.core.slot import Slot
 from reap.core.stats import Stats, added, counted_on
@@ -16,7 +16,7 @@ from reap.core.stats import Stats, added, counted_on
 class WorkerHandle:
     """One worker as the parent sees it. It stays the same when its worker is started again."""
 
-    about: WorkerInfo  # once it has said so
+    info: WorkerInfo  # once it has said so
     connection: WorkerConnection | None = None  # once it is launched
 
     def __init__(self, job: Job) -> None:
@@ -51,7 +51,7 @@ class WorkerHandle:
         return self.connection
 
     @property
-    def child(self) -> Any:
+    def child(self) -> WorkerLiveness:
         """Its process, or what stands for it here."""
         return self.reached.child
 
@@ -75,7 +75,7 @@ class WorkerHandle:
             self.reached.call(question)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
-        """It was asked something; `grace`: seconds more than usual that it may take."""
+        """Wait for its answer to a call; `grace`: seconds more than usual that it may take."""
         self.inbox.clear()
         if not self.busy:
             self.busy_since = time.monotonic()
@@ -83,7 +83,7 @@ class WorkerHandle:
         self.busy_since += grace
 
     def answered(self, answer: Any) -> None:
-        """It has answered."""
+        """Keep its answer to the call it was asked last."""
         self.asked = None
         self.inbox.append(answer)
         self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
@@ -99,11 +99,11 @@ class WorkerHandle:
         return self.begun and self.state_after is not None and self.state_after.get("why") is None
 
     def keep_counts(self) -> None:
-        """Another takes its place, and counts from nothing."""
+        """Keep its counts: another takes its place, and counts from nothing."""
         self._earlier, self.clock_behind, self.statistics_heard = self.stats, float("inf"), -1
 
     def with_counts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state it has answered with, in which those are counted too whose place it had taken by then."""
+        """Return the state it has answered with, in which those are counted too whose place it had taken by then."""
         resume = state.get("resume")
         if resume is None:
             return state
@@ -129,8 +129,8 @@ class WorkerHandle:
         self.working.clear()
         self.inbox.clear()  # what it has answered is of no use without it
 
-    def tell(self, stats: Mapping[str, Any]) -> None:
-        """What it has counted so far."""
+    def keep_stats(self, stats: Mapping[str, Any]) -> None:
+        """Keep what it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 
     def uncount(self, frames: int) -> None:
@@ -139,10 +139,10 @@ class WorkerHandle:
 
     @property
     def size(self) -> int:
-        """Frames of a whole rollout."""
-        return self.about.layout.steps * self.about.layout.lanes
+        """How many frames a whole rollout has."""
+        return self.info.layout.steps * self.info.layout.lanes
 
     @property
     def name(self) -> str:
-        """By which it is known in errors."""
+        """Its number, as errors show it."""
         return f"{self.index}{self.child.label}"

@@ -54,10 +54,10 @@ class RowWriter(Protocol):
         """Whether it is time for another rollout."""
 
     def write(self, slot: Slot) -> None:
-        """Bring it there."""
+        """Write what is in a full slot."""
 
     def forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Job:
     index: int
     workers: int
     plan: Plan
-    entropy: int
+    entropy: int  # what its own random numbers begin with, unless it is seeded
     threads: int
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them
@@ -86,10 +86,10 @@ class WorkerInfo:
     layout: Layout
     packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
     needed: tuple[str, ...]  # the names an update may not leave out
-    weighs: bool  # whether its policy has weights at all
-    lanes: int | None = None  # it has in all, where a rollout does not hold every one
+    has_weights: bool  # whether its policy has weights at all
+    lanes: int  # it has in all; a rollout may hold fewer
     learns: bool = False  # whether its env has running statistics that workers share
-    told: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
+    warnings: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class WorkerServer:
         named = local.named_tensors(model) if isinstance(model, nn.Module) else {}
         plain = {name: value for name, value in named.items() if isinstance(value, Tensor)}
         self.tensors: list[Tensor] = list(plain.values())
-        self.about = WorkerInfo(
+        self.info = WorkerInfo(
             layout=self.worker.layout,
             packing=Packing.of(plain) if plain and len(plain) == len(named) else None,
             needed=tuple(n for n, _ in model.named_parameters(remove_duplicate=False)) if named else (),
-            weighs=isinstance(model, nn.Module),
-            told=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
-            lanes=self.worker.lanes if self.worker.lanes != self.worker.layout.lanes else None,
+            has_weights=isinstance(model, nn.Module),
+            warnings=tuple(str(one.message) for one in said if issubclass(one.category, PolicyWarning)),
+            lanes=self.worker.lanes,
             learns=bool(self.worker.running_statistics()),
         )
 
@@ -210,7 +210,7 @@ class WorkerServer:
         return self.worker.fill(slot, random=random)
 
     def _full(self, number: int, slot: Slot, frames: int) -> RolloutReady:
-        """What is said of it."""
+        """Return what is said of a rollout in this slot."""
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         return RolloutReady(
@@ -228,24 +228,24 @@ class WorkerServer:
         )
 
     def counts(self) -> dict[str, Any]:
-        """What it has counted so far, the time between rollouts included."""
+        """Return what it has counted so far, the time between rollouts included."""
         found: dict[str, Any] = self.worker.summary()
         own = self._clock.seconds(self._in_rollouts)
         return {**found, **{name: found[name] + seconds for name, seconds in own.items()}}
 
     def _handed_over(self) -> None:
-        """A rollout is where it belongs; from here on it waits."""
+        """Note that a rollout was handed over: from here on the worker waits."""
         began, ended = self.worker.span
         self._in_rollouts += ended - began
         self._clock.end()
 
     def _forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
         if self.writer is not None:
             self.writer.forget()
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
-        """So many of its frames were taken: those nobody has taken are not wanted any more."""
+        """Count from here on: so many of its frames were taken, and the others are not wanted any more."""
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -265,13 +265,13 @@ class WorkerServer:
     def do_state(self) -> dict[str, Any]:
         """Return all that another worker needs to go on where this one is."""
         state = {"env_state_dict": self.worker.env.state_dict(), "traj_id": self.worker.ledger.counter.next}
-        state |= {"policy_state_dict": self.do_weights()} if self.about.weighs else {}
+        state |= {"policy_state_dict": self.do_weights()} if self.info.has_weights else {}
         if learned := self.do_statistics():
             state["statistics"] = [as_tensors(one) for one in learned.values()]
         return {**state, "policy_version": self.worker.version, "resume": self._open_state()}  # of these weights
 
     def _saved_state(self) -> dict[str, Any] | None:
-        """Where it is, for another to go on from there, if it is to say so."""
+        """Return where it is, for another to go on from there, if it is to say so."""
         return self._open_state() if self._saves else None
 
     def _open_state(self) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class WorkerServer:
     def do_load_state(self, taken: int, state: dict[str, Any], first_id: int, version: int) -> Any:
         """Go on from a state; without open episodes in it, with new ones whose ids are `first_id` or above."""
         self.worker.env.load_state_dict(state.get("env_state_dict", {}))
-        if self.about.weighs and state.get("policy_state_dict"):
+        if self.info.has_weights and state.get("policy_state_dict"):
             self._load(state["policy_state_dict"], int(state.get("policy_version", version)))
         if state.get("resume") is None:
             self.worker.ledger.counter.skip_to(first_id)
@@ -303,11 +303,11 @@ class WorkerServer:
         self.worker.version = version
 
     def do_statistics(self) -> dict[Name, Moments]:
-        """What its env has learned by itself, by the names of its statistics."""
+        """Return what its env has learned by itself, by the names of its statistics."""
         return {one.name: one.own() for one in self.worker.running_statistics()}
 
     def do_hear_statistics(self, elsewhere: Mapping[Name, Moments]) -> None:
-        """What the envs of all others have learned."""
+        """Learn what the envs of all others have learned."""
         for one in self.worker.running_statistics():
             if one.name in elsewhere:
                 one.hear(elsewhere[one.name])
@@ -317,7 +317,7 @@ class WorkerServer:
         self.worker.ledger.mark_cut(range(self.worker.lanes))
 
     def do_find(self, path: str, packed: bytes | None) -> Any:
-        """What is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
+        """Return what is at a path; a wrong one is the asker's mistake and leaves the worker as it is."""
         try:
             found = get_attribute(WorkerView(self, self.interruptor), path)
             if packed is not None:
@@ -351,10 +351,9 @@ class WorkerServer:
     def do_weights(self) -> dict[str, Any]:
         """Return the weights that act, by name."""
         self._refresh()
-        named = local.named_tensors(self.worker.model)
-        return {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in named.items()}
+        return local.detached(self.worker.model)
 
 
 def what_it_did(worker: WorkerServer | None) -> str:
-    """What a worker was at when it raised something; None: it was being built."""
+    """Return what a worker was at when it raised something; None: it was being built."""
     return "building it" if worker is None else worker.doing

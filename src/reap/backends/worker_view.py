@@ -22,20 +22,20 @@ class WorkerView:
 
     closed = False
 
-    def __init__(self, host: WorkerServer, interruptor: Any = None) -> None:
-        worker, plan = host.worker, host.worker.plan
-        self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, host.index
+    def __init__(self, server: WorkerServer, interruptor: Any = None) -> None:
+        worker, plan = server.worker, server.worker.plan
+        self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, server.index
         self.interruptor = interruptor
         self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.record
         self.exploration_type, self.reset_at_each_iter = plan.exploration, plan.reset_at_each_iter
         self.frames_per_batch = worker.layout.steps
         self.requested_frames_per_batch = worker.layout.steps * worker.layout.lanes
         self.policy_version = worker.loop.version
-        self.pre_collect_hook, self.post_collect_hook = host.hooks
-        writer = host.writer
+        self.pre_collect_hook, self.post_collect_hook = server.hooks
+        writer = server.writer
         self.replay_buffer: Any = None if writer is None else writer.buffer
         self.postproc: Any = None if writer is None else writer.postproc
-        self._host = host
+        self._server = server
 
     def __getattr__(self, name: str) -> Any:
         if name in _FROM_OUTSIDE:
@@ -43,38 +43,38 @@ class WorkerView:
         raise AttributeError(f"a worker has no {name!r}")
 
     def explain(self) -> str:
-        """How its env and policy are run."""
-        return self._host.worker.explain()
+        """Return how its env and policy are run."""
+        return self._server.worker.explain()
 
     def apply(self, function: Callable[[WorkerView], Any]) -> Any:
-        """What a function finds or does here, called with this view."""
+        """Return what a function finds or does here, called with this view."""
         return function(self)
 
     def get_model(self, model_id: str) -> Any:
-        """The model at this path."""
+        """Return the model at this path."""
         return get_attribute(self, model_id)
 
     def getattr_policy(self, attr: str) -> Any:
-        """An attribute of its policy."""
+        """Return an attribute of its policy."""
         return get_attribute(self.policy, attr)
 
     def getattr_env(self, attr: str) -> Any:
-        """An attribute of its env."""
+        """Return an attribute of its env."""
         return get_attribute(self.env, attr)
 
     def getattr_rb(self, attr: str) -> Any:
-        """An attribute of the replay buffer it writes to."""
+        """Return an attribute of the replay buffer it writes to."""
         return get_attribute(self.replay_buffer, attr)
 
     def get_policy_version(self) -> int:
-        """The version of the weights it acts with."""
+        """Return the version of the weights it acts with."""
         return self.policy_version
 
     def stats(self) -> dict[str, Any]:
-        """What it has counted."""
-        stats = self._host.worker.stats
-        return {"frames": stats.frames, "batches": stats.rollouts, **self._host.counts()}
+        """Return what it has counted."""
+        stats = self._server.worker.stats
+        return {"frames": stats.frames, "batches": stats.rollouts, **self._server.counts()}
 
     def state_dict(self) -> dict[str, Any]:
         """Its part of the collector's `state_dict`."""
-        return self._host.do_state()
+        return self._server.do_state()

@@ -61,8 +61,8 @@ class SamplesPerInsert:
             )
 
     def count(self, ring: Ring, rows: int) -> None:
-        """So many were sampled."""
-        with ring.gate.locked():
+        """Count so many rows as sampled."""
+        with ring.lock.locked():
             ring.words[SAMPLED] += rows
 
     def __repr__(self) -> str:

@@ -275,7 +275,7 @@ class ReplayBuffer:
         """
         if timeout is not None:
             timeout = arguments.number(timeout, "timeout", 0, above=True, endless=True)
-        self._memory.ring.gate.patience = timeout
+        self._memory.ring.lock.patience = timeout
         self._memory.ring.worker = None if worker is None else arguments.whole(worker, "worker", 0)
 
     def __reduce__(self) -> Any:

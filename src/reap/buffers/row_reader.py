@@ -63,7 +63,7 @@ class RowReader:
             if ring.intact(low) or ring.intact(int(positions.min())):
                 info["index"] = torch.from_numpy(rows)
                 return rows, info, columns
-        with ring.gate.locked():  # nobody reserves what we read
+        with ring.lock.locked():  # nobody reserves what we read
             positions, info = sampler.draw(memory, count, generator)
             rows, columns = self._read(positions)
         info["index"] = torch.from_numpy(rows)
@@ -75,7 +75,7 @@ class RowReader:
         A slice leaves out rows that are being written. Writers wait.
         """
         ring = self._memory.ring
-        with ring.gate.locked():  # nobody reserves what we read
+        with ring.lock.locked():  # nobody reserves what we read
             low, high = ring.window()
             try:
                 chosen = np.arange(min(high - int(ring.words[BASE]), ring.capacity))[index]
@@ -111,7 +111,7 @@ class RowReader:
         if PLAIN in columns:
             return self._placed(columns[PLAIN])
         if self._tells:
-            columns.update(_told(columns, info))
+            columns.update(_about_rows(columns, info))
         return self._placed(as_tensordict(columns, count))
 
     def _placed(self, sample: Any) -> Any:
@@ -120,8 +120,8 @@ class RowReader:
         return sample.pin_memory() if self._pin and torch.cuda.is_available() else sample
 
 
-def _told(columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
-    """What a sample says about itself."""
+def _about_rows(columns: Mapping[Key, Tensor], info: Mapping[Any, Tensor]) -> dict[Key, Tensor]:
+    """Return the columns in which a sample says something about its rows."""
     told = {as_key(key): value for key, value in info.items()}
     for key, ends in list(told.items()):
         done = (*key[:-1], "done")

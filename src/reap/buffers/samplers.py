@@ -84,8 +84,10 @@ def refuse_taken(columns: Iterable[Key], names: Iterable[Key], who: str) -> None
                 raise SpecMismatch(f"the column {show(key)} has the name of what {who}, {show(name)}; rename it")
 
 
-def _corrupt(name: str, value: Any) -> CorruptState:
-    return CorruptState(f"the sampler's {name!r} is not what a sampler like this one has: {value!r:.80}")
+def _require(right: bool, name: str, value: Any) -> None:
+    """Raise `CorruptState` unless an entry of a sampler's state is `right`."""
+    if not right:
+        raise CorruptState(f"the sampler's {name!r} is not what a sampler like this one has: {value!r:.80}")
 
 
 class RandomSampler(Sampler):
@@ -149,12 +151,9 @@ class SamplerWithoutReplacement(Sampler):
 
     def check_state(self, state: Mapping[str, Any], head: int) -> None:
         left = state["left"]
-        if not isinstance(left, torch.Tensor) or left.dtype is not torch.int64 or left.ndim != 1:
-            raise _corrupt("left", left)
-        if bool(((left < 0) | (left >= head)).any()):
-            raise _corrupt("left", left)
-        if type(state["ran_out"]) is not bool:
-            raise _corrupt("ran_out", state["ran_out"])
+        _require(isinstance(left, torch.Tensor) and left.dtype is torch.int64 and left.ndim == 1, "left", left)
+        _require(bool(((left >= 0) & (left < head)).all()), "left", left)
+        _require(type(state["ran_out"]) is bool, "ran_out", state["ran_out"])
 
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self._left, self.ran_out = state["left"].numpy() + shift, state["ran_out"]
@@ -204,7 +203,7 @@ class PrioritizedSampler(Sampler):
 
     @property
     def default_priority(self) -> float:
-        """What a new row gets."""
+        """The priority of a new row."""
         return self._largest if self._known else 1.0
 
     def draw(self, memory: BufferFiles, count: int, generator: torch.Generator | None) -> tuple[Array, Info]:
@@ -269,11 +268,10 @@ class PrioritizedSampler(Sampler):
         return {**state, "largest": self._largest, "known": self._known}
 
     def grown(self, state: Mapping[str, Any], old: int, new: int, first: int) -> Mapping[str, Any]:
-        tree, low, high = (state.get(name) for name in ("tree", "low", "high"))
-        if not isinstance(tree, torch.Tensor) or tree.shape != (old,):
-            raise _corrupt("tree", tree)
-        if type(low) is not int or type(high) is not int or not 0 <= high - low <= old:
-            raise _corrupt("low", low)
+        found: list[Any] = [state.get(name) for name in ("tree", "low", "high")]
+        tree, low, high = found
+        _require(isinstance(tree, torch.Tensor) and tree.shape == (old,), "tree", tree)
+        _require(type(low) is int and type(high) is int and 0 <= high - low <= old, "low", low)
         low = min(max(low, first), high)
         moved = torch.zeros(new, dtype=tree.dtype)
         positions = torch.arange(low, high)
@@ -282,19 +280,15 @@ class PrioritizedSampler(Sampler):
 
     def check_state(self, state: Mapping[str, Any], head: int) -> None:
         tree, low, high = state["tree"], state["low"], state["high"]
-        if not isinstance(tree, torch.Tensor) or tree.dtype is not torch.float64 or tree.shape != (self.max_size,):
-            raise _corrupt("tree", tree)
-        if not bool((tree.isfinite() & (tree >= 0)).all()):
-            raise _corrupt("tree", tree)
+        kind = isinstance(tree, torch.Tensor) and tree.dtype is torch.float64 and tree.shape == (self.max_size,)
+        _require(kind, "tree", tree)
+        _require(bool((tree.isfinite() & (tree >= 0)).all()), "tree", tree)
         for name, value in (("low", low), ("high", high)):
-            if type(value) is not int or not 0 <= value <= head:
-                raise _corrupt(name, value)
-        if not 0 <= high - low <= self.max_size:
-            raise _corrupt("low", low)
-        if type(state["largest"]) is not float or not 0 <= state["largest"] < float("inf"):
-            raise _corrupt("largest", state["largest"])
-        if type(state["known"]) is not bool:
-            raise _corrupt("known", state["known"])
+            _require(type(value) is int and 0 <= value <= head, name, value)
+        _require(0 <= high - low <= self.max_size, "low", low)
+        largest = state["largest"]
+        _require(type(largest) is float and 0 <= largest < float("inf"), "largest", largest)
+        _require(type(state["known"]) is bool, "known", state["known"])
 
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         self.empty()

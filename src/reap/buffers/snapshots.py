@@ -47,7 +47,7 @@ _WORDS = ("head", "holes", "base")
 def snapshot(memory: BufferFiles, sampler: Sampler) -> dict[str, Any]:
     """Rows, marks and priorities, in the order of the ring. Writers wait meanwhile."""
     ring = memory.ring
-    with ring.gate.locked():
+    with ring.lock.locked():
         low, high = ring.window()
         rows = memory.rows
         return {
@@ -126,14 +126,14 @@ def _check(state: Any, capacity: int) -> None:
     if state["capacity"] > capacity:
         raise UsageError(f"this state is of {state['capacity']} rows, the storage holds {capacity}")
     if not isinstance(marks, Tensor) or marks.dtype is not torch.uint8 or marks.ndim != 1 or bool((marks > HOLE).any()):
-        raise CorruptState(f"'marks' are no marks of rows but {_told(marks)}; nothing was loaded")
+        raise CorruptState(f"'marks' are no marks of rows but {_described(marks)}; nothing was loaded")
     if not len(marks) <= min(state["capacity"], words["head"] - words["base"]) or (len(marks) and not columns):
         raise CorruptState(f"'marks' and 'words' are of different states: {len(marks)} rows; nothing was loaded")
     for key, value in columns.items():
         if not isinstance(key, tuple) or not key or not all(isinstance(part, str) for part in key):
             raise CorruptState(f"{key!r:.80} is no key of a column; nothing was loaded")
         if not _dense(value) or not value.ndim or len(value) != len(marks):
-            raise CorruptState(f"column {show(key)} has not the {len(marks)} rows of this state: {_told(value)}")
+            raise CorruptState(f"column {show(key)} has not the {len(marks)} rows of this state: {_described(value)}")
 
 
 def _dense(value: Any) -> bool:
@@ -144,7 +144,7 @@ def _dense(value: Any) -> bool:
     return False
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

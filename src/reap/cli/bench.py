@@ -10,6 +10,7 @@ of code. `--plot` draws it.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -94,40 +95,26 @@ def _draw(path: str, env: str, rates: dict[str, float]) -> None:
 
 
 def _ways(make: Callable[[], Any], policy: Any, workers: int, env: str) -> list[Setting]:
-    """What is tried. `env` is how it is written."""
+    """Return what is tried. `env` is how it is written."""
     act = "None" if policy is None else "policy"
     factory = f"lambda: GymEnv({env})" if env.startswith('"') else env
-    ways = []
+    ways: list[Setting] = []
+    made: Callable[[], Any]
     for lanes in (1, 8, 32):
-        source = in_lanes(lanes, make)
-        text = factory if lanes == 1 else f"SerialEnv({lanes}, {factory})"
         frames = lanes * _STEPS
-        ways.append(
-            Setting(
-                f"this process, {lanes} lane{'s' * (lanes > 1)}",
-                lambda source=source, frames=frames: Collector(source, policy, frames_per_batch=frames),  # type: ignore[misc]
-                f"Collector({text}, {act}, frames_per_batch={frames})",
-            )
-        )
+        text = factory if lanes == 1 else f"SerialEnv({lanes}, {factory})"
+        made = functools.partial(Collector, in_lanes(lanes, make), policy, frames_per_batch=frames)
+        code = f"Collector({text}, {act}, frames_per_batch={frames})"
+        ways.append(Setting(f"this process, {lanes} lane{'s' * (lanes > 1)}", made, code))
     for lanes in (1, 8):
-        source, frames = in_lanes(lanes, make), workers * lanes * _STEPS
+        frames = workers * lanes * _STEPS
         text = factory if lanes == 1 else f"lambda: SerialEnv({lanes}, {factory})"
-        ways.append(
-            Setting(
-                f"{workers} processes, {lanes} lane{'s' * (lanes > 1)} each",
-                lambda source=source, frames=frames: MultiSyncCollector(  # type: ignore[misc]
-                    [source] * workers, policy, frames_per_batch=frames
-                ),
-                f"MultiSyncCollector([{text}] * {workers}, {act}, frames_per_batch={frames})",
-            )
-        )
+        made = functools.partial(MultiSyncCollector, [in_lanes(lanes, make)] * workers, policy, frames_per_batch=frames)
+        code = f"MultiSyncCollector([{text}] * {workers}, {act}, frames_per_batch={frames})"
+        ways.append(Setting(f"{workers} processes, {lanes} lane{'s' * (lanes > 1)} each", made, code))
     if policy is not None:
         count, frames = 4 * workers, 4 * workers * _STEPS
-        ways.append(
-            Setting(
-                f"{count} envs, one batched policy",
-                lambda: AsyncBatchedCollector([make] * count, policy, frames_per_batch=frames),
-                f"AsyncBatchedCollector([{factory}] * {count}, {act}, frames_per_batch={frames})",
-            )
-        )
+        made = functools.partial(AsyncBatchedCollector, [make] * count, policy, frames_per_batch=frames)
+        code = f"AsyncBatchedCollector([{factory}] * {count}, {act}, frames_per_batch={frames})"
+        ways.append(Setting(f"{count} envs, one batched policy", made, code))
     return ways

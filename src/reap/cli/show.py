@@ -18,6 +18,7 @@ from reap.errors import UsageError, missing
 from reap.video import write_video
 
 _BARS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 60  # of a row of bars
 _ROWS = 40  # steps of an episode that are shown: its first and its last
 
 
@@ -74,9 +75,9 @@ def _show_dataset(dataset: Dataset) -> None:
         print(f"  {name:8} {low:10.4g} least {middle:10.4g} median {high:10.4g} most   {sparkline(values)}")
 
 
-def sparkline(values: Any, width: int = 60) -> str:
+def sparkline(values: Any) -> str:
     """Numbers in a row as bars; of many, means of as many as it takes."""
-    parts = [part.mean() for part in np.array_split(np.asarray(values, np.float64), min(width, len(values)))]
+    parts = [part.mean() for part in np.array_split(np.asarray(values, np.float64), min(_WIDTH, len(values)))]
     low, high = min(parts), max(parts)
     span = (high - low) or 1.0
     return "".join(_BARS[1 + round(7 * (value - low) / span)] for value in parts)
@@ -100,7 +101,7 @@ def _show_episode(episode: Any) -> None:
 
 
 def _images(dataset: Dataset, key: str | None) -> tuple[str, ...]:
-    """Where the images are: an entry of bytes with a height, a width and one or three channels."""
+    """Return where the images are: an entry of bytes with a height, a width and one or three channels."""
     for column in dataset.columns:
         sides = [side for side in column.shape if side not in (1, 3)]
         drawn = str(column.dtype) == "torch.uint8" and len(column.shape) in (2, 3) and len(sides) == 2

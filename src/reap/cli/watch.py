@@ -73,7 +73,7 @@ def _address(run: str) -> str:
 
 
 def _get(url: str, what: str) -> Any:
-    """What a page has to say. No proxy is asked: it is on this machine."""
+    """Return what a page has to say. No proxy is asked: it is on this machine."""
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PATIENCE)
     try:
@@ -111,7 +111,7 @@ def _show(url: str, *, once: bool, every: float) -> int:
 
 
 def _drawn(view: dict[str, Any]) -> Any:
-    """A view for a terminal."""
+    """Return a view for a terminal."""
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -211,7 +211,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         """Refuse a subclass with a `rollout` of its own where that could not be heard."""
 
     def _own_rollout(self) -> tuple[TensorDictBase, Rollout | None]:
-        """What the `rollout` of a subclass returns, and the one it was made of, if it was."""
+        """Return what the `rollout` of a subclass returns, and the one it was made of, if it was."""
         self._last, self._rolling = None, True
         try:
             batch = self.rollout()
@@ -259,7 +259,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         return out
 
     def _finish(self) -> TensorDictBase | None:
-        """A batch as it is delivered; None if it was written."""
+        """Return a batch as it is delivered; None if it was written."""
         if not self._pipeline.taken:
             if self._before is not None:
                 self._before()

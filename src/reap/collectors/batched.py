@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.affinity import Masks, mask
-from reap.arguments import flag, one_of
+from reap.arguments import count, flag, one_of
 from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
@@ -32,8 +32,12 @@ from reap.envs import AsyncEnvPool
 from reap.errors import UsageError, WrongArgument
 from reap.spec import AnyKey, Key, as_key, show
 
+# Options that are the pool's, by the same names.
+_OF_POOL = (
+    *("create_env_kwargs", "max_frames_per_traj", "num_sub_threads", "start_method", "timeout"),
+    *("on_failure", "max_restarts", "restart_window", "on_restart"),
+)
 # The others go with workers that act on their own, with batches that hold as much of every lane, or with lanes in step.
-_FAILURES = ("on_failure", "max_restarts", "restart_window", "on_restart")
 WITHOUT = (WORKERS_ONLY - {"num_sub_threads", "start_method", "timeout"}) | {
     "compact_obs",
     "interruptor",
@@ -55,14 +59,14 @@ _WITHOUT_EFFECT = (
 
 
 def _members(name: str, config: Any, members: Sequence[str]) -> list[Any]:
-    """What a config object says; refused by name if it is not one."""
+    """Return what a config object says; refused by name if it is not one."""
     lacking = [one for one in members if not hasattr(config, one)]
     if lacking:
         raise WrongArgument(f"{name} must be an object with {', '.join(members)}; {config!r} has no {lacking[0]}")
     return [getattr(config, one) for one in members]
 
 
-def _exclusive(name: str, others: Sequence[str], given: Sequence[Any]) -> None:
+def _refuse_both(name: str, others: Sequence[str], given: Sequence[Any]) -> None:
     also = [other for other, value in zip(others, given) if value is not None]
     if also:
         raise UsageError(f"{name} says what {' and '.join(also)} would; give one of them")
@@ -86,25 +90,24 @@ def _check_parts(name: str, create_env_fn: Any, policy: Any, options: Mapping[st
 
 
 def _batch_sizes(config: Any, fewest: int | None, most: int | None, server_timeout: Any) -> tuple[int, int]:
-    """How many envs the policy decides about at a time, at least and at most."""
+    """Return how many envs the policy decides about at a time, at least and at most."""
     if config is not None:
-        _exclusive(
+        _refuse_both(
             "server_config", ("max_batch_size", "min_batch_size", "server_timeout"), (most, fewest, server_timeout)
         )
         most, fewest = _members("server_config", config, ("max_batch_size", "min_batch_size"))
     fewest, most = 1 if fewest is None else fewest, 64 if most is None else most
     for what, size in (("min_batch_size", fewest), ("max_batch_size", most)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UsageError(f"{what} must be a whole number ≥ 1, got {size!r}")
+        count(what, size)
     if fewest > most:
         raise UsageError(f"min_batch_size is {fewest}, above max_batch_size, which is {most}")
     return fewest, most
 
 
 def _devices(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for devices that a `device_config` stands for."""
+    """Return the options for devices that a `device_config` stands for."""
     places = ("policy_device", "env_device", "storing_device", "output_device")
-    _exclusive("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
+    _refuse_both("device_config", ("device", *places), [options.get(one) for one in ("device", *places)])
     *chosen, output = _members("device_config", config, places)
     chosen[1] = output if chosen[1] is None else chosen[1]  # actions go where the envs are
     return dict(zip(places, chosen))
@@ -227,13 +230,8 @@ class AsyncBatchedCollector(Collector):
             worker_threads=worker_threads and settings.workers is None,
             min_ready=fewest,
             max_ready=most,
-            create_env_kwargs=settings.create_env_kwargs,
-            timeout=settings.timeout,
-            max_frames_per_traj=settings.max_frames_per_traj,
-            start_method=settings.start_method,
-            num_sub_threads=settings.num_sub_threads,
             worker_affinity=None if settings.workers == "inline" else worker_affinity,
-            **{name: getattr(settings, name) for name in _FAILURES},
+            **{name: getattr(settings, name) for name in _OF_POOL},
         )
         make_env = EnvMaker(pool, None, None, settings.failure_dir)
         self._start_worker(policy, make_env, lambda lanes: settings.frames_per_batch, cores)
@@ -248,8 +246,8 @@ class AsyncBatchedCollector(Collector):
         return dataclasses.replace(plan, stream=True, masked=False)  # envs that were dropped make no frames
 
     def _shape(self) -> str:
-        count = self._backend.worker.lanes
-        return f"{count} env{'s' * (count > 1)}, whoever is ready: "
+        envs = self._backend.worker.lanes
+        return f"{envs} env{'s' * (envs > 1)}, whoever is ready: "
 
     def _name_versions(self, first: int, key: Key | None) -> None:
         """Count them from `first`, and see that the name they are to have is free."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,11 +66,11 @@ class Sink(Protocol):
         """Write a batch `[T]` or `[N, T]` that this worker has made."""
 
     def forget(self) -> None:
-        """What is held back belongs to the time before."""
+        """Forget what is held back: it belongs to the time before."""
 
 
 class _Batches:
-    """Every batch as it comes."""
+    """Writes every batch as it comes."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer, self._ours = buffer, isinstance(buffer, ReplayBuffer)
@@ -82,7 +83,7 @@ class _Batches:
 
 
 class _Steps(_Batches):
-    """Step by step, each a call of its own."""
+    """Writes step by step, each with a call of its own."""
 
     def take(self, batch: TensorDictBase, worker: int = 0) -> None:
         batch = _plain(batch, self._ours)
@@ -94,7 +95,7 @@ class _Steps(_Batches):
 
 
 class _Episodes(_Batches):
-    """Whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
+    """Writes whole episodes only, each in rows side by side, `group` of them in a write (None: all that have ended)."""
 
     def __init__(self, buffer: Any, group: int | None) -> None:
         super().__init__(buffer)
@@ -167,7 +168,7 @@ def processed(
     postproc: Callable[[Any], Any] | None,
     hook: Callable[[Any], Any] | None,
 ) -> TensorDictBase:
-    """A batch as it is delivered, or written."""
+    """Return a batch as it is delivered, or written."""
     if split is not None:
         batch = split(batch)
     if postproc is not None:
@@ -210,7 +211,7 @@ class Writer:
         return bool(self.buffer.may_write)
 
     def write(self, slot: Slot) -> None:
-        """Write what is in it."""
+        """Write what is in a full slot."""
         layout, options = slot.layout, self._options
         arrays: dict[Key, Any] = {key: slot.arrays[key] for key in layout.offsets} | slot.hand_over()
         if options.truncate:
@@ -218,13 +219,9 @@ class Writer:
         batch = assembler(layout)(arrays, layout)
         if self.postproc is not None or self.hook is not None:
             batch = batch.clone()  # they may keep it; the slot is filled again
-        split = _split if options.split else None
+        split = partial(split_trajectories, prefix="collector") if options.split else None
         self._sink.take(processed(batch, split=split, postproc=self.postproc, hook=self.hook))
 
     def forget(self) -> None:
-        """Episodes that are not whole will never be."""
+        """Forget episodes that are not whole, and never will be."""
         self._sink.forget()
-
-
-def _split(batch: TensorDictBase) -> TensorDictBase:
-    return split_trajectories(batch, prefix="collector")

@@ -38,38 +38,38 @@ _PATIENCE = 1_000_000  # frames without a single end before saying that there wi
 _OWN_COUNT: Key = ("evaluator_step_count",)  # where max_steps is counted if the env counts steps itself
 
 
-class EpisodeCollector(Collector):
-    """Plays in this process; its rollouts end with the episodes that are wanted."""
+class _OfEpisodes:
+    """A collector whose rollouts end with the episodes that are wanted."""
 
-    def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
-        self._episodes = episodes
-        super().__init__(env, policy, **options)
+    _episodes: int
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         return object.__new__(cls)
-
-    def _planned(self, plan: Plan) -> Plan:
-        return dataclasses.replace(plan, episodes=self._episodes)
 
     def _warn_rounding(self, *_: Any, **__: Any) -> None:
         """Nobody sees how many frames are collected at a time."""
 
 
-class EpisodeProcessCollector(MultiSyncCollector):
+class EpisodeCollector(_OfEpisodes, Collector):
+    """Plays in this process."""
+
+    def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
+        self._episodes = episodes
+        super().__init__(env, policy, **options)
+
+    def _planned(self, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, episodes=self._episodes)
+
+
+class EpisodeProcessCollector(_OfEpisodes, MultiSyncCollector):
     """Plays in a process of its own."""
 
     def __init__(self, episodes: int, env: Any, policy: Any, **options: Any) -> None:
         self._episodes = episodes
         super().__init__([env], policy, **options)
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        return object.__new__(cls)
-
     def _plans(self, *arguments: Any) -> list[Any]:
         return [dataclasses.replace(plan, episodes=self._episodes) for plan in super()._plans(*arguments)]
-
-    def _warn_rounding(self, *_: Any, **__: Any) -> None:
-        """Nobody sees how many frames are collected at a time."""
 
 
 class EpisodePlayer:
@@ -82,8 +82,7 @@ class EpisodePlayer:
         self.collector: Collector | MultiSyncCollector
         if process:
             self.collector = EpisodeProcessCollector(episodes, lanes, policy, **{**options, "cat_results": 0})
-            about = self.collector._backend.workers[0].about
-            count = about.lanes or about.layout.lanes
+            count = self.collector._backend.workers[0].info.lanes
         else:
             self.collector = EpisodeCollector(episodes, lanes, policy, **options)
             count = self.collector._backend.worker.lanes
@@ -127,13 +126,10 @@ class EpisodePlayer:
 
     def load(self, path: str, weights: Any) -> None:
         """Weights into the model at `path`, "policy" or one of the env's."""
-        if isinstance(self.collector, MultiSyncCollector):
-            if path == "policy":
-                self.collector.update_policy_weights_(weights)
-            else:
-                self._there(functools.partial(_load_at, path=path, weights=weights))
+        if path == "policy" and isinstance(self.collector, MultiSyncCollector):
+            self.collector.update_policy_weights_(weights)
         else:
-            _load_at(self.collector, path, weights)
+            self._at_home(functools.partial(_load_at, path=path, weights=weights))
 
     def check(self, path: str) -> None:
         """Raise if there is no model at `path`. In a process that is seen when weights are loaded."""
@@ -153,13 +149,11 @@ class EpisodePlayer:
         self._at_home(functools.partial(_write_film, path=path))
 
     def _at_home(self, function: Callable[[Any], Any]) -> None:
+        """Call a function with what has the env: the collector, or in its process the worker."""
         if isinstance(self.collector, MultiSyncCollector):
-            self._there(function)
+            self.collector.map_fn("apply", [(function,)])
         else:
             function(self.collector)
-
-    def _there(self, function: Callable[[Any], Any]) -> None:
-        self.collector.map_fn("apply", [(function,)])
 
 
 def _load_at(root: Any, path: str, weights: Any) -> None:
@@ -203,7 +197,7 @@ def _write_film(root: Any, path: Any) -> None:
 
 
 def made(env: Any) -> Any:
-    """The env itself, where a factory was given."""
+    """Return the env itself, where a factory was given."""
     return env() if callable(env) and not is_env(env) else env
 
 
@@ -222,7 +216,7 @@ def lanes_of(env: Any, max_steps: int | None) -> Env:
 
 
 def modules_of(env: Any) -> list[nn.Module]:
-    """The modules of a TorchRL env, and of those it steps in this process."""
+    """Return the modules of a TorchRL env, and of those it steps in this process."""
     if not isinstance(env, nn.Module):
         return []
     found = list(env.modules())

@@ -29,11 +29,12 @@ from typing_extensions import Self
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
 from reap._system.threads import join
-from reap.arguments import function, mapping, one_of, whole
+from reap.arguments import count, function, mapping, one_of, whole
 from reap.backends.base import Halted
 from reap.collectors.episodes import EpisodePlayer, lanes_of, made
 from reap.collectors.parts.background import ended_by
-from reap.core.policies.signature import told_keywords
+from reap.core.capture.chance import beside_the_learner
+from reap.core.policies.signature import exploration_keywords
 from reap.core.policy import RandomPolicy
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
@@ -106,18 +107,12 @@ class Evaluator:
         init_fn: Callable[[], Any] | None = None,
         **later: Any,
     ) -> None:
-        unknown = [name for name in later if name not in _LATER]
-        if unknown:
-            raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
-        given = [name for name, value in later.items() if value is not None]
-        if given or (isinstance(backend, str) and backend == "ray"):
-            raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
+        _refuse_unsupported(later, backend)
         one_of("backend", backend, ("thread", "process"))
         one_of("busy_policy", busy_policy, _BUSY)
         if (policy is None) == (policy_factory is None):
             raise WrongArgument("Evaluator needs policy or policy_factory, and not both")
-        if isinstance(num_trajectories, bool) or not isinstance(num_trajectories, int) or num_trajectories < 1:
-            raise UsageError(f"num_trajectories must be a whole number ≥ 1, got {num_trajectories!r}")
+        count("num_trajectories", num_trajectories)
         whole("max_steps", max_steps, least=0 if frames_per_batch is None else None, none=True)
         whole("frames_per_batch", frames_per_batch, none=True)
         mapping("collector_kwargs", collector_kwargs)
@@ -149,13 +144,9 @@ class Evaluator:
         own, given = not is_env(env) and callable(env) and not process, env if process else made(env)
         try:
             self._policy = self._policy_for(policy, policy_factory, given)
-            lanes: Any = functools.partial(lanes_of, given, max_steps) if process else lanes_of(given, max_steps)
             if process and init_fn is not None:
                 options["init_fn"] = init_fn
-            with _at_rest(self._policy):
-                self._player: Any = EpisodePlayer(
-                    lanes, self._policy, episodes=num_trajectories, layout=layout, process=process, options=options
-                )
+            self._player: Any = self._make_player(given, max_steps, layout, options, process=process)
         except BaseException:
             if own:
                 given.close()
@@ -172,6 +163,16 @@ class Evaluator:
         self._elsewhere: str | None = None  # why it is not this process's own
         guard(self)
 
+    def _make_player(
+        self, env: Any, max_steps: int | None, layout: str, options: Mapping[str, Any], *, process: bool
+    ) -> EpisodePlayer:
+        """Return what plays the episodes: in a process of its own, or here."""
+        lanes: Any = functools.partial(lanes_of, env, max_steps) if process else lanes_of(env, max_steps)
+        with _at_rest(self._policy):
+            return EpisodePlayer(
+                lanes, self._policy, episodes=self._wanted, layout=layout, process=process, options=options
+            )
+
     def in_fork(self, why: str) -> None:
         """Called in a fork: its thread is not here, and its workers are its owner's."""
         self._elsewhere, self._one, self._news = why, threading.Lock(), threading.Condition()
@@ -183,10 +184,10 @@ class Evaluator:
         """What is done here with the episodes, in place of the collector: their layout, and what is made of them."""
         layout = options.pop("traj_format", None) or "padded"
         one_of("collector_kwargs: traj_format", layout, ("padded", "cat"))
-        count = options.pop("trajs_per_batch", None)
-        if count not in (None, self._wanted):
+        given = options.pop("trajs_per_batch", None)
+        if given not in (None, self._wanted):
             raise UsageError(
-                f"collector_kwargs: trajs_per_batch is {count!r}, and num_trajectories {self._wanted}; leave it out"
+                f"collector_kwargs: trajs_per_batch is {given!r}, and num_trajectories {self._wanted}; leave it out"
             )
         if options.pop("split_trajs", None):
             raise UsageError("collector_kwargs: split_trajs has nothing to split; metrics_fn sees whole episodes")
@@ -198,7 +199,7 @@ class Evaluator:
 
     @staticmethod
     def _policy_for(policy: Any, factory: Callable[..., Any] | None, env: Any) -> Any:
-        """A copy of the policy, or what the factory makes, of the env if it asks for it."""
+        """Return a copy of the policy, or what the factory makes, of the env if it asks for it."""
         if factory is None:
             return copied(policy)
         if not _takes_one(factory):
@@ -220,7 +221,7 @@ class Evaluator:
         `weights_dict` has weights by path, as `{"policy": …, "env.transform[0]": …}`. Where `step` is None evaluations
         are numbered, from 0.
         """
-        self._open()
+        self._check_open()
         asked = self._asked(weights, weights_dict), self._numbered(step)
         with self._one:
             found = self._play(*asked)
@@ -231,7 +232,7 @@ class Evaluator:
         self, weights: Any = None, step: int | None = None, *, weights_dict: Mapping[str, Any] | None = None
     ) -> bool:
         """Play them in the background; False: one is going on, and this one is skipped."""
-        self._open()
+        self._check_open()
         if self.pending:
             if self._busy_policy == "error":
                 raise WrongState("an evaluation is going on; wait() for it, or give busy_policy='queue'")
@@ -253,14 +254,11 @@ class Evaluator:
 
     def poll(self, timeout: float = 0) -> dict[str, Any] | None:
         """The next result of the background, in order; None if none is there within `timeout` seconds."""
-        return self._next(timeout)
+        return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
         """The next result, waited for; None if nothing is pending, or it took longer than `timeout` seconds."""
-        return self._next(timeout)
-
-    def _next(self, timeout: float | None) -> dict[str, Any] | None:
-        self._own()
+        self._check_owner()
         with self._news:
             self._news.wait_for(lambda: self._results or not self._left, timeout)
             if not self._results:
@@ -273,6 +271,7 @@ class Evaluator:
     # ---- playing --------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        beside_the_learner()
         while True:
             with self._news:
                 if not self._queue:
@@ -313,11 +312,11 @@ class Evaluator:
         >>> print(evaluator.explain())
         exploration_type DETERMINISTIC: the policy's distributions give the action that each has for that
         """
-        self._open()
+        self._check_open()
         kind = self._player.collector.exploration_type
         name = "None" if kind is None else kind.name
         parts = self._policy.modules() if isinstance(self._policy, nn.Module) else ()
-        heard = told_keywords(self._policy, kind)
+        heard = exploration_keywords(self._policy, kind)
         if any(isinstance(part, ProbabilisticTensorDictModule) for part in parts):
             meaning = "the policy's distributions give the action that each has for that"
         elif heard:
@@ -389,14 +388,14 @@ class Evaluator:
 
     def state_dict(self) -> dict[str, Any]:
         """The collector's state; refused while something is pending."""
-        self._open()
+        self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before state_dict()")
         return {"collector": self._player.collector.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The counterpart of `state_dict`."""
-        self._open()
+        self._check_open()
         if self.pending:
             raise WrongState("an evaluation is going on; wait() for it before load_state_dict()")
         self._player.collector.load_state_dict(state_dict["collector"])
@@ -420,12 +419,12 @@ class Evaluator:
         if player is not None:
             player.collector.shutdown()
 
-    def _own(self) -> None:
+    def _check_owner(self) -> None:
         if self._elsewhere is not None:
             raise WrongState(f"this Evaluator cannot be used here: {self._elsewhere}")
 
-    def _open(self) -> None:
-        self._own()
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise WrongState("this Evaluator is closed; make a new one")
 
@@ -436,8 +435,18 @@ class Evaluator:
         self.shutdown()
 
 
+def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
+    """Raise for options that TorchRL's has and this one has not, and for those that nobody has."""
+    unknown = [name for name in later if name not in _LATER]
+    if unknown:
+        raise WrongArgument(f"Evaluator has no option {unknown[0]!r}")
+    given = [name for name, value in later.items() if value is not None]
+    if given or (isinstance(backend, str) and backend == "ray"):
+        raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
+
+
 def _takes_one(factory: Callable[..., Any]) -> bool:
-    """Whether a factory of policies wants the env: it has a parameter that must be given."""
+    """Return whether a factory of policies wants the env: it has a parameter that must be given."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError):

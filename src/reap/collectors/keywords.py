@@ -124,19 +124,15 @@ class BatchedCollectorOptions(CommonOptions, total=False):
     """Where batches are delivered."""
 
 
-class CollectorOptions(BatchedCollectorOptions, total=False):
-    """What `Collector` can be told; some of it goes with `num_collectors` only."""
+class LanesInStepOptions(TypedDict, total=False):
+    """What every collector but `AsyncBatchedCollector` can be told besides."""
 
     reset_when_done: bool
     """False: a lane that ends rests until the batch is over; its rows are masked out."""
     compact_obs: bool
     """Store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`."""
-    return_same_td: bool
-    """Deliver the same object over and over; copy what you keep."""
     set_truncated: bool
     """Mark the last step of every batch as truncated."""
-    interruptor: Any
-    """An object whose `collection_stopped()` is asked after each step; True ends the rollout early."""
     cat_results: str | int | None
     """How workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes), -1 (time)."""
     update_at_each_batch: bool
@@ -153,7 +149,16 @@ class CollectorOptions(BatchedCollectorOptions, total=False):
     """Call both hooks in the workers, with what each has made, in place of here with whole batches."""
 
 
-class MultiCollectorOptions(CommonOptions, total=False):
+class CollectorOptions(BatchedCollectorOptions, LanesInStepOptions, total=False):
+    """What `Collector` can be told; some of it goes with `num_collectors` only."""
+
+    return_same_td: bool
+    """Deliver the same object over and over; copy what you keep."""
+    interruptor: Any
+    """An object whose `collection_stopped()` is asked after each step; True ends the rollout early."""
+
+
+class MultiCollectorOptions(CommonOptions, LanesInStepOptions, total=False):
     """What collectors with workers can be told."""
 
     frames_per_batch: Required[int | Sequence[int]]
@@ -171,23 +176,3 @@ class MultiCollectorOptions(CommonOptions, total=False):
     """Where the env's tensors live. Gymnasium envs step on the CPU whatever it says. A list has one for each worker."""
     storing_device: torch.device | str | int | Sequence[torch.device | str | int | None] | None
     """Where batches are delivered. A list has one for each worker."""
-    reset_when_done: bool
-    """False: a lane that ends rests until the batch is over; its rows are masked out."""
-    compact_obs: bool
-    """Store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`."""
-    set_truncated: bool
-    """Mark the last step of every batch as truncated."""
-    cat_results: str | int | None
-    """How workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes), -1 (time)."""
-    update_at_each_batch: bool
-    """Send the policy's weights to the workers before each batch."""
-    preemptive_threshold: float | None
-    """A batch waits for this share of the workers; the others stop, what they lack is masked."""
-    max_lag: int | None
-    """Drop rollouts made by weights more than so many updates old; `stats()` counts what was dropped."""
-    num_threads: int | None
-    """Accepted; threads of this process are left as they are."""
-    init_fn: Callable[[], Any] | None
-    """Called first in each worker."""
-    hooks_in_workers: bool
-    """Call both hooks in the workers, with what each has made, in place of here with whole batches."""

@@ -98,13 +98,7 @@ class MultiCollector(BaseCollector):
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
         policy = without_steps(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
-        each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
-        for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
-            if old in options:
-                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
-                if any(one is not None for one in each[new]):
-                    raise UsageError(f"{old} and {new} are the same option; give one")
-                each[new] = _each(old, options.pop(old), count)
+        each = _taken_per_worker(options, count)
         asked = options.get("frames_per_batch")
         if asked is None:
             raise WrongArgument(f"{name} needs frames_per_batch: how many frames a batch holds")
@@ -114,13 +108,7 @@ class MultiCollector(BaseCollector):
         settings = read_options(name, {**options, "frames_per_batch": asked})
         if settings.workers == "inline":
             self._placement = InlinePlacement(self._placement)
-        if settings.interruptor is not None or settings.return_same_td:
-            one = "interruptor" if settings.interruptor is not None else "return_same_td"
-            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
-        if not self._sync and settings.cat_results not in (None, "stack"):
-            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        if self._placement.each is not None and len(self._placement.each) != count:
-            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
+        self._check_settings(settings, count)
         own = self._placement.each or [{}] * count
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
@@ -140,7 +128,7 @@ class MultiCollector(BaseCollector):
         self._backend = self._make_backend(plans, settings)
         try:
             self._backend.start()
-            for text in sorted({text for worker in self._backend.workers for text in worker.about.told}):
+            for text in sorted({text for worker in self._backend.workers for text in worker.info.warnings}):
                 warnings.warn(text, PolicyWarning, stacklevel=2)
             self._begin()
             self._count_frames()
@@ -154,8 +142,19 @@ class MultiCollector(BaseCollector):
             count,
         )
 
+    def _check_settings(self, settings: Options, count: int) -> None:
+        """Refuse options that do not go with so many workers elsewhere."""
+        name = type(self).__name__
+        if settings.interruptor is not None or settings.return_same_td:
+            one = "interruptor" if settings.interruptor is not None else "return_same_td"
+            raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
+        if not self._sync and settings.cat_results not in (None, "stack"):
+            raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
+        if self._placement.each is not None and len(self._placement.each) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
+
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
-        """Where the workers live."""
+        """Make the backend, by which the workers are reached where they live."""
         place = self._placement
         if self._sync and settings.preemptive_threshold is not None and not place.preempts:
             raise UsageError("preemptive_threshold stops workers in the middle of a rollout; these are too far away")
@@ -169,14 +168,14 @@ class MultiCollector(BaseCollector):
         )
 
     def _make_delivery(self, settings: Options) -> Delivery:
-        """Which rollouts make a batch."""
+        """Choose which rollouts make a batch."""
         threshold = settings.preemptive_threshold if self._sync else None
         if self._direct:
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
     def _running(self, settings: Options) -> dict[str, Any]:
-        """What workers are told wherever they live."""
+        """Return what workers are told wherever they live."""
         return {
             "source": self._source,
             "scheme": settings.transport,
@@ -221,22 +220,7 @@ class MultiCollector(BaseCollector):
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
         self._placement.pack(workers[0].init_fn, "init_fn")
-        ours: Sequence[Packed | None] = [None] * len(workers)
-        first = workers[0].first_weights  # of policies that are made in the workers
-        if policy is not None and all(o.policy_factory is None for o in workers):
-            ours = [self._placement.pack(policy, "policy")] * len(workers)
-        elif policy is not None and self._strategy is not None:
-            pass  # it is where weights come from; they follow as soon as workers are there
-        elif isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
-            ours = [_packed_weights(policy)] * len(workers)
-        elif policy is not None:
-            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
-        elif self._strategy is not None:
-            pass
-        elif by_worker(first):
-            ours = [_packed_weights(first[w]) if w in first else None for w in range(len(workers))]
-        elif first is not None:
-            ours = [_packed_weights(first)] * len(workers)
+        ours = self._packed_policies(workers, policy)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
         plans = []
@@ -248,9 +232,25 @@ class MultiCollector(BaseCollector):
             plans.append(plan_for(options, env, acting, Steps(size), device))
         return plans
 
+    def _packed_policies(self, workers: Sequence[Options], policy: Any) -> Sequence[Packed | None]:
+        """Return for each worker the policy itself, the weights of one that is made there, or None; packed."""
+        count = len(workers)
+        if policy is not None and all(o.policy_factory is None for o in workers):
+            return [self._placement.pack(policy, "policy")] * count
+        if self._strategy is not None:
+            return [None] * count  # weights follow as soon as workers are there
+        if isinstance(policy, torch.nn.Module):  # it is where weights come from; it does not act
+            return [_packed_weights(policy)] * count
+        if policy is not None:
+            raise WrongArgument("give policy or policy_factory; with both, policy must have weights to take")
+        first = workers[0].first_weights  # of policies that are made in the workers
+        if by_worker(first):
+            return [_packed_weights(first[w]) if w in first else None for w in range(count)]
+        return [None if first is None else _packed_weights(first)] * count
+
     def _count_frames(self) -> None:
         """How many frames a batch really holds; warns about every rounding."""
-        layouts = [worker.about.layout for worker in self._backend.workers]
+        layouts = [worker.info.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
@@ -409,7 +409,7 @@ class MultiCollector(BaseCollector):
     def _found(
         self, path: str, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     ) -> dict[int, Any]:
-        """What is at `path` in each worker, by its number; or what it returns when called."""
+        """Return what is at `path` in each worker, by its number; or what it returns when called."""
         self._check_open()
         return self._between(lambda: self._backend.find(path, calls))
 
@@ -563,8 +563,20 @@ def _workers(owner: str, create_env_fn: Any, num_workers: Any) -> tuple[int, lis
     return num_workers, [create_env_fn] * num_workers
 
 
+def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any]]:
+    """Take those options out that may differ between workers; returns the value of each worker, by option."""
+    each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
+    for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
+        if old in options:
+            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+            if any(one is not None for one in each[new]):
+                raise UsageError(f"{old} and {new} are the same option; give one")
+            each[new] = _each(old, options.pop(old), count)
+    return each
+
+
 def _each(name: str, value: Any, count: int) -> list[Any]:
-    """One value per worker."""
+    """Return the value of an option for each worker."""
     if not listed(value):
         return [value] * count
     if len(value) != count:
@@ -573,7 +585,7 @@ def _each(name: str, value: Any, count: int) -> list[Any]:
 
 
 def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
-    """Frames each worker makes per batch."""
+    """Return how many frames each worker makes for a batch."""
     if listed(value):
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
@@ -583,12 +595,12 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
 
 
 def _packed_weights(weights: Any) -> Packed:
-    """Weights, packed for workers."""
+    """Return weights, packed for workers."""
     return pack_bytes(detached(weights), "policy")
 
 
 def _weights_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The weights in the arguments of one worker's `update_policy_weights_`."""
+    """Return the weights in the arguments of one worker's `update_policy_weights_`."""
     given = [*args, *kwargs.values()]
     if len(given) != 1:
         raise UsageError(f"update_policy_weights_ in workers takes weights for each, got {len(given)} arguments")

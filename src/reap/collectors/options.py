@@ -238,11 +238,7 @@ class Options:
         counter = self.track_policy_version
         if not isinstance(counter, bool) and not callable(getattr(counter, "increment_version", None)):
             raise WrongArgument(f"track_policy_version must be True, False or a PolicyVersion, got {counter!r}")
-        discount = self.gamma
-        if discount is not None and (
-            isinstance(discount, bool) or not isinstance(discount, numbers.Real) or not 0 <= discount <= 1
-        ):
-            raise UsageError(f"gamma must lie between 0 and 1, got {discount!r}")
+        self._share("gamma")
         exploration_type(self.exploration_type)
         for name in ("device", "policy_device", "env_device", "storing_device"):
             self._device(name)
@@ -285,11 +281,7 @@ class Options:
             isinstance(cat, bool) or not isinstance(cat, int)
         ):
             raise UsageError(f"cat_results must be 'stack' or a dimension like 0 or -1, got {cat!r}")
-        share = self.preemptive_threshold
-        if share is not None and (
-            isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1
-        ):
-            raise UsageError(f"preemptive_threshold must lie between 0 and 1, got {share!r}")
+        self._share("preemptive_threshold")
         schemes = self.weight_sync_schemes
         if schemes is not None:
             if isinstance(schemes, Mapping):
@@ -306,14 +298,17 @@ class Options:
         seconds("timeout", self.timeout)
         one_of("workers", self.workers, ("inline",), none=True)
         one_of("start_method", self.start_method, ("forkserver", "spawn"))
-        self._check_failures()
-
-    def _check_failures(self) -> None:
         if self.failures.action == "drop" and self.compact_obs:
             raise UsageError("on_failure='drop' masks the lanes of a worker that is gone; compact_obs needs whole rows")
 
     def _whole(self, name: str, *, least: int | None = None, most: int | None = MOST, none: bool = False) -> None:
         object.__setattr__(self, name, whole(name, getattr(self, name), least=least, most=most, none=none))
+
+    def _share(self, name: str) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and not (number and 0 <= value <= 1):
+            raise UsageError(f"{name} must lie between 0 and 1, got {value!r}")
 
     def _device(self, name: str) -> torch.device | None:
         return named_device(name, getattr(self, name))

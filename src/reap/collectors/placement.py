@@ -26,17 +26,17 @@ class Placement:
     update_interval = -1  # send weights by itself when so many batches were delivered
 
     def workers_write(self, buffer: Any) -> bool:
-        """Whether workers write into this buffer themselves: reap's own does not mind who writes."""
+        """Return whether workers write into this buffer themselves: reap's own does not mind who writes."""
         return isinstance(buffer, ReplayBuffer)
 
     def transport(self, plans: Sequence[Any], options: Options) -> Transport:
-        """How workers with these plans are reached."""
+        """Return how workers with these plans are reached."""
         buffer = options.replay_buffer
         fds = buffer.handle()[0] if isinstance(buffer, ReplayBuffer) else ()
         return SharedMemoryTransport(start_method=options.start_method, buffer=fds)
 
     def writer(self, options: Options) -> Any:
-        """What makes the writers of workers that write into the buffer themselves; None where these do not."""
+        """Return what makes the writers of workers that write into the buffer themselves; None where these do not."""
         buffer = options.replay_buffer
         if not self.workers_write(buffer):
             return None
@@ -52,7 +52,7 @@ class Placement:
         return maker
 
     def nested_workers(self, options: Options, workers: int) -> NestedWorkers | None:
-        """What runs inside each of so many workers, if that is more than one loop."""
+        """Return what runs inside each of so many workers, if that is more than one loop."""
         return None
 
 
@@ -67,7 +67,7 @@ class InlinePlacement(Placement):
         self.each, self.update_interval = instead_of.each, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
-        """What only the other one knows."""
+        """Return what only the other one knows."""
         return getattr(self._of, name)
 
     def workers_write(self, buffer: Any) -> bool:

@@ -29,7 +29,7 @@ class EnvMaker:
     worker: int | None = None
 
     def __call__(self) -> Env:
-        """The env, with its limit."""
+        """Build the env, with its limit of steps."""
         source, kwargs = (one.unpack() if isinstance(one, Packed) else one for one in (self.source, self.kwargs))
         limit = self.limit if self.limit is not None and self.limit > 0 else None
         if self.failure_dir is None:
@@ -48,7 +48,7 @@ class PolicyMaker:
     device: torch.device | None
 
     def __call__(self) -> Any:
-        """The policy, where it is to act."""
+        """Build the policy, on the device where it is to act."""
         if self.factory is not None:
             sent = isinstance(self.factory, Packed)
             made = self.factory.unpack()() if sent else self.factory()
@@ -67,7 +67,7 @@ class Steps:
     frames: int
 
     def __call__(self, lanes: int) -> int:
-        """Rounded up, so that every lane makes as many."""
+        """Return how many steps, rounded up so that every lane makes as many."""
         return -(-self.frames // lanes)
 
 
@@ -78,7 +78,7 @@ def plan_for(
     steps: Callable[[int], int],
     device: torch.device | None,
 ) -> Plan:
-    """The plan of one worker."""
+    """Return the plan of one worker."""
     return Plan(
         make_env,
         make_policy,

@@ -30,7 +30,7 @@ from reap.errors import UsageError, WrongArgument, nearest
 from reap.spec import show
 from reap.weights.local import by_worker
 
-_FRONT_DOOR = ("backend", "num_collectors", "sync", "backend_options")  # where it runs
+_PLACEMENT_OPTIONS = ("backend", "num_collectors", "sync", "backend_options")  # where it runs
 
 
 @shows_options(without=WORKERS_ONLY)
@@ -58,7 +58,7 @@ class Collector(BaseCollector):
 
     def __new__(cls, create_env_fn: Any = None, policy: Any = None, **options: Any) -> Self:
         """With `num_collectors` or a `backend` of processes: the collector that runs there."""
-        named = options.keys() & {*_FRONT_DOOR}
+        named = options.keys() & {*_PLACEMENT_OPTIONS}
         if cls is not Collector:
             if named:
                 raise WrongArgument(f"{cls.__name__} has no option {min(named)!r}; it belongs to Collector itself")
@@ -66,7 +66,7 @@ class Collector(BaseCollector):
         backend, count, sync, more = _where(options)
         if backend == "direct":
             return super().__new__(cls)
-        rest = {key: value for key, value in options.items() if key not in _FRONT_DOOR}
+        rest = {key: value for key, value in options.items() if key not in _PLACEMENT_OPTIONS}
         if listed(create_env_fn):
             if count not in (None, len(create_env_fn)):
                 raise UsageError(f"num_collectors is {count}, but there are {len(create_env_fn)} envs")
@@ -137,7 +137,7 @@ class Collector(BaseCollector):
             )
 
     def _planned(self, plan: Plan) -> Plan:
-        """The plan its worker is built from, for those who know more of it than options say."""
+        """Return the plan its worker is built from, for those who know more of it than options say."""
         return plan
 
     @property
@@ -224,7 +224,7 @@ class Collector(BaseCollector):
         return super().episodes()
 
     def _shape(self) -> str:
-        """What the frames of a batch are made of, in `repr`."""
+        """Return what the frames of a batch are made of, in `repr`."""
         worker = self._backend.worker
         return f"{worker.lanes} lane{'s' * (worker.lanes > 1)} × {worker.layout.steps} steps = "
 
@@ -252,7 +252,7 @@ _KNOWN = "'direct', 'process', 'distributed', 'ray', 'rpc', 'submitit'"
 
 
 def _remote_collector(backend: str) -> type[MultiCollector]:
-    """The collector over this transport, imported when it is asked for."""
+    """Return the collector over this transport, imported when it is asked for."""
     from reap.collectors import distributed
 
     names = {"ray": "RayCollector", "rpc": "RPCCollector"}
@@ -261,7 +261,7 @@ def _remote_collector(backend: str) -> type[MultiCollector]:
 
 
 def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, Any]]:
-    """Backend, number of workers, whether in step, further options: what the front door was told."""
+    """Backend, number of workers, whether in step, further options: where it is to run."""
     name, count, sync = options.get("backend"), options.get("num_collectors"), options.get("sync")
     more = options.get("backend_options")
     mapping("backend_options", more)
@@ -279,7 +279,7 @@ def _where(options: dict[str, Any]) -> tuple[str, int | None, bool, dict[str, An
         given += ["sync"] * (sync is not None)
         if given and not (given == ["num_collectors"] and count == 1):
             raise UsageError(f"{given[0]} is for workers in processes; give backend='process' or num_collectors")
-    twice = [key for key in more if key in options or key in {*_FRONT_DOOR, "num_workers"}]
+    twice = [key for key in more if key in options or key in {*_PLACEMENT_OPTIONS, "num_workers"}]
     if twice:
         raise UsageError(f"backend_options holds {twice[0]!r}, which is an argument of its own")
     usual = {"launcher": "submitit"} if backend == "submitit" else {}

@@ -62,18 +62,18 @@ def _ours(path: str) -> dict[str, Any]:
     split = {"split_trajectories": reap.collectors.utils.split_trajectories}
     found = {name: getattr(reap.collectors, name) for name in reap.collectors.__all__} | reap.collectors._LEGACY
     del found["RandomPolicy"]  # TorchRL's is a module like its others, and is known to its envs
-    far = {name: getattr(distributed, name) for name in distributed.__all__}
+    remote = {name: getattr(distributed, name) for name in distributed.__all__}
     names = {
         _ROOT: found,
         f"{_ROOT}.collectors": found | split,
         f"{_ROOT}.utils": split,
         f"{_ROOT}.weight_update": {name: value for name, value in found.items() if "Updater" in name},
-        f"{_ROOT}.distributed": far,
+        f"{_ROOT}.distributed": remote,
     }
     if path in names:
         return names[path]
     there = vars(sys.modules[path]) if path in sys.modules else {}
-    return {name: value for name, value in far.items() if name in there}
+    return {name: value for name, value in remote.items() if name in there}
 
 
 def _is_torchrl(caller: FrameType) -> bool:

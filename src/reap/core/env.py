@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from reap.core.env_hooks import EnvHooks
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
+
+if TYPE_CHECKING:
+    from reap.core.device.device_env import DeviceEnv
 
 Rows = Sequence["np.ndarray[Any, Any]"]
 
@@ -63,7 +65,7 @@ class Env(EnvHooks, abc.ABC):
         return self.step(*self._sent)
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        """`send`, then `recv`."""
+        """Make one step: `send`, then `recv`."""
         self.send(lanes, row)
         return self.recv()
 
@@ -84,25 +86,6 @@ class Env(EnvHooks, abc.ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """Go on from what `state_dict` returned."""
         if state:
             raise UsageError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
-
-
-class DeviceEnv(Env):
-    """Lanes whose rows are tensors on `device`. They never say on the host which of them ended: `step` returns none,
-    and `after_step` begins new episodes where `row.done` says so, and writes what every lane sees next.
-    """
-
-    has_after_step = writes_after = True
-    behind: Env  # whose lanes they are
-    device: torch.device
-    holders: Sequence[Any] = ()  # objects whose tensor attributes are the lanes' state
-
-    @property
-    def driver(self) -> object:
-        return self.behind.driver
-
-    @driver.setter
-    def driver(self, who: object) -> None:
-        self.behind.driver = who

@@ -24,7 +24,7 @@ from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume, Packed, packed
 from reap.core.slot import Row
 from reap.core.wrapped import Wrapped
-from reap.errors import ReapError, UsageError, raised_by
+from reap.errors import ReapError, UsageError, as_raised
 from reap.spec import Key, Leaf
 
 FORMAT = 1
@@ -59,7 +59,7 @@ class RecordsActions(Wrapped):
         try:
             super().reset(lanes, into, seeds)
         except Exception as cause:
-            error = cause if isinstance(cause, ReapError) else raised_by("env.reset raised", cause)
+            error = as_raised("env.reset raised", cause)
             self._write(error, "reset")
             raise error from error.__cause__
         chosen = list(lanes)
@@ -86,7 +86,7 @@ class RecordsActions(Wrapped):
         try:
             return super().step(lanes, row)
         except Exception as cause:
-            error = cause if isinstance(cause, ReapError) else raised_by("the env raised", cause)
+            error = as_raised("the env raised", cause)
             self._write(error, "step")
             raise error from error.__cause__
 
@@ -97,17 +97,22 @@ class RecordsActions(Wrapped):
         steps = self._steps[int(self._began[lane]) - self._before :]
         columns = [torch.from_numpy(np.stack([step[n][lane] for step in steps])) for n in range(len(self._action))]
         exact = self._start[lane] is not None or (self._seed[lane] is not None and not self._episodes[lane])
-        about = {"worker": self._worker, "lane": lane, "seed": self._seed[lane], "episodes": self._episodes[lane]}
         looks = [(list(key), list(leaf.shape), leaf.dtype) for key, leaf in self._action.items()]
         state: dict[str, Any] = {
             "format": FORMAT,
-            **about,
+            "worker": self._worker,
+            "lane": lane,
+            "seed": self._seed[lane],
+            "episodes": self._episodes[lane],
             "during": during,
             "exact": exact,
             "steps": len(steps),
             "error": str(error),
+            "actions": columns if steps else [],
+            "action": looks,
+            "start": self._start[lane],
+            "env": self._make,
         }
-        state |= {"actions": columns if steps else [], "action": looks, "start": self._start[lane], "env": self._make}
         try:
             os.makedirs(self._directory, exist_ok=True)
             torch.save(state, path)

@@ -82,12 +82,11 @@ class Ledger:
             return
         if lanes is None:
             column[0, self._cut] = True
+            self._cut = ()
         else:
             whose, first = np.unique(lanes, return_index=True)
             column[first[np.isin(whose, self._cut)]] = True
             self._cut = [lane for lane in self._cut if lane not in whose]
-            return
-        self._cut = ()
 
     def close(
         self,
@@ -120,11 +119,8 @@ class Ledger:
         if cut is not None:
             when, where, counted = self._ended_before(when, where, *cut)
         reward = arrays[self.reward][:steps]
-        number = (
-            reward[..., 0]
-            if reward.ndim == 3 and reward.shape[2] == 1
-            else reward.reshape(steps, len(self.ids), -1).mean(-1)
-        )
+        one = reward.ndim == 3 and reward.shape[2] == 1
+        number = reward[..., 0] if one else reward.reshape(steps, len(self.ids), -1).mean(-1)
         blank = None if mask is None or frames == mask.size else ~mask
         frame = None if blank is None or made is not None else ~blank[:steps]
         so_far = self.stats.rollout(

@@ -6,7 +6,7 @@
                       CallPolicy        a module or function of observation tensors (policies/call_policy.py)
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
 
-`as_policy` (policies/as_policy.py) chooses among them. Around the one it chose there may be another, a `PolicyAround`:
+`as_policy` (policies/as_policy.py) chooses among them. Around the one it chose there may be another, a `PolicyWrapper`:
 
     Bucketed        of lanes that come as they are ready, so few sizes that each can be recorded (policies/buckets.py)
     PerLanePolicy   a TensorDictPolicy of such lanes, each with a memory of its own (policies/per_lane_policy.py)
@@ -77,7 +77,7 @@ class Policy:
         return list(self.outputs)
 
     def explain(self) -> str:
-        """How it is run, in a sentence."""
+        """Say how it is run, in a sentence."""
         return "it is called at each step" + (f", not captured: {self.why}" if self.why else "")
 
     def begin(self, slot: Slot) -> None:
@@ -101,7 +101,7 @@ class Policy:
         """Remember what `open_state` returned."""
 
 
-class PolicyAround(Policy):
+class PolicyWrapper(Policy):
     """A policy that shows another one rows in its own way, and is run as that one is."""
 
     def __init__(self, policy: Policy) -> None:
@@ -220,7 +220,7 @@ class TensorPolicy(Policy):
         self.write(self.forward(row.inputs), row)
 
     def write(self, values: Sequence[Any], row: Row) -> None:
-        """What was decided, into the columns."""
+        """Write what was decided into the columns."""
         for value, read, column in zip(values, self._readers, row.outputs):
             array = read(value)
             if array.shape != column.shape or array.dtype != column.dtype:
@@ -242,7 +242,7 @@ class TensorPolicy(Policy):
             readers.append(_reader(value))
         self._readers = tuple(readers)
 
-    def stay(self) -> None:
+    def keep_on_device(self) -> None:
         """Rows are tensors where the outputs are: they are written as they come."""
         self._readers = (Tensor.detach,) * len(self._readers)  # type: ignore[assignment]
 
@@ -252,6 +252,25 @@ class TensorPolicy(Policy):
             f"the policy's output {show(key)} changed: {column.dtype}{list(column.shape)} before, "
             f"{array.dtype}{list(array.shape)} now"
         )
+
+
+class SubstitutePolicy(TensorPolicy):
+    """A policy that computes in the place of another, `plain`, which remembers for both."""
+
+    _plain: TensorPolicy
+
+    def __init__(self, plain: TensorPolicy, inputs: Sequence[Key], device: torch.device | None) -> None:
+        super().__init__(inputs, device)
+        self._plain = plain
+
+    def forget(self, lanes: Sequence[int]) -> None:
+        self._plain.forget(lanes)
+
+    def open_state(self) -> list[tuple[Key, Tensor]]:
+        return self._plain.open_state()
+
+    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
+        self._plain.load_open_state(state)
 
 
 class TensorDictPolicy(TensorPolicy):

@@ -24,7 +24,7 @@ class EpisodeQuota:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing has been played yet."""
+        """Count from nothing again."""
         self._left = self._shares.copy()
 
     @property

@@ -35,13 +35,18 @@ _PICKLE = "pickle"
 
 
 def packed(value: Any, dumps: Callable[[Any], bytes] = cloudpickle.dumps) -> Packed:
-    """Any object as bytes in a tensor."""
+    """Return any object as bytes in a tensor."""
     return {_PICKLE: torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)}
 
 
 def unpacked(data: Packed, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
     """The object that `packed` was given."""
     return loads(bytes(data[_PICKLE].numpy()))
+
+
+def has_own_state(env: Any) -> bool:
+    """Whether an env can say itself where it is, and be put there."""
+    return callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))
 
 
 def without_pickles(state: Any) -> Any:
@@ -88,7 +93,7 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Put them back."""
+    """Put the random generators back to what `generators` returned."""
     torch.set_rng_state(state["torch"])
     name, words, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, gauss))

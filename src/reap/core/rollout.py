@@ -11,7 +11,7 @@ about 2–4 µs. Flags are cleared, trajectory ids and versions written once per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from reap.core.ledger import Ledger
 from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
-from reap.core.slot import FIRST, FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Row, RowKeys, Slot
-from reap.errors import ReapError, SpecMismatch, raised_by, reraise
-from reap.spec import READY, EnvSpec, Key, Leaf, show
+from reap.core.slot import FIRST, MASK, VERSION, Row, RowKeys, Slot
+from reap.errors import ReapError, raised_by, reraise
 
 
 class RolloutLoop:
@@ -51,9 +50,8 @@ class RolloutLoop:
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        self._carried = [
-            key for key in policy.outputs if key[0] == "next" or key in spec.observation
-        ]  # to the next row
+        # What the policy writes and the next row begins with.
+        self._carried = [key for key in policy.outputs if key[0] == "next" or key in spec.observation]
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
@@ -175,59 +173,3 @@ class RolloutLoop:
             when, where = np.array(ends.when, np.int64), np.array(ends.where, np.int64)
             self.ledger.close(slot, steps, when, where, due=due, version=self.stamp)
         self.due = sorted(due)  # last: broken off before here, nobody has the batch and all lanes begin anew
-
-
-def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
-    """Memory for one observation of every lane."""
-    return [leaf.column(lanes) for leaf in observation.values()]
-
-
-RESERVED = {*FLAGS, "reward", "next", "collector", "policy_version", FRAME[-1]}
-
-
-def check_names(spec: EnvSpec, more: Collection[Key] = ()) -> None:
-    """Raise if an observation has a name that a batch uses for something else, or one of `more`."""
-    taken = [key for key in spec.observation if key[0] in RESERVED or key in spec.action or key in more]
-    if taken:
-        raise SpecMismatch(
-            f"the env's observation {show(taken[0])} has the name of something else in a batch; rename it"
-        )
-
-
-def columns_of(
-    spec: EnvSpec,
-    policy: Policy,
-    *,
-    ids: bool,
-    mask: bool,
-    version: bool,
-    compact: bool = False,
-    more: Mapping[Key, Leaf] | None = None,
-) -> dict[Key, Leaf]:
-    """Every column of a batch, flags first so that they lie side by side; `more`: further ones."""
-    check_names(spec, {READY} if spec.ready_of is None else ())
-    ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
-    taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
-    if taken:
-        raise SpecMismatch(f"policy writes {show(taken[0])}, which is the name of something else in a batch; rename it")
-    flag = Leaf((1,), torch.bool)
-    columns: dict[Key, Leaf] = {(*root, f): flag for root in ((), ("next",)) for f in FLAGS}
-    columns.update(spec.observation)
-    columns.update(policy.outputs)
-    columns.update({("next", *key): leaf for key, leaf in spec.observation.items() if not compact or leaf.loose})
-    columns.update({("next", *key): leaf for key, leaf in spec.reward.items()})
-    whole = Leaf((), torch.int64)
-    said = policy.outputs.get(VERSION, whole)
-    if (said.shape, said.dtype) != ((), torch.int64):
-        raise SpecMismatch(
-            f"policy writes {show(VERSION)} as {said}; a batch has the version of the weights that acted under that "
-            f"name, an int64 for each lane: write that, or rename it"
-        )
-    if ids:
-        columns[TRAJ_IDS] = whole
-    if mask or spec.rows != "whole":
-        columns[MASK] = Leaf((), torch.bool)
-    columns.update(more or {})
-    if version:
-        columns[VERSION] = columns[("next", *VERSION)] = whole
-    return columns

@@ -175,6 +175,20 @@ class Row:
     place: tuple[int, int] | None  # slot and step, where the env made the slot and knows it by a number
     narrow: dict[int, Row]  # its first positions, where fewer are decided about (see core/policies/buckets.py)
 
+    @property
+    def flags(self) -> tuple[np.ndarray[Any, Any], ...]:
+        """What says that episodes ended, in the order of `FLAGS`."""
+        return self.done, self.terminated, self.truncated
+
+    def leave_out(self, lanes: Sequence[int]) -> None:
+        """Say that this step is no frame of these lanes."""
+        if self.mask is not None:
+            self.mask[lanes] = False
+        for array in (*self.next, *self.rewards):
+            array[lanes] = 0
+        for flag in self.flags:
+            flag[lanes] = False
+
 
 class Finals(NamedTuple):
     """What a compact slot keeps beside its columns: the successors that are no later row's observation."""

@@ -34,6 +34,7 @@ from reap.core.measuring.times import EVERY, StepTimes
 
 Array = np.ndarray[Any, Any]
 _COUNTS = ("frames", "rollouts", "episodes", "nan_rewards", "seconds")
+_NUMBERS = len(COLUMNS)  # of an episode
 _OPEN = ("open_return", "open_discounted", "open_length")
 TOLD = (
     "episodes",
@@ -140,24 +141,30 @@ class Stats:
             if discounted is not None:
                 self.open_discounted += discounted[-1]
             return found
-        lasted = time.perf_counter() - self._began
-        ends = _LaneEnds(when, where)
-        rows = np.empty((len(when), len(COLUMNS)))
-        rows[:, TIME] = self._began + (when + 1) * (lasted / len(total))
-        rows[:, LANE] = where
-        rows[:, TERMINATED] = terminated
-        rows[:, VERSION] = self._version if versions is None else versions
+        rows, ends = self._rows(when, where, len(total), terminated, versions)
         rows[ends.order, RETURN] = ends.since(total, total[-1], self.open_return)
         rows[ends.order, LENGTH] = ends.since(count, in_all, self.open_length)
         if discounted is None:
             rows[:, DISCOUNTED] = np.nan
         else:
             rows[ends.order, DISCOUNTED] = ends.since(discounted, discounted[-1], self.open_discounted)
-        at = rows[ends.order, TIME]
-        rows[ends.order, SECONDS] = at - ends.previous(at, self._open_since)
-        self._open_since[where] = rows[:, TIME]  # in order of time: the last one stays
         self.ended(rows if counted is None else rows[counted])
         return found
+
+    def _rows(
+        self, when: Array, lanes: Array, steps: int, terminated: Any, versions: Any
+    ) -> tuple[Episodes, _LaneEnds]:
+        """A row for each episode that ended, in order of time, without its return and length; `steps`: in all."""
+        lasted = time.perf_counter() - self._began
+        rows, ends = np.empty((len(when), _NUMBERS)), _LaneEnds(when, lanes)
+        rows[:, TIME] = self._began + (when + 1) * (lasted / steps)
+        rows[:, LANE] = lanes
+        rows[:, TERMINATED] = terminated
+        rows[:, VERSION] = self._version if versions is None else versions
+        at = rows[ends.order, TIME]
+        rows[ends.order, SECONDS] = at - ends.previous(at, self._open_since)
+        self._open_since[lanes] = rows[:, TIME]  # in order of time: the last one stays
+        return rows, ends
 
     def ended(self, rows: Episodes) -> None:
         """These episodes have ended, in this order."""
@@ -182,17 +189,8 @@ class Stats:
         self.frames += frames
         if not len(lanes):
             return
-        rows = np.empty((len(lanes), len(COLUMNS)))
-        lasted = time.perf_counter() - self._began
-        rows[:, TIME] = self._began + (at + 1) * (lasted / frames)
+        rows, _ = self._rows(at, lanes, frames, terminated, versions)
         rows[:, RETURN], rows[:, LENGTH], rows[:, DISCOUNTED] = totals
-        rows[:, LANE] = lanes
-        rows[:, TERMINATED] = terminated
-        rows[:, VERSION] = self._version if versions is None else versions
-        ends = _LaneEnds(at, lanes)
-        moments = rows[ends.order, TIME]
-        rows[ends.order, SECONDS] = moments - ends.previous(moments, self._open_since)
-        self._open_since[lanes] = rows[:, TIME]
         self.ended(rows)
 
     def ended_since(self) -> Episodes:
@@ -336,6 +334,6 @@ def told(stats: Sequence[Mapping[str, Any]], log: EpisodeLog, worker: int | None
 
 
 def _sum(values: Sequence[float | None]) -> Any:
-    """None where nothing is known."""
+    """Return the sum of what is known; None where nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) if known or not values else None

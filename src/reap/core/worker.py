@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType
 
+from reap.core.columns.batch_columns import columns_of, current_for
 from reap.core.device.cudagraph_policy import pin, pinned, recorded
 from reap.core.env import Env
 from reap.core.lanes.ready import COME, Sorter, delivered
@@ -24,12 +25,12 @@ from reap.core.policies.action_masks import action_masks
 from reap.core.policies.as_policy import PolicyContext, as_policy
 from reap.core.policies.buckets import Bucketed
 from reap.core.policies.captured_policy import captured
-from reap.core.policies.lane_by_lane import LaneByLane, LaneNoise, spec_of_one
+from reap.core.policies.lane_by_lane import LaneByLane, LaneGenerators, spec_of_one
 from reap.core.policies.per_lane_policy import PerLanePolicy
-from reap.core.policies.recurrent_state import carry_of, remembering
+from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy, visible_columns
 from reap.core.quota import EpisodeQuota
-from reap.core.rollout import RolloutLoop, columns_of, current_for
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import CUT, FIRST, FRAME, MASK, Layout, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker_base import AnyWorker
@@ -70,6 +71,13 @@ class Plan:
     record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
+    def context(
+        self, spec: EnvSpec, columns: Mapping[Key, Any], carry: Mapping[Key, Any], **more: Any
+    ) -> PolicyContext:
+        """Return what a policy acts in, with what is asked for here."""
+        asked: dict[str, Any] = {"trust": self.trust_policy, "out_keys": self.out_keys, "compile": self.compile_policy}
+        return PolicyContext(spec, columns, self.exploration, carry=list(carry), **asked, **more)
+
 
 class Worker(AnyWorker):
     """An env, a policy, the loop that joins them and the slots it fills. `parts`: env and policy, if they are made."""
@@ -100,7 +108,7 @@ class Worker(AnyWorker):
         env.bind_policy(self.model)
         self.rebuilds = Rebuilds(budget, env, plan)
         self.memory = {key: first for key, first in carry_of(self.model).items() if key not in env.spec.primed}
-        self.env = remembering(env, self.model, self.memory)
+        self.env = with_recurrent_state(env, self.model, self.memory)
         spec = self.env.spec
         if not plan.reset_when_done and not spec.single_steps:
             raise UsageError("reset_when_done=False lets lanes rest; this env steps all its lanes at once")
@@ -112,7 +120,7 @@ class Worker(AnyWorker):
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
         self._draw = self.env.draw if self.env.draws else None
-        self._noise = LaneNoise(spec.lanes) if plan.deterministic else None
+        self._noise = LaneGenerators(spec.lanes) if plan.deterministic else None
         self.policy = self._policy(spec, current) if self._noise is None else self._lane_by_lane(current, self._noise)
         self.env.expect({key: self.policy.outputs[key] for key in spec.action})
         outputs = self.policy.outputs
@@ -205,7 +213,7 @@ class Worker(AnyWorker):
                 f"compact_obs needs observations as the env made them; the policy overwrites {show_keys(both)}"
             )
 
-    def _lane_by_lane(self, current: Sequence[Any], noise: LaneNoise) -> Policy:
+    def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
         """The policy, for each lane by itself."""
         one = spec_of_one(self.env.spec, record=self.plan.record)
         policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
@@ -220,18 +228,8 @@ class Worker(AnyWorker):
         plan = self.plan
         own: Policy | None = self.env.make_policy(self.model, plan.exploration, plan.policy_device or plan.shown_device)
         columns = visible_columns(spec, current)
-        context = PolicyContext(
-            spec,
-            columns,
-            plan.exploration,
-            carry=list(self.memory),
-            device=plan.policy_device,
-            shown=plan.shown_device,
-            trust=plan.trust_policy,
-            out_keys=plan.out_keys,
-            compile=plan.compile_policy,
-            draw=self._draw,
-        )
+        places = {"device": plan.policy_device, "shown": plan.shown_device}
+        context = plan.context(spec, columns, self.memory, draw=self._draw, **places)
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)

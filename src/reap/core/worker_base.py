@@ -47,7 +47,7 @@ class AnyWorker:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Its statistics so far."""
+        """Return its statistics so far."""
         found: dict[str, Any] = self.stats.summary()
         return found
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reap.core.env import DeviceEnv, Env, Rows
-from reap.core.measuring.moments import RunningStatistics
-from reap.core.slot import Layout, Row, Slot
+from reap.core.env import Env, Rows
+from reap.core.slot import Row
 from reap.spec import EnvSpec, Key, Leaf
 
 
@@ -34,14 +34,6 @@ class Wrapped(Env):
         return self if inner is self._env else inner
 
     @property
-    def pending_seeds(self) -> Sequence[int] | None:
-        return self._env.pending_seeds
-
-    @pending_seeds.setter
-    def pending_seeds(self, seeds: Sequence[int] | None) -> None:
-        self._env.pending_seeds = seeds
-
-    @property
     def driver(self) -> object:
         return self._env.driver
 
@@ -49,64 +41,10 @@ class Wrapped(Env):
     def driver(self, who: object) -> None:
         self._env.driver = who
 
-    @property
-    def tells_cuts(self) -> bool:  # type: ignore[override]
-        return self._env.tells_cuts
-
-    @property
-    def captures(self) -> bool:
-        return self._env.captures
-
-    @captures.setter
-    def captures(self, allowed: bool) -> None:
-        self._env.captures = allowed
-
-    def report_lane(self, memory: Any) -> None:
-        self._env.report_lane(memory)
-
-    def draw(self, row: Row) -> None:
-        self._env.draw(row)
-
-    def bind_policy(self, model: Any) -> None:
-        self._env.bind_policy(model)
-
-    def make_policy(self, model: Any, kind: Any, device: Any) -> Any:
-        return self._env.make_policy(model, kind, device)
-
     def wrap_policy(self, policy: Any) -> Any:
         """A policy that may read what is added here cannot act on the inner env's own TensorDict: that lacks it."""
         added = self.spec.observation.keys() != self._env.spec.observation.keys()
         return policy if added else self._env.wrap_policy(policy)
-
-    def running_statistics(self) -> Sequence[RunningStatistics]:
-        return self._env.running_statistics()
-
-    def rebuild_lanes(self, replace: Callable[..., Any]) -> bool:
-        return self._env.rebuild_lanes(replace)
-
-    def not_rebuilt(self) -> str:
-        return self._env.not_rebuilt()
-
-    def restarts(self) -> int:
-        return self._env.restarts()
-
-    def dropped(self) -> Collection[int]:
-        return self._env.dropped()
-
-    def explain(self) -> str:
-        return self._env.explain()
-
-    def stacks(self) -> dict[str, str]:
-        return self._env.stacks()
-
-    def set_policy_keys(self, outputs: Sequence[Key]) -> None:
-        self._env.set_policy_keys(outputs)
-
-    def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
-        return self._env.looks_at(outputs)
-
-    def filled(self) -> int:
-        return self._env.filled()
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._env.expect(action)
@@ -120,47 +58,30 @@ class Wrapped(Env):
     def after_step(self, row: Row) -> None:
         self._env.after_step(row)
 
-    def open_state(self) -> Any:
-        return self._env.open_state()
-
-    def load_open_state(self, state: Any) -> None:
-        self._env.load_open_state(state)
-
-    def lane_state(self, lane: int) -> Any:
-        return self._env.lane_state(lane)
-
-    def load_lane_state(self, lane: int, state: Any) -> None:
-        self._env.load_lane_state(lane, state)
-
-    def make_slot(self, layout: Layout, index: int) -> Slot:
-        return self._env.make_slot(layout, index)
-
     def close(self) -> None:
         self._env.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._env.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._env.load_state_dict(state)
+def _method_of_inner(name: str) -> Callable[..., Any]:
+    inner = operator.attrgetter(f"_env.{name}")
+
+    def call(self: Wrapped, *arguments: Any) -> Any:
+        return inner(self)(*arguments)
+
+    call.__name__ = name
+    return call
 
 
-class WrappedOnDevice(DeviceEnv):
-    """An env on a device around another, as `Wrapped` is elsewhere."""
+def _attribute_of_inner(name: str) -> property:
+    return property(operator.attrgetter(f"_env.{name}"), lambda self, value: setattr(self._env, name, value))
 
-    def __init__(self, env: DeviceEnv, spec: EnvSpec) -> None:
-        self._env = self.behind = env
-        self.spec, self.device, self.holders, self.pending_seeds = spec, env.device, env.holders, env.pending_seeds
-        self._own = len(env.spec.observation)  # leaves of the env itself; what is added follows them in a row
 
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._env.expect(action)
-
-    def open_state(self) -> Any:
-        return self._env.open_state()
-
-    def load_open_state(self, state: Any) -> None:
-        self._env.load_open_state(state)
-
-    def close(self) -> None:
-        self._env.close()
+# The rest is passed on as it is: all that the loop does not ask for at every step.
+for _name in (
+    *("report_lane", "draw", "bind_policy", "make_policy", "set_policy_keys", "looks_at", "filled"),
+    *("running_statistics", "rebuild_lanes", "not_rebuilt", "restarts", "dropped", "explain", "stacks"),
+    *("open_state", "load_open_state", "lane_state", "load_lane_state", "make_slot", "state_dict", "load_state_dict"),
+):
+    setattr(Wrapped, _name, _method_of_inner(_name))
+for _name in ("pending_seeds", "captures", "tells_cuts"):
+    setattr(Wrapped, _name, _attribute_of_inner(_name))

@@ -5,7 +5,7 @@ batch [N, T] ──► rows of plain arrays ──► sorted by trajectory ─�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from reap.trajectories import FINAL, ended
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]  # the columns of one episode, each `[steps, …]`
+Pieces = list[Arrays]  # one episode in the order of its steps, as it came in several batches
 FLAGS = ("done", "terminated", "truncated")
 
 
@@ -120,12 +121,12 @@ class EpisodeSplitter:
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
-        self._held: dict[int, list[Arrays]] = {}
+        self._held: dict[int, Pieces] = {}
 
-    def feed(self, batch: TensorDictBase) -> Iterator[Arrays]:
+    def feed(self, batch: TensorDictBase) -> list[Pieces]:
         """The episodes that end in this batch `[…, T]`, in the order of their trajectory ids.
 
-        They may be views of the batch, whose memory is written again when it is gone: copy what is kept.
+        They are in memory of their own: each value of the batch is copied once, whatever its layout.
         """
         ids = batch.get(TRAJ_IDS, None)
         if ids is None:
@@ -133,47 +134,56 @@ class EpisodeSplitter:
         mask = own_entry(batch, MASK)
         ids = ids.reshape(-1).cpu().numpy()
         made = ids >= 0 if mask is None else mask.reshape(-1).cpu().numpy() & (ids >= 0)
-        over = ended(batch.reshape(-1)).numpy()
-        arrays = self._arrays(batch)
+        over, arrays, steps = _over(batch), self._arrays(batch), batch.batch_size[-1]
         order = np.argsort(ids, kind="stable")
         order = order[made[order]]
         sorted_ids = ids[order]
         begins = np.flatnonzero(np.r_[True, sorted_ids[1:] != sorted_ids[:-1]]) if len(order) else order
+        found = []
         for begin, end in zip(begins, np.r_[begins[1:], len(order)]):
-            rows = order[begin:end]
-            together = rows[-1] - rows[0] == len(rows) - 1  # one lane's, which lie side by side: no copy
-            taken = slice(rows[0], rows[-1] + 1) if together else rows
             number = int(sorted_ids[begin])
-            piece = {name: values[taken] for name, values in arrays.items()}
-            if over[rows[-1]]:
-                yield joined([*self._held.pop(number, ()), piece])
-            else:
-                self._held.setdefault(number, []).append(copied(piece))
+            self._held.setdefault(number, []).append(_piece(arrays, order[begin:end], steps))
+            if over[order[end - 1]]:
+                found.append(self._held.pop(number))
+        return found
 
-    def unfinished(self) -> list[Arrays]:
+    def unfinished(self) -> list[Pieces]:
         """The episodes that have not ended, and from now on are not held any more."""
-        pieces, self._held = [joined(one) for one in self._held.values()], {}
+        pieces, self._held = [*self._held.values()], {}
         return pieces
 
     def _arrays(self, batch: TensorDictBase) -> Arrays:
+        """Every column as `[lanes, T, …]`: views of the batch where its layout allows it."""
         arrays = {}
         for column in self._columns:
             values = batch.get(column.key, None)
             if values is None or (tuple(values.shape[batch.ndim :]), values.dtype) != (column.shape, column.dtype):
                 now = "not there" if values is None else f"{values.dtype}{list(values.shape[batch.ndim :])}"
                 raise SpecMismatch(f"{show(column.key)} is {now}; it was {column.dtype}{list(column.shape)} before")
-            flat = values.detach().cpu().reshape(-1, *column.shape)
-            arrays[column.name] = (flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat).numpy()
+            lanes = batch.batch_size[:-1].numel()
+            rows = values.detach().cpu().reshape(lanes, batch.batch_size[-1], *column.shape)
+            arrays[column.name] = (rows.view(torch.int16) if rows.dtype is torch.bfloat16 else rows).numpy()
         return arrays
 
 
-def copied(arrays: Arrays) -> Arrays:
-    """The same values in memory of their own."""
-    return {name: values.copy() for name, values in arrays.items()}
+def _over(batch: TensorDictBase) -> Array:
+    """Which frames end an episode, lane by lane."""
+    flags = [key for key in batch.keys(True, True) if as_key(key)[0] == "next" and as_key(key)[-1] == "done"]
+    over: Array = ended(batch.select(*flags).reshape(-1)).numpy()  # without the rest, which reshaping would copy
+    return over
+
+
+def _piece(arrays: Arrays, rows: Array, steps: int) -> Arrays:
+    """A copy of these rows, counted through lanes `[lanes, steps]`; those of one lane mostly lie side by side."""
+    lane, first = divmod(int(rows[0]), steps)
+    end = first + len(rows)
+    if end <= steps and rows[-1] - rows[0] == len(rows) - 1:
+        return {name: values[lane, first:end].copy() for name, values in arrays.items()}
+    return {name: values[rows // steps, rows % steps] for name, values in arrays.items()}
 
 
 def joined(pieces: Sequence[Arrays]) -> Arrays:
-    """Pieces of one episode, in order, as one."""
+    """Pieces of one episode, or several episodes, in their order, as one."""
     if len(pieces) == 1:
         return pieces[0]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}

@@ -14,6 +14,7 @@ import datetime
 import importlib
 import json
 import platform
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ from tensordict import TensorDict, TensorDictBase
 from typing_extensions import Self
 
 import reap
+from reap.data.background_writer import BackgroundWriter
 from reap.data.columns import Arrays, Column, EpisodeSplitter, as_tensordict, columns_of
-from reap.data.formats.base import DatasetWriter, columns_in, lengths_of
-from reap.errors import CorruptState, UsageError, WrongArgument, WrongState, nearest
+from reap.data.formats.base import columns_in, lengths_of
+from reap.errors import CorruptState, ReapError, RecordingFailed, UsageError, WrongArgument, WrongState, nearest
 from reap.spec import AnyKey, EnvSpec, as_key
 from reap.trajectories import FINAL, with_next
 
@@ -56,7 +58,9 @@ class Dataset(Sequence[TensorDict]):
         try:
             self._reader = _part(format, 2)(path)
             self.metadata: dict[str, Any] = self._reader.metadata
-        except (KeyError, FileNotFoundError, json.JSONDecodeError) as cause:
+        except ReapError:
+            raise
+        except Exception as cause:  # each library says in its own way that a file is not whole
             raise CorruptState(
                 f"{path} is no whole dataset of reap's: its metadata is not there ({cause!r}); it is written when a "
                 f"recording is closed"
@@ -119,14 +123,14 @@ class Recording:
         self._keys = None if keys is None else [as_key(key) for key in keys]
         self._unfinished, self._spec = unfinished, spec
         self._splitter: EpisodeSplitter | None = None
-        self._writer: DatasetWriter | None = None
+        self._writer: BackgroundWriter | None = None
         self._columns: list[Column] = []
-        self._lengths: list[int] = []
+        self._turn = threading.Lock()  # one batch at a time, and none while it is closed: some come from another thread
         self.closed = False
 
     @property
     def episodes(self) -> int:
-        """How many have been written."""
+        """How many have been written; of those that have ended, some may still wait for their turn."""
         return len(self._lengths)
 
     @property
@@ -134,63 +138,75 @@ class Recording:
         """How many have been written."""
         return sum(self._lengths)
 
+    @property
+    def _lengths(self) -> list[int]:
+        return [] if self._writer is None else self._writer.lengths
+
     def add(self, batch: TensorDictBase) -> None:
-        """Write the episodes that end in this batch; hold back those that do not."""
-        if self.closed:
-            raise WrongState(f"the recording at {self.path} is closed")
-        if batch.get(FINAL, None) is not None:
-            batch = with_next(batch)
-        if self._splitter is None:
-            self._begin(columns_of(batch, self._keys, self._spec))
-        assert self._splitter is not None
-        for episode in self._splitter.feed(batch):
-            self._write(episode)
+        """Take the episodes that end in this batch, to be written in the background; hold back those that do not.
+
+        Waits while too many wait. Raises `RecordingFailed` if those before could not be written.
+        """
+        if self._writer is not None and not self.closed:
+            self._writer.ready()  # first: where Ctrl-C may come, nothing of this batch is taken yet
+        with self._turn:
+            if self.closed:
+                raise WrongState(f"the recording at {self.path} is closed")
+            if batch.get(FINAL, None) is not None:
+                batch = with_next(batch)
+            if self._splitter is None:
+                self._begin(columns_of(batch, self._keys, self._spec))
+            assert self._splitter is not None
+            assert self._writer is not None
+            self._writer.write(self._splitter.feed(batch))
 
     def _begin(self, columns: Sequence[Column]) -> None:
-        self._columns, self._splitter = list(columns), EpisodeSplitter(columns)
         spec = self._spec
         leaves = {} if spec is None else {**spec.observation, **spec.action}
         spaces = {key: leaf.space for key, leaf in leaves.items() if isinstance(leaf.space, gym.Space)}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_dir():
             self.path.rmdir()  # empty, and formats make what they need
-        self._writer = _part(self.format, 1)(self.path, columns, spaces)
+        self._writer = BackgroundWriter(_part(self.format, 1)(self.path, columns, spaces), self.path)
+        self._columns, self._splitter = list(columns), EpisodeSplitter(columns)
 
     def _write(self, episode: Arrays) -> None:
         assert self._writer is not None
-        self._writer.add(episode)
-        self._lengths.append(len(next(iter(episode.values()))))
+        self._writer.ready()
+        self._writer.write([[episode]])
 
     def drop_unfinished(self) -> None:
         """Forget the episodes that have not ended: they were broken off."""
-        if self._splitter is not None:
-            self._splitter.unfinished()
+        with self._turn:
+            if self._splitter is not None:
+                self._splitter.unfinished()
 
     def close(self) -> None:
-        """Write what is left, and the metadata. May be called twice."""
-        if self.closed:
-            return
-        self.closed = True
-        if self._writer is None or self._splitter is None:
-            return  # nothing came: nothing is there
-        for episode in self._splitter.unfinished() if self._unfinished else ():
-            self._write(episode)
-        self._writer.close(
+        """Return when all episodes are written, and the metadata. May be called twice."""
+        with self._turn:
+            self.closed = True
+            if self._writer is None or self._splitter is None:
+                return  # nothing came: nothing is there
+            self._writer.write(self._splitter.unfinished() if self._unfinished else [])
+        self._writer.finish(
             {
                 "reap_dataset": _VERSION,
                 "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                 "versions": _versions(),
                 **self._metadata,
                 "columns": [column.state() for column in self._columns],
-                "lengths": self._lengths,
             }
         )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RecordingFailed as failure:
+            if failure is not error:  # which a batch has told already
+                raise
 
 
 class CollectorRecording(Recording):
@@ -202,7 +218,12 @@ class CollectorRecording(Recording):
         collector._listeners.add(self._hear)
 
     def _hear(self, batch: TensorDictBase) -> None:
-        self.add(batch)
+        try:
+            self.add(batch)
+        except WrongState:
+            if not self.closed:
+                raise
+            return  # a collector that runs in the background was showing this one when the recording was closed
         if self._collector.options.reset_at_each_iter:
             self.drop_unfinished()
 

@@ -14,12 +14,13 @@ from tensordict.nn.probabilistic import interaction_type
 from typing_extensions import Self
 
 from reap.core.columns.assemble_ragged import assembler, frame
+from reap.core.columns.batch_columns import columns_of, current_for, layout_by_hand
 from reap.core.env import CLOSED, Env
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.policies.as_policy import PolicyContext, as_policy
-from reap.core.policies.recurrent_state import carry_of, remembering
-from reap.core.policy import RandomActions, visible_columns
-from reap.core.rollout import RolloutLoop, columns_of, current_for
+from reap.core.policies.recurrent_state import carry_of, with_recurrent_state
+from reap.core.policy import visible_columns
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Layout, Row, RowKeys, Slot
 from reap.core.stats import Stats
 from reap.core.wrapped import Wrapped
@@ -95,7 +96,9 @@ class EnvBase:
     def reset(self) -> TensorDictBase:
         """Begin new episodes in all lanes."""
         self._open()
-        self._restart()
+        self.lanes_env.driver = None
+        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
+        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
         td = self._shown()
         for flag in FLAGS:
             td.set(flag, torch.zeros(*self.batch_size, 1, dtype=torch.bool))
@@ -108,11 +111,6 @@ class EnvBase:
         loose = {key: leaf for key, leaf in spec.observation.items() if leaf.loose}
         lanes = spec.lanes if spec.batched else None
         return frame({key: columns[key].clone() for key in spec.observation}, loose, lanes, self.device)
-
-    def _restart(self) -> None:
-        self.lanes_env.driver = None
-        seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
-        self.lanes_env.reset(range(self.lanes_env.spec.lanes), self._current, seeds)
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
         """Write a random action into `tensordict` (a new one if there is none)."""
@@ -185,7 +183,7 @@ class EnvBase:
         if max_steps < 1:
             raise UsageError(f"max_steps must be at least 1, got {max_steps}")
         memory = carry_of(policy)
-        env = _Watched(remembering(self.lanes_env, policy, memory))
+        env = _Watched(with_recurrent_state(self.lanes_env, policy, memory))
         spec = env.spec
         remembers = len(spec.observation) > len(self._current)
         current = current_for(spec.observation, spec.lanes) if remembers else self._current
@@ -202,8 +200,7 @@ class EnvBase:
             exploration=kind,
             stop=env.any_ended if break_when_any_done else None,
         )
-        columns_ = columns_of(spec, chosen, ids=False, mask=False, version=False)
-        slot = Slot(Layout(columns_, max_steps, spec.lanes, batched=spec.batched))
+        slot = Slot(Layout(columns_of(spec, chosen), max_steps, spec.lanes, batched=spec.batched))
         steps = loop.fill(slot)
         batch: TensorDictBase = assembler(slot.layout)(slot.arrays, slot.layout)
         batch = batch[..., :steps] if steps < max_steps else batch
@@ -236,9 +233,7 @@ class EnvBase:
         leaves = tuple(action.values())
         self.lanes_env.expect(action)  # a collector may have taught it other actions since
         if self._one is None or self._one[0] != leaves:
-            spec = self.lanes_env.spec
-            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
-            self._one = leaves, Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))
+            self._one = leaves, Slot(layout_by_hand(self.lanes_env.spec, action))
         return self._one[1]
 
 

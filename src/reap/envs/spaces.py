@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from reap.core.columns.object_columns import own
+from reap.core.columns.object_columns import private_copy
 from reap.errors import SpecMismatch, UsageError
 from reap.spec import TENSOR_DTYPES, Key, Leaf, numpy_dtype, show, torch_dtype
 
@@ -67,35 +67,24 @@ class Observations:
                 put(array, lane, value)
         except Exception as cause:
             if path:
-                raise _told(cause, observation, path) from cause
+                raise _entry_error(cause, observation, path) from cause
             raise
 
-    def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any) -> None:
-        """Write a batch of all lanes' observations, checked, into rows `at` of `arrays`."""
+    def write_batch(self, observation: Any, arrays: Sequence[Array], at: Any, count: int | None = None) -> None:
+        """Write a batch of observations, checked, into the rows `at` of `arrays`.
+
+        It holds those of all lanes; with `count`, those of so many lanes, for just these rows.
+        """
         path: tuple[Any, ...] = ()
         try:
             for array, (path, _, encode) in zip(arrays, self._puts):
                 value = observation
                 for part in path:
                     value = value[part]
-                array[at] = encode(value, len(array))[at]
+                array[at] = encode(value, len(array))[at] if count is None else encode(value, count)
         except Exception as cause:
             if path:
-                raise _told(cause, observation, path) from cause
-            raise
-
-    def write_some(self, observation: Any, arrays: Sequence[Array], at: Any, count: int) -> None:
-        """Write a batch of `count` lanes' observations, checked, into the rows `at` of `arrays`."""
-        path: tuple[Any, ...] = ()
-        try:
-            for array, (path, _, encode) in zip(arrays, self._puts):
-                value = observation
-                for part in path:
-                    value = value[part]
-                array[at] = encode(value, count)
-        except Exception as cause:
-            if path:
-                raise _told(cause, observation, path) from cause
+                raise _entry_error(cause, observation, path) from cause
             raise
 
     def _add(self, space: gym.Space[Any], key: Key, path: tuple[Any, ...], categorical: bool) -> None:
@@ -124,7 +113,7 @@ class Observations:
         self._puts.append((path, put, _loose_encoder(put) if leaf.loose else _encoder(space, leaf)))
 
 
-def _told(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
+def _entry_error(cause: Exception, observation: Any, path: tuple[Any, ...]) -> SpecMismatch:
     """What is wrong with the entry at `path` of an observation, by its name."""
     value, at = observation, "observation"
     name = at + "".join(f"[{part!r}]" for part in path)
@@ -233,7 +222,7 @@ def _put_text(array: Array, lane: int, value: Any) -> None:
 
 
 def _put_object(array: Array, lane: int, value: Any) -> None:
-    array[lane] = own(value)
+    array[lane] = private_copy(value)
 
 
 def _put_sequence(element: Leaf, put_one: Put) -> Put:
@@ -405,42 +394,29 @@ class Actions:
         if not _children(space):
             self.leaves[key] = _action_leaf(space, categorical)
 
-    def decoder(self, columns: Mapping[Key, Leaf]) -> Callable[..., Sequence[Any]]:
-        """A function from row arrays (in the order of `leaves`) to one action per lane. SpecMismatch if unreadable."""
-        decodes = {key: _decoder(key, leaf.space, columns[key]) for key, leaf in self.leaves.items()}
-        if len(decodes) == 1 and not _children(self.space):
-            (only,) = decodes.values()
-            return only
-        order = list(self.leaves)
+    def decoder(self, columns: Mapping[Key, Leaf], *, batch: bool = False) -> Callable[..., Any]:
+        """A function from row arrays (in the order of `leaves`) to one action per lane; `batch`: to one batched action.
 
-        def decode(*arrays: Array) -> Sequence[Any]:
-            per_leaf = {key: decodes[key](array) for key, array in zip(order, arrays)}
-            return [self._nest(self.space, ("action",), per_leaf, lane) for lane in range(len(arrays[0]))]
+        SpecMismatch if the columns cannot be read as actions.
+        """
+        decodes = [_decoder(key, leaf.space, columns[key], batch=batch) for key, leaf in self.leaves.items()]
+        if len(decodes) == 1 and not _children(self.space):
+            return decodes[0]
+
+        def decode(*arrays: Array) -> Any:
+            per_leaf = [read(array) for read, array in zip(decodes, arrays)]
+            if batch:
+                return self._nest(self.space, ("action",), dict(zip(self.leaves, per_leaf)))
+            return [self._nest(self.space, ("action",), dict(zip(self.leaves, of_lane))) for of_lane in zip(*per_leaf)]
 
         return decode
 
-    def batch_decoder(self, columns: Mapping[Key, Leaf]) -> Callable[..., Any]:
-        """The same for all lanes at once: one batched action."""
-        decodes = {key: _decoder(key, leaf.space, columns[key], batch=True) for key, leaf in self.leaves.items()}
-        if len(decodes) == 1 and not _children(self.space):
-            (only,) = decodes.values()
-            return only
-        order = list(self.leaves)
-
-        def nest(space: gym.Space[Any], key: Key, per_leaf: Mapping[Key, Any]) -> Any:
-            children = _children(space)
-            if not children:
-                return per_leaf[key]
-            parts = {name: nest(sub, (*key, str(name)), per_leaf) for name, sub in children}
-            return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
-
-        return lambda *arrays: nest(self.space, ("action",), {k: decodes[k](a) for k, a in zip(order, arrays)})
-
-    def _nest(self, space: gym.Space[Any], key: Key, per_leaf: Mapping[Key, Sequence[Any]], lane: int) -> Any:
+    def _nest(self, space: gym.Space[Any], key: Key, leaves: Mapping[Key, Any]) -> Any:
+        """The values of leaves as the space has them, in dicts and tuples."""
         children = _children(space)
         if not children:
-            return per_leaf[key][lane]
-        parts = {name: self._nest(sub, (*key, str(name)), per_leaf, lane) for name, sub in children}
+            return leaves[key]
+        parts = {name: self._nest(sub, (*key, str(name)), leaves) for name, sub in children}
         return parts if isinstance(space, spaces.Dict) else tuple(parts.values())
 
 

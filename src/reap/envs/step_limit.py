@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from reap.core.env import DeviceEnv, Env, Rows
+from reap.core.device.device_env import DeviceEnv, WrappedOnDevice
+from reap.core.env import Env, Rows
 from reap.core.slot import Row
-from reap.core.wrapped import Wrapped, WrappedOnDevice
+from reap.core.wrapped import Wrapped
 from reap.errors import UsageError
 from reap.spec import EnvSpec, Key, Leaf
 

@@ -24,8 +24,8 @@ from reap.inference.requests import Request, RequestQueue
 class ClientListener:
     """Listens at `address` for clients that know `key`."""
 
-    def __init__(self, line: RequestQueue) -> None:
-        self._line = line
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
         self.key = secrets.token_bytes(32)
         name = f"reap-{os.getpid()}-{secrets.token_hex(8)}"
         self._path: Path | None = None
@@ -43,12 +43,12 @@ class ClientListener:
         number = None
         connection = Connection(os.dup(visitor.socket.fileno()))
         try:
-            number = self._line.enter()
+            number = self._queue.enter()
             while True:
                 inputs, size = request_from(connection.recv_bytes())
                 request = Request(number, inputs, size)
                 try:
-                    self._line.put(request)
+                    self._queue.put(request)
                     answer = reply(*request.result())
                 except ReapError as error:
                     answer = refusal(error)
@@ -57,12 +57,12 @@ class ClientListener:
             pass
         finally:
             if number is not None:
-                self._line.leave(number)
+                self._queue.leave(number)
             connection.close()
             visitor.socket.close()
 
     def close(self, deadline: float) -> None:
-        """Hang up on everybody."""
+        """End all connections."""
         self._listener.close(deadline)
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -31,7 +31,7 @@ SERVICE = "inference"  # what a client asks the server's socket for
 
 
 class RequestSender(Protocol):
-    """A way to a server."""
+    """Sends requests to a server, and returns its answers."""
 
     in_keys: Sequence[Key] | None
 
@@ -39,7 +39,7 @@ class RequestSender(Protocol):
         """Outputs for rows of input, and the version that computed them."""
 
     def close(self) -> None:
-        """Leave. May be called twice."""
+        """Stop being a client. May be called twice."""
 
 
 class PolicyClient:
@@ -87,51 +87,51 @@ class PolicyClient:
 
 
 class ThreadRequests:
-    """The way to a server in this process."""
+    """Sends requests to a server in this process."""
 
     def __init__(
-        self, line: RequestQueue, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None
+        self, queue: RequestQueue, in_keys: Sequence[Key] | None, server: Any, timeout: float | None = None
     ) -> None:
         self.in_keys, self._timeout = in_keys, timeout
         self._server = server  # which lives as long as somebody may ask
-        self._line: RequestQueue | None = line
-        self._number: int | None = line.enter()
+        self._queue: RequestQueue | None = queue
+        self._number: int | None = queue.enter()
         self._asked = False
 
     def __call__(self, inputs: Columns, size: int | None) -> tuple[Columns, int]:
-        if self._line is None:
+        if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
         if self._number is None:
-            self._number = self._line.enter()
+            self._number = self._queue.enter()
         self._asked = True
         request = Request(self._number, inputs, size)
-        self._line.put(request)
+        self._queue.put(request)
         try:
             return request.result(self._timeout)
         except NotReady:
-            self._line.withdraw(request)
+            self._queue.withdraw(request)
             raise
 
     def close(self) -> None:
-        line, self._line, self._server = self._line, None, None
-        if line is not None and self._number is not None:
-            line.leave(self._number)
+        queue, self._queue, self._server = self._queue, None, None
+        if queue is not None and self._number is not None:
+            queue.leave(self._number)
 
     def __reduce__(self) -> Any:
         """Elsewhere it is a client for processes: the policy of a collector goes to its workers.
 
         No batch waits for one that was sent away and has never asked here.
         """
-        if self._line is None:
+        if self._queue is None:
             raise ServerGone("this client is closed; ask the server for another")
         if self._number is not None and not self._asked:
-            self._line.leave(self._number)
+            self._queue.leave(self._number)
             self._number = None
         return ProcessRequests, (*self._server.address, self.in_keys, self._timeout)
 
 
 class ProcessRequests:
-    """The way to a server in another process. Connects when it is first used, again after it was sent elsewhere."""
+    """Sends requests to a server in another process. Connects when first used, again after it was sent elsewhere."""
 
     def __init__(
         self, address: str | bytes, key: bytes, in_keys: Sequence[Key] | None, timeout: float | None = None
@@ -206,7 +206,7 @@ def packed(columns: Columns) -> Packed:
 
 
 def unpacked(columns: Packed) -> dict[Key, Tensor]:
-    """The counterpart of `packed`."""
+    """Return the tensors whose bytes `packed` has made."""
     found = {}
     for key, dtype, shape, data in columns:
         empty = torch.empty(shape, dtype=dtype)
@@ -215,16 +215,16 @@ def unpacked(columns: Packed) -> dict[Key, Tensor]:
 
 
 def reply(columns: Columns, version: int) -> bytes:
-    """An answer, as bytes."""
+    """Return an answer as bytes."""
     return pickle.dumps((packed(columns), version, None))
 
 
 def refusal(error: Exception) -> bytes:
-    """An error in place of an answer, as bytes."""
+    """Return an error in place of an answer, as bytes."""
     return pickle.dumps(([], 0, Raised.of(error, "the inference server")))
 
 
 def request_from(data: bytes) -> tuple[Mapping[Key, Tensor], int | None]:
-    """What a client asks, from bytes."""
+    """Return what a client asks, from bytes."""
     columns, size = pickle.loads(data)
     return unpacked(columns), size

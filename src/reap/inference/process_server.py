@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from reap._system.conversation import Answer, ChildGone, ChildSilent, Conversation, answered, live
@@ -27,6 +26,7 @@ from reap._system.forks import guard, refuse_all
 from reap._system.messages import send
 from reap._system.pickling import pack
 from reap._system.processes import BOOT, DEADLINE, Child, StartMethod, end
+from reap.arguments import count
 from reap.errors import ServerGone, UsageError, WorkerSilent, WrongArgument, WrongState, nearest
 from reap.inference.clients import PolicyClient, ProcessRequests
 from reap.inference.requests import check_timeout
@@ -68,8 +68,7 @@ class ProcessInferenceServer:
         for name in options:
             if name not in _OPTIONS:
                 raise WrongArgument(f"{type(self).__name__} has no option {name!r}{nearest(name, _OPTIONS)}")
-        if isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1:
-            raise UsageError(f"num_threads must be a whole number ≥ 1, got {num_threads!r}")
+        count("num_threads", num_threads)
         if startup_timeout is not None and (
             isinstance(startup_timeout, bool) or not isinstance(startup_timeout, (int, float)) or startup_timeout <= 0
         ):
@@ -106,7 +105,7 @@ class ProcessInferenceServer:
         if kind not in ("thread", "process"):
             raise WrongArgument(f"a client's kind is 'thread' or 'process', got {kind!r}")
         check_timeout(timeout)
-        self._open()
+        self._check_open()
         in_keys: Sequence[Key] | None = self.in_keys
         return PolicyClient(ProcessRequests(self._address, self._key, in_keys, timeout), policy_version_key)
 
@@ -114,8 +113,7 @@ class ProcessInferenceServer:
         """New weights for the batches to come, as `InferenceServer` takes them; returns the new version."""
         if weights is None:
             raise WrongArgument("weights must be given: the policy was made in another process, and has no copy here")
-        named = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in local.as_named(weights).items()}
-        return int(self._call("update_policy_weights_", named))
+        return int(self._call("update_policy_weights_", local.detached(weights)))
 
     def stats(self) -> dict[str, Any]:
         """As `InferenceServer.stats`."""
@@ -131,7 +129,7 @@ class ProcessInferenceServer:
         """Whether its process is there."""
         return self._why_closed is None and not self._child.gone()
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._why_closed is not None:
             raise WrongState(f"this {type(self).__name__} is closed: {self._why_closed}; make a new one")
         if self._child.gone():
@@ -145,7 +143,7 @@ class ProcessInferenceServer:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._lock:
-            self._open()
+            self._check_open()
             return self._answer(self._talk.ask(name, *arguments))
 
     def _answer(self, number: int, within: float | None = None, late: str = "") -> Any:

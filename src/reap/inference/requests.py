@@ -1,9 +1,9 @@
 """Requests: what one client asks, and the queue in which it waits with others.
 
-client ──► Request ──► Line ──► a batch leaves ──► Request.answer ──► client
-                                when it is full, or
-                                when the oldest has waited `timeout`, or
-                                when every client is waiting: nobody else can come
+client ──► Request ──► RequestQueue ──► a batch leaves ──► Request.answer ──► client
+                                        when it is full, or
+                                        when the oldest has waited `timeout`, or
+                                        when every client is waiting: nobody else can come
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Columns = Mapping[Key, Tensor]
 
 
 def late(timeout: float | None) -> NotReady:
-    """The error for a client that waited too long."""
+    """Return the error for a client that waited too long."""
     return NotReady(f"the inference server did not answer within {timeout} s (timeout of the client); ask again")
 
 
@@ -86,21 +86,21 @@ class RequestQueue:
         return len(self._clients)
 
     def enter(self) -> int:
-        """A new client; its number."""
+        """Count a new client; returns its number."""
         with self._changed:
             self._next += 1
             self._clients.add(self._next)
             return self._next
 
     def leave(self, client: int) -> None:
-        """A client is gone, and what it asked for with it."""
+        """Forget a client that is gone, and what it asked for."""
         with self._changed:
             self._clients.discard(client)
             self._waiting = deque(request for request in self._waiting if request.client != client)
             self._changed.notify()
 
     def put(self, request: Request) -> None:
-        """A request waits from now on."""
+        """Add a request, which waits from now on."""
         with self._changed:
             if self._closed is not None:
                 raise ServerGone(self._closed)
@@ -113,7 +113,7 @@ class RequestQueue:
             self._waiting = deque(other for other in self._waiting if other is not request)
 
     def take(self) -> list[Request]:
-        """The next batch, when it leaves; empty when the line is closed."""
+        """Return the next batch, when it leaves; empty when the queue is closed."""
         with self._changed:
             while self._closed is None and not self._leaves():
                 left = self._waiting[0].since + self._timeout - time.monotonic() if self._waiting else None

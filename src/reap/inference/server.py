@@ -29,13 +29,13 @@ from typing_extensions import Self
 
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
-from reap.arguments import function, seconds
+from reap.arguments import count, function, seconds
 from reap.core.device.devices import named_device
 from reap.core.policies.buckets import powers
 from reap.core.policies.exploration import exploration_type as as_exploration
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import as_tensordict, by_name, is_named
-from reap.core.policies.signature import takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, takes_tensordict
 from reap.errors import ReapError, ServerGone, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
 from reap.inference.client_listener import ClientListener
 from reap.inference.clients import PolicyClient, ProcessRequests, ThreadRequests
@@ -82,8 +82,7 @@ class InferenceServer:
             raise WrongArgument("InferenceServer needs either policy or policy_factory")
         least = 1 if min_batch_size is None else min_batch_size
         for name, value in (("max_batch_size", max_batch_size), ("min_batch_size", least)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} must be a whole number ≥ 1, got {value!r}")
+            count(name, value)
         if least > max_batch_size:
             raise UsageError(f"min_batch_size is {min_batch_size}, above max_batch_size, which is {max_batch_size}")
         seconds("timeout", timeout, none=False, zero=True, most=threading.TIMEOUT_MAX)
@@ -96,7 +95,7 @@ class InferenceServer:
         self._source = made
         self.policy = local.placed(made, self._device)
         self._kind = as_exploration(exploration_type)
-        self._call = told(self.policy, self._kind)
+        self._call = bind_exploration(self.policy, self._kind)
         self._whole = isinstance(made, TensorDictModuleBase) or takes_tensordict(made)
         if in_keys is not None and not (
             isinstance(in_keys, (list, tuple)) and all(isinstance(key, (str, tuple)) for key in in_keys)
@@ -106,7 +105,7 @@ class InferenceServer:
         if declared is None and not self._whole:
             declared = ["observation"]
         self.in_keys: list[Key] | None = None if declared is None else [as_key(key) for key in declared]
-        self._line = RequestQueue(max_batch_size, min_batch_size or max_batch_size, timeout)
+        self._queue = RequestQueue(max_batch_size, min_batch_size or max_batch_size, timeout)
         self._weights = threading.Lock()
         self._opening = threading.Lock()  # clients may be asked for by many threads at once
         self._version = 0
@@ -137,7 +136,7 @@ class InferenceServer:
         with self._opening:
             if self._thread is None:
                 self._began = time.monotonic()
-                serve = functools.partial(_serve, weakref.ref(self), self._line)
+                serve = functools.partial(_serve, weakref.ref(self), self._queue)
                 self._thread = threading.Thread(target=serve, name="reap-inference", daemon=True)
                 self._thread.start()
         return self
@@ -157,7 +156,7 @@ class InferenceServer:
         check_timeout(timeout)
         self.start()
         if kind == "thread":
-            return PolicyClient(ThreadRequests(self._line, self.in_keys, self, timeout), policy_version_key)
+            return PolicyClient(ThreadRequests(self._queue, self.in_keys, self, timeout), policy_version_key)
         if kind != "process":
             raise UsageError(f"a client's kind is 'thread' or 'process', got {kind!r}")
         return PolicyClient(ProcessRequests(*self.address, self.in_keys, timeout), policy_version_key)
@@ -168,7 +167,7 @@ class InferenceServer:
         self.start()
         with self._opening:
             if self._listener is None:
-                self._listener = ClientListener(self._line)
+                self._listener = ClientListener(self._queue)
             return self._listener.address, self._listener.key
 
     @property
@@ -179,7 +178,7 @@ class InferenceServer:
     def shutdown(self) -> None:
         """Stop answering; those that wait get an error. A policy that does not return is left after 5 s."""
         self._why_closed = self._why_closed or "it was shut down"
-        self._line.close(f"the inference server does not answer any more: {self._why_closed}")
+        self._queue.close(f"the inference server does not answer any more: {self._why_closed}")
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
             thread.join(DEADLINE)
@@ -245,7 +244,7 @@ class InferenceServer:
             "forward_ms_p95": float(np.percentile(forwards, 95)),
             "utilisation": min(1.0, self._busy / alive),
             "policy_version": self._version,
-            "clients": self._line.clients,
+            "clients": self._queue.clients,
         }
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -307,17 +306,17 @@ class InferenceServer:
         return {key: value[:rows].cpu() for key, value in found.items()}
 
 
-def _serve(server: weakref.ref[InferenceServer], line: RequestQueue) -> None:
+def _serve(server: weakref.ref[InferenceServer], queue: RequestQueue) -> None:
     """The life of the thread. It does not hold the server: one that nobody holds ends, and its thread with it."""
     try:
-        while batch := line.take():
+        while batch := queue.take():
             owner = server()
             if owner is None:
                 break
             owner.answer(batch)
             del owner
     finally:  # also of an end nobody foresaw: no client is left waiting
-        line.close("the inference server does not answer any more: its thread has ended")
+        queue.close("the inference server does not answer any more: its thread has ended")
 
 
 def _buckets(given: Sequence[int] | bool | None, most: int) -> list[int]:

@@ -34,12 +34,17 @@ def counting_lanes(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> Callable[[
     return make
 
 
+def _predicted(
+    make: Make, frames: int, batches: int, lengths: tuple[tuple[int, ...], ...] = LENGTHS
+) -> tuple[Any, CountingWorld]:
+    """A collector of so many batches of so many frames, and the world that predicts them."""
+    collector = make(counting_lanes(lengths), EchoPolicy(), frames_per_batch=frames, total_frames=frames * batches)
+    return collector, CountingWorld(lengths)
+
+
 def exact_lanes(make: Make) -> None:
     """Many batches of several lanes equal the predicted ones, bit for bit."""
-    collector, world = (
-        make(counting_lanes(), EchoPolicy(), frames_per_batch=12, total_frames=12 * 200),
-        CountingWorld(LENGTHS),
-    )
+    collector, world = _predicted(make, 12, 200)
     count = 0
     for batch in collector:
         assert_same(batch, world.batch(4))
@@ -51,11 +56,7 @@ def exact_lanes(make: Make) -> None:
 
 def exact_single(make: Make) -> None:
     """One env comes without a lane dimension."""
-    lengths = ((3, 1, 5),)
-    collector, world = (
-        make(counting_lanes(lengths), EchoPolicy(), frames_per_batch=7, total_frames=70),
-        CountingWorld(lengths),
-    )
+    collector, world = _predicted(make, 7, 10, ((3, 1, 5),))
     for batch in collector:
         assert batch.batch_size == torch.Size([7])
         assert_same(batch, world.batch(7))
@@ -64,10 +65,7 @@ def exact_single(make: Make) -> None:
 
 def batches_are_kept(make: Make) -> None:
     """Batches that are held on to never change, however many there are; those that are dropped are recycled."""
-    collector, world = (
-        make(counting_lanes(), EchoPolicy(), frames_per_batch=6, total_frames=6 * 20),
-        CountingWorld(LENGTHS),
-    )
+    collector, world = _predicted(make, 6, 20)
     kept = list(collector)
     for batch in kept:
         assert_same(batch, world.batch(2))
@@ -76,10 +74,7 @@ def batches_are_kept(make: Make) -> None:
 
 def consumer_may_write(make: Make) -> None:
     """What the consumer does to its batch is not seen in any later one."""
-    collector, world = (
-        make(counting_lanes(), EchoPolicy(), frames_per_batch=6, total_frames=6 * 20),
-        CountingWorld(LENGTHS),
-    )
+    collector, world = _predicted(make, 6, 20)
     for batch in collector:
         assert_same(batch, world.batch(2))
         for value in batch.values(True, True):
@@ -89,10 +84,7 @@ def consumer_may_write(make: Make) -> None:
 
 def iterated_again(make: Make) -> None:
     """Leaving the loop and entering it again loses no frame and repeats none."""
-    collector, world = (
-        make(counting_lanes(), EchoPolicy(), frames_per_batch=6, total_frames=6 * 9),
-        CountingWorld(LENGTHS),
-    )
+    collector, world = _predicted(make, 6, 9)
     seen = 0
     while seen < 9:
         for batch in collector:

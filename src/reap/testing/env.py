@@ -20,7 +20,7 @@ from reap.errors import ReapError
 from reap.testing import generators
 from reap.testing.player import SEED, Player
 from reap.testing.resets import ResetWatch, layers
-from reap.testing.rows import check_rows
+from reap.testing.rows import SHARED_STATE, check_rows
 from reap.testing.values import equal
 
 
@@ -122,10 +122,7 @@ def _beside(
     for _ in moves:
         next(others, None)
     if player.broke or not _same(alone, player.story):
-        wrong.append(
-            "Copies share state: one that is played in turns with another tells another story than one that is played "
-            "alone, with the same seed and actions. Look for class attributes and globals that step or reset change."
-        )
+        wrong.append(SHARED_STATE)
     if watch.caught:
         wrong.append(
             "The env resets itself inside step: with its done flag it returns the first observation of the next "

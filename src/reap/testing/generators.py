@@ -19,19 +19,19 @@ _NAMES = tuple(
 
 
 def state() -> State:
-    """Where the three of them are."""
+    """Return where the three generators are."""
     return np.random.get_state(legacy=False), random.getstate(), torch.get_rng_state()
 
 
 def put(there: State) -> None:
-    """Put them where they were."""
+    """Put the generators where `state` found them."""
     np.random.set_state(there[0])
     random.setstate(there[1])
     torch.set_rng_state(there[2])
 
 
 def scatter(seed: int) -> None:
-    """Put them somewhere else."""
+    """Seed all three generators."""
     np.random.seed(seed)
     random.seed(seed)
     torch.default_generator.manual_seed(seed)

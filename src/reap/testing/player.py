@@ -39,7 +39,7 @@ class Player:
             self._remarks.append(sentence)
 
     def play(self, steps: int) -> list[Any]:
-        """All of it; returns the story."""
+        """Make all steps; returns what was seen."""
         for _ in self.moves(steps):
             pass
         return self.story

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from reap.core.columns.batch_columns import current_for, layout_by_hand
 from reap.core.env import Env
 from reap.core.failure_record import FORMAT
-from reap.core.policy import RandomActions
 from reap.core.resume import unpacked
-from reap.core.rollout import columns_of, current_for
-from reap.core.slot import Layout, RowKeys, Slot
+from reap.core.slot import RowKeys, Slot
 from reap.envs import as_env
 from reap.errors import CorruptState, UsageError, WrongState
 from reap.spec import Leaf
@@ -74,8 +73,7 @@ def _replay(about: Mapping[str, Any], env: Env) -> None:
         env.reset(range(spec.lanes), current, seeds)
     if about["start"] is not None:
         env.load_lane_state(lane, about["start"])
-    columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
-    slot = Slot(Layout(columns, 1, spec.lanes, batched=spec.batched))
+    slot = Slot(layout_by_hand(spec, action))
     env.set_policy_keys(list(action))
     acting = [lane] if spec.single_steps else range(spec.lanes)
     for t in range(about["steps"]):

@@ -24,6 +24,10 @@ _BATCHES = 8  # few steps each, so that rows that follow one another lie in diff
 _IDS = ("collector", "traj_ids")
 _MASK = ("collector", "mask")
 Columns = dict[tuple[str, ...], Tensor]
+SHARED_STATE = (
+    "Copies share state: one that is played in turns with another tells another story than one that is played alone, "
+    "with the same seed and actions. Look for class attributes and globals that step or reset change."
+)
 
 
 def check_rows(
@@ -72,7 +76,7 @@ class _Stream:
 
     @staticmethod
     def of(make: Callable[[], Any], steps: int, wrong: list[str], remarks: list[str], seed: int = _SEED) -> Any:
-        """One, if it can be made."""
+        """Return a stream, or None if it cannot be made, which goes to `wrong`."""
         try:
             stream = _Stream(make, steps, seed)
         except ReapError as cause:
@@ -146,10 +150,7 @@ def _beside(make_env: Callable[[], Any], alone: Columns, steps: int, wrong: list
     beside = one.all(wrong)
     two.close(wrong)
     if beside is not None and not _same(alone, beside):
-        wrong.append(
-            "Copies share state: one that is played in turns with another tells another story than one that is played "
-            "alone, with the same seed and actions. Look for class attributes and globals that step or reset change."
-        )
+        wrong.append(SHARED_STATE)
 
 
 def _chain(columns: Columns, wrong: list[str]) -> None:
@@ -183,7 +184,8 @@ def _over(columns: Columns) -> Tensor:
     ends = torch.zeros_like(columns[_IDS], dtype=torch.bool)
     for key, done in columns.items():
         if key[0] == "next" and key[-1] == "done":
-            ends |= _any(_ended(columns, key) if len(key) > 2 else done)
+            flags = _ended(columns, key) if len(key) > 2 else done
+            ends |= flags.flatten(2).any(2) if flags.ndim > 2 else flags
     return ends
 
 
@@ -191,10 +193,6 @@ def _ended(columns: Columns, done: tuple[str, ...]) -> Tensor:
     """What terminated and truncated say together, beside this done flag; the flag itself where there are none."""
     parts = [columns[part] for name in ("terminated", "truncated") if (part := (*done[:-1], name)) in columns]
     return parts[0] | parts[-1] if parts else columns[done]
-
-
-def _any(flags: Tensor) -> Tensor:
-    return flags.flatten(2).any(2) if flags.ndim > 2 else flags
 
 
 def _flags(columns: Columns, wrong: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.core.columns.object_columns import own
+from reap.core.columns.object_columns import private_copy
 
 
 def copied(value: Any) -> Any:
@@ -16,11 +16,13 @@ def copied(value: Any) -> Any:
         return {k: copied(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return tuple(copied(v) for v in value)
-    return np.array(value, copy=True) if isinstance(value, (np.ndarray, np.generic, int, float, bool)) else own(value)
+    if isinstance(value, (np.ndarray, np.generic, int, float, bool)):
+        return np.array(value, copy=True)
+    return private_copy(value)
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two of them are the same."""
+    """Whether two values are the same."""
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
     if isinstance(a, (tuple, list)):
@@ -31,5 +33,5 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def kind(value: Any) -> str:
-    """What it is, in a word."""
+    """Say what it is, in a word."""
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

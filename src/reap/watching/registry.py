@@ -20,7 +20,7 @@ from reap.errors import UsageError
 
 
 def directory(*, make: bool = False) -> Path:
-    """Where the files are. One that belongs to somebody else, or that others may write to, is refused."""
+    """Return where the files are. One that belongs to somebody else, or that others may write to, is refused."""
     given = os.environ.get("XDG_RUNTIME_DIR")
     path = (
         Path(given) / "reap" if given and os.path.isdir(given) else Path(tempfile.gettempdir(), f"reap-{os.getuid()}")

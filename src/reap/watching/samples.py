@@ -89,7 +89,7 @@ class Views:
             samples.popleft()
 
     def view(self, now: Sample | None = None) -> dict[str, Any]:
-        """What is shown, as JSON has it: how it is `now`, or was when the last sample was added."""
+        """Return what is shown, as JSON has it: how it is `now`, or was when the last sample was added."""
         now = now or self._samples[-1]
         then, about = self._before(now), self.about
         earlier = {one.index: one for one in then.workers} if then is not None else {}
@@ -129,7 +129,7 @@ class Views:
         }
 
     def _before(self, now: Sample) -> Sample | None:
-        """The sample that `now` is compared with: the oldest of the window; None: there is none."""
+        """Return the sample that `now` is compared with: the oldest of the window; None: there is none."""
         return self._samples[0] if self._samples[0] is not now else None
 
     @staticmethod

@@ -75,7 +75,7 @@ def _json(make: Callable[[], Any]) -> bytes:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     timeout = _PATIENCE
     server_version, sys_version = "reap", ""
@@ -110,4 +110,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nobody wants to read that."""
+        """Do not log requests."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from reap._system.forks import guard
 from reap.arguments import whole
 from reap.errors import WrongState
 from reap.watching.registry import register
@@ -54,7 +53,6 @@ class Watch:
             )
         )
         self._views.add(self._sample(collector))
-        guard(self)
         self._server = PageServer(self.view, self.stacks, port)
         self.url = self._server.url
         try:
@@ -66,9 +64,6 @@ class Watch:
         collector._listeners.add(self._saw)
         self._thread = threading.Thread(target=self._look, name="reap-looks", daemon=True)
         self._thread.start()
-
-    def in_fork(self, why: str) -> None:
-        """Called in a fork: the page, and its file, are the owner's."""
 
     def view(self) -> dict[str, Any]:
         """What the page shows, as a dictionary."""
@@ -112,15 +107,13 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(EVERY):
-            self._add_sample()
-
-    def _add_sample(self) -> None:
-        collector = self._collector()
-        if collector is not None and not self._over.is_set():
-            with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
-                sample = self._sample(collector)
-                with self._lock:
-                    self._views.add(sample)
+            collector = self._collector()
+            if collector is not None:
+                with contextlib.suppress(RuntimeError):  # a dictionary has grown meanwhile: next time
+                    sample = self._sample(collector)
+                    with self._lock:
+                        self._views.add(sample)
+            del collector  # nobody is kept alive while this thread waits
 
     def _saw(self, batch: Any) -> None:
         """Count the frames of a batch by the age of the weights that made them."""

@@ -90,7 +90,7 @@ class Sender:
                 theirs.close()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close all connections."""
         for pair in self._pairs.values():
             for end in pair:
                 end.close()
@@ -133,7 +133,7 @@ class Receiver:
 
 
 def weights_of(worker: int, given: Any, strategy: Any) -> Any:
-    """What a worker is to have: its own of a mapping by worker, or what is given for all."""
+    """Return what a worker is to have: its own of a mapping by worker, or what is given for all."""
     if isinstance(given, dict) and worker in given:
         given = given[worker]
     own = own_strategy(strategy)

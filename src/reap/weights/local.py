@@ -38,7 +38,7 @@ def as_named(weights: Any) -> dict[str, Any]:
 
 
 def by_worker(weights: Any) -> bool:
-    """Whether this is a dict with weights for each worker, by its number."""
+    """Return whether this is a dict with weights for each worker, by its number."""
     return isinstance(weights, dict) and bool(weights) and all(isinstance(worker, int) for worker in weights)
 
 
@@ -103,7 +103,7 @@ def load(module: nn.Module, weights: Any, needed: Iterable[str] | None = None) -
 
 
 def placed(policy: Any, device: torch.device | None) -> Any:
-    """The policy on `device`: itself if it is there already, else a frozen copy."""
+    """Return the policy on `device`: itself if it is there already, else a frozen copy."""
     if device is None or not isinstance(policy, nn.Module):
         return policy
     tensors = [*policy.parameters(), *policy.buffers()]
@@ -113,7 +113,7 @@ def placed(policy: Any, device: torch.device | None) -> Any:
 
 
 def copied(policy: Any) -> Any:
-    """A deep copy, but for what `multiprocessing` shares between processes: both have the same of that."""
+    """Return a deep copy, but for what `multiprocessing` shares between processes: both have the same of that."""
     return copy.deepcopy(policy, shared_in(policy))
 
 

@@ -41,7 +41,7 @@ class Packing:
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor]) -> Packing:
-        """Room for these tensors."""
+        """Return a packing with room for these tensors."""
         entries, end = [], 0
         for name, tensor in named.items():
             entries.append((name, tuple(tensor.shape), tensor.dtype, end))
@@ -54,7 +54,7 @@ class Packing:
         return {name: shape for name, shape, _, _ in self.entries}
 
     def views(self, block: np.ndarray[Any, Any]) -> list[Tensor]:
-        """The tensors, on `block`."""
+        """Return the tensors, as views of `block`."""
         flat = torch.from_numpy(block)
         found = []
         for _, shape, dtype, start in self.entries:

@@ -138,7 +138,7 @@ def _nested(named: Mapping[str, Any]) -> TensorDict:
 
 
 def _as_td(extra: Any) -> Any:
-    """An extra state as an entry of a TensorDict."""
+    """Return an extra state as an entry of a TensorDict."""
     if isinstance(extra, Mapping) and all(isinstance(value, Tensor) for value in extra.values()):
         return TensorDict(dict(extra))
     return NonTensorData(extra)

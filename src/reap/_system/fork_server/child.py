@@ -209,7 +209,7 @@ def wake_in_time() -> None:
 
 
 def prctl(what: int, value: int | bytes) -> bool:
-    """Whether the kernel did it; only Linux knows it."""
+    """Call prctl, which only Linux has; returns whether the kernel did it."""
     if sys.platform != "linux":
         return False
     done: int = ctypes.CDLL(None).prctl(what, value if isinstance(value, bytes) else int(value), 0, 0, 0)

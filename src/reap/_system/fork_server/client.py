@@ -31,7 +31,7 @@ _NO_ROOM = {
 
 
 def why_not_started(number: int | None) -> str:
-    """Why a process could not be started, in words, from an errno."""
+    """Return why a process could not be started, in words, from an errno."""
     return f"could not be started: {_NO_ROOM.get(number or 0) or os.strerror(number or 0)}"
 
 

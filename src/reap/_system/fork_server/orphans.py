@@ -35,12 +35,12 @@ def end_programs_of(pid: int, server: str) -> None:
 
 
 def mark_of(pid: int, server: str) -> str:
-    """What programs have in their environment that a child of a server has started."""
+    """Return what programs have in their environment that a child of a server has started."""
     return f"{pid}@{server}"  # the server's name is unique: numbers alone are not, between containers
 
 
 def _is_orphan(pid: int, living: Collection[int]) -> bool:
-    """Whether the child that started it is gone. Of one that does not say whose it is: whether all are."""
+    """Return whether the child that started it is gone. Of one that does not say whose it is: whether all are."""
     owner = _mark_on(pid).partition("@")[0]
     return int(owner) not in living and not _is_running(int(owner)) if owner.isdigit() else not living
 
@@ -61,7 +61,7 @@ def _is_running(pid: int) -> bool:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether a process is one of Python's that unlink what is left of a program's shared memory."""
+    """Return whether a process is one of Python's that unlink what is left of a program's shared memory."""
     with contextlib.suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

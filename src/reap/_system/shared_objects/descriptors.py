@@ -40,7 +40,7 @@ class PackingPopen:
 
     @staticmethod
     def DupFd(place: int) -> Descriptor:
-        """What travels in place of the number."""
+        """Return what travels in place of the number."""
         return Descriptor(place)
 
 
@@ -51,12 +51,12 @@ class Descriptor:
         self._place = place
 
     def detach(self) -> int:
-        """A descriptor of this process, for the caller to close."""
+        """Return a descriptor of this process, for the caller to close."""
         return os.dup(here.arrived[self._place].number)
 
 
 class Here(threading.local):
-    """What this thread is at."""
+    """What this thread is packing or unpacking."""
 
     popen: PackingPopen | None = None  # packing for a process of this machine
     refusing = False  # packing for any process
@@ -100,7 +100,7 @@ def send_fds(one: socket.socket, fds: Sequence[OwnedFd]) -> None:
 
 
 def received_fds(connection: int) -> list[OwnedFd]:
-    """The counterpart of `send_fds`, in the child."""
+    """Receive the descriptors that `send_fds` has sent, in the child."""
     one = socket.socket(fileno=connection)
     try:
         data, found, _, _ = socket.recv_fds(one, _COUNT.size, _AT_ONCE)

@@ -58,7 +58,7 @@ _KINDS: dict[str, tuple[Callable[[Any], str], str]] = {
 
 
 def holds_number(thing: Any) -> int | None:
-    """The descriptor that `thing` would take to another process as a mere number, where it is something else.
+    """Return the descriptor that `thing` would take to another process as a mere number, where it is something else.
 
     Of those that have a `fileno` and do not say themselves how they are pickled.
     """
@@ -86,7 +86,7 @@ def refusal(given: Mapping[str, Any], why: Callable[[Any], Exception | None]) ->
 
 
 def _find(thing: Any, cause: Exception, why: Callable[[Any], Exception | None]) -> tuple[list[str], Any, Exception]:
-    """The way to the part that fails by itself, that part, and the reason."""
+    """Return the way to the part that fails by itself, that part, and the reason."""
     path: list[str] = []
     seen = [thing]
     while len(seen) < _DEEPEST and _kind(seen[-1]) is None and type(seen[-1]) not in copyreg.dispatch_table:

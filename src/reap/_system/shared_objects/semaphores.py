@@ -51,7 +51,7 @@ _moved: weakref.WeakKeyDictionary[Any, OwnedFd] = weakref.WeakKeyDictionary()
 
 
 def _page_of(lock: synchronize.SemLock) -> OwnedFd:
-    """The memory of a semaphore without a name, as a file that others can map.
+    """Return the memory of a semaphore without a name, as a file that others can map.
 
     A semaphore of the fork context (the default on Linux before Python 3.14) was unlinked when it was made: only forks
     can have it. Its page is replaced here, at its address, by one that lies in an anonymous file: everybody in this
@@ -75,7 +75,7 @@ def _page_of(lock: synchronize.SemLock) -> OwnedFd:
 
 
 def _inode_at(address: int) -> str:
-    """The file that is mapped at this address, by its inode."""
+    """Return the file that is mapped at this address, by its inode."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split(None, 1)[0].split("-"))
         if first <= address < last:

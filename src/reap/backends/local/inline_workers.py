@@ -27,7 +27,7 @@ from reap._system.processes import DEADLINE
 from reap._system.remote_errors import Raised, as_reap_error
 from reap._system.silence import Silence
 from reap._system.threads import stack_of
-from reap.backends.base import Halted, WorkerConnection
+from reap.backends.base import Halted, WorkerConnection, break_off_when
 from reap.backends.local.local_transport import LocalTransport
 from reap.backends.local.process_worker import LocalWorkerServer, WorkerFiles
 from reap.backends.worker_handle import WorkerHandle
@@ -40,7 +40,7 @@ _REST = 0.05  # seconds; nobody has anything to do, and somebody waits
 
 
 class InlineTransport(LocalTransport):
-    """Reaches workers that are here. One thread at a time is in one of them."""
+    """Reaches workers in this process. One thread at a time is in one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class InlineTransport(LocalTransport):
         connection = self._connections.pop(worker.index, None)
         if connection is not None:
             connection.end()
-        self.nowhere(worker)
+        self.clear_position(worker)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         """A thread that is in a worker closes them itself, when it comes out: after the step it is in."""
@@ -94,7 +94,7 @@ class InlineTransport(LocalTransport):
                 self._inside.release()
 
     def _mine(self) -> bool:
-        """Whether this very thread is in a worker: its env, or a signal handler, closes the collector."""
+        """Return whether this very thread is in a worker: its env, or a signal handler, closes the collector."""
         return any(connection.thread == threading.get_ident() for connection in self._connections.values())
 
     def _end(self) -> None:
@@ -105,12 +105,12 @@ class InlineTransport(LocalTransport):
 
 
 class InlineConnection(WorkerConnection):
-    """A worker here, and what it was asked: it does so when it has its turn."""
+    """A worker in this process, and what it was asked, which it does when it is its turn."""
 
     def __init__(self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool]) -> None:
         # Copies, as a process has. What writes to a buffer stays: it is the collector's own buffer.
-        self._job: Job = replace(pack(replace(job, writer=None), f"what worker {job.index} needs").unpack())
-        self._job = replace(self._job, writer=job.writer)
+        copied: Job = pack(replace(job, writer=None), f"what worker {job.index} needs").unpack()
+        self._job = replace(copied, writer=job.writer)
         self._files, self._broken_off = files, broken_off
         self._calls: deque[bytes] = deque()
         self._slots: deque[int] = deque()
@@ -154,7 +154,7 @@ class InlineConnection(WorkerConnection):
     def _do_one(self) -> None:
         if self._server is None:
             self._server = _InlineWorkerServer(self._job, self._files, self._broken_off, self._say)
-            self._inbox.append(self._server.about)
+            self._inbox.append(self._server.info)
         elif self._calls:
             call, name, arguments = pickle.loads(self._calls[0])
             answer = self._server.answer(call, name, arguments)
@@ -200,14 +200,7 @@ class _InlineWorkerServer(LocalWorkerServer):
         self, job: Job, files: WorkerFiles, broken_off: Callable[[], bool], say: Callable[[Any], None]
     ) -> None:
         super().__init__(job, files, say, buffer=())
-        usual = self.worker.halting
-
-        def stop() -> bool:
-            if broken_off():
-                raise Halted
-            return usual is not None and usual()
-
-        self.worker.halting = self.worker.loop.stop = stop  # asked after every step
+        break_off_when(broken_off, self.worker)
 
     def fill(self, index: int) -> bytes:
         told = super().fill(index)
@@ -225,24 +218,24 @@ class WorkerHere:
 
     @property
     def pid(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return os.getpid()
 
     def gone(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         return self._connection.over
 
     def death(self) -> WorkerDied:
-        """The error for one that was closed."""
+        """Return the error for one that was closed."""
         return WorkerDied("was closed")
 
     def ask_stack(self) -> str:
-        """Where the thread is that is in it."""
+        """Return where the thread is that is in it."""
         thread = self._connection.thread
         return "(nobody is in it: it waits for its turn)" if thread is None else stack_of(thread)
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that took so long; nobody looks for it."""
+        """Return the error for one that took so long; nobody looks for it."""
         return WorkerSilent(f"took {seconds:.1f} s (timeout={timeout}); its stack:\n{self.ask_stack()}")
 
 
@@ -254,10 +247,10 @@ class RaisedHere(Raised):
 
     @classmethod
     def of(cls, error: BaseException, doing: str = "") -> RaisedHere:
-        """The message for what was just caught."""
+        """Return the message for what was just caught."""
         return cls(b"", b"", "", as_reap_error(error, doing))
 
     def unpack(self) -> ReapError:
-        """The very error."""
+        """Return the error itself."""
         assert self.itself is not None
         return self.itself

@@ -28,7 +28,7 @@ class LocalTransport(Transport):
     """What transports have in common whose workers see the same memory. `buffer`: descriptors their writers need."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]] = ("shared", "per_worker", "none")
-    grows: ClassVar[bool] = False
+    can_add_workers: ClassVar[bool] = False
 
     def __init__(self, *, buffer: Sequence[int] = ()) -> None:
         self._buffer = tuple(buffer)
@@ -48,24 +48,21 @@ class LocalTransport(Transport):
         self._opened.append(SharedFile(f"reap-{name}"))
         return self._opened[-1]
 
-    def cannot_restart(self) -> str | None:
-        return None
-
-    def nowhere(self, worker: WorkerHandle) -> None:
+    def clear_position(self, worker: WorkerHandle) -> None:
         """A worker is in no rollout any more."""
         self.counters.step[worker.index] = self.counters.lane[worker.index] = NOWHERE
 
-    def give_back(self, worker: WorkerHandle) -> None:
+    def release_claims(self, worker: WorkerHandle) -> None:
         self.counters.claimed[worker.index] = worker.frames
 
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
+    def position(self, worker: WorkerHandle) -> dict[str, int]:
         step = int(self.counters.step[worker.index])
         if step < 0:
             return {}
-        lane = 0 if worker.about.layout.lanes == 1 else int(self.counters.lane[worker.index])
+        lane = 0 if worker.info.layout.lanes == 1 else int(self.counters.lane[worker.index])
         return {"step": step} if lane == NOWHERE else {"step": step, "lane": lane}
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         self.counters.random = frames
 
     def cut_short(self, stop: bool) -> None:
@@ -77,17 +74,17 @@ class LocalTransport(Transport):
         first = 0
         for worker in workers:
             self._memory[worker.index] = whole, count, first, True
-            first += worker.about.layout.lanes
+            first += worker.info.layout.lanes
         return SharedSlots(self._files[0].common, whole, count).slot
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         for worker in workers:
-            own = worker.about.layout
+            own = worker.info.layout
             self._memory[worker.index] = own, count, 0, False
             shared = SharedSlots(self._files[worker.index].own, own, count)
             worker.slots = {index: shared.slot(index) for index in range(count)} if here else {}
 
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+    def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         layout, count, first, common = self._memory[worker.index]
         begins = worker.index == 0 and not worker.begun  # later ones find the latest weights there
         return (WorkerMemory(layout, count, first, common=common, packing=packing, begins=begins),)

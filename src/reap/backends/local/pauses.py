@@ -76,5 +76,5 @@ class Pauses:
         return bool(self._all)
 
     def hold_without(self, thread: int) -> bool:
-        """Whether there is one, and none that this thread has asked for and would have to end."""
+        """Return whether there is one, and none that this thread has asked for and would have to end."""
         return self.hold and all(one.thread != thread for one in tuple(self._all))

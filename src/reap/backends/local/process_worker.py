@@ -5,7 +5,7 @@
     connection ──► call (seed, reset, state …), answered between two rollouts
 
 The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
-let run free: then it waits for nobody, and says what it has made in the control block.
+let run free: then it waits for nobody, and says what it has made in the shared counters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from reap.core.measuring.episode_log import UntoldEpisodes
 from reap.core.rollout import RolloutLoop
 from reap.core.shared_slots import SharedFile, SharedSlots
 from reap.core.slot import Layout, Slot
-from reap.errors import ReapError
 from reap.failures import RemoteRebuilds
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
@@ -76,12 +75,12 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
     count = len(WorkerFiles._fields)
     files = WorkerFiles(*(SharedFile(fd=fd) for fd in given[:count]))
 
-    def serve(host: LocalWorkerServer) -> None:
+    def serve(server: LocalWorkerServer) -> None:
         leave_at(
-            RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: bool(host.control.leave)
+            RolloutLoop.fill, WorkerServer._collect, LocalWorkerServer.serve, asked=lambda: bool(server.counters.leave)
         )
-        send(connection, host.about)
-        host.serve(connection, free)
+        send(connection, server.info)
+        server.serve(connection, free)
 
     def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
@@ -92,27 +91,27 @@ def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
         serve,
         tell=tell,
         doing=what_it_did,
-        close=lambda host: host.worker.close(),
+        close=lambda server: server.worker.close(),
     )
 
 
 class _Interruptor:
     """Whether enough workers are done, so that the others leave it at what they have."""
 
-    def __init__(self, control: SharedCounters) -> None:
-        self.control = control
+    def __init__(self, counters: SharedCounters) -> None:
+        self.counters = counters
 
     def collection_stopped(self) -> bool:
         """Return whether rollouts are to end where they are; it is asked after every step."""
-        return bool(self.control.stop)
+        return bool(self.counters.stop)
 
     def start_collection(self) -> None:
-        """Rollouts go on to their end."""
-        self.control.stop = False
+        """Let rollouts go on to their end."""
+        self.counters.stop = False
 
     def stop_collection(self) -> None:
-        """Rollouts end where they are."""
-        self.control.stop = True
+        """Let rollouts end where they are."""
+        self.counters.stop = True
 
     def __reduce__(self) -> Any:
         """Seen from another process, it is what it says now."""
@@ -126,7 +125,7 @@ class _Says:
         self._stopped = stopped
 
     def collection_stopped(self) -> bool:
-        """What it said then."""
+        """Return whether collection was stopped then."""
         return self._stopped
 
 
@@ -136,26 +135,23 @@ class LocalWorkerServer(WorkerServer):
     settle: Callable[[], None] = staticmethod(settle)  # called when all is there that will stay
 
     def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
-        self._job, self._files, self._say = job, files, say
-        self.control = SharedCounters(files.counters, job.workers)
-        self._at = self.control.step[job.index :][:1]
+        self._job, self._files = job, files
+        self.counters = SharedCounters(files.counters, job.workers)
+        self._at = self.counters.step[job.index :][:1]
         self._free = False  # whether it runs free
-        self.rebuilds = RemoteRebuilds(self._tell_rebuilt)
-        self._untold = UntoldEpisodes()  # for which there was no room in the control block yet
+        self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
+        self._untold = UntoldEpisodes()  # for which there was no room in the shared counters yet
         if job.init is not None:
             job.init()
         plan = job.plan
         if job.preempted:
-            self.interruptor = _Interruptor(self.control)
+            self.interruptor = _Interruptor(self.counters)
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
-        self.worker.env.report_lane(memoryview(self.control.lane[job.index :][:1]))  # type: ignore[arg-type]
+        self.worker.env.report_lane(memoryview(self.counters.lane[job.index :][:1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
-
-    def _tell_rebuilt(self, error: ReapError, seconds: float) -> None:
-        self._say(EnvRebuilt(Raised.of(error, "the env"), seconds))
 
     def serve(self, connection: Connection, free: int) -> None:
         """Until the parent is gone: answer calls, and fill whatever slot is free. Calls first."""
@@ -183,7 +179,7 @@ class LocalWorkerServer(WorkerServer):
     def fill(self, index: int) -> bytes:
         """Fill a slot: what is said of it, packed. The worker knows by itself whether its actions are random."""
         slot = self._slots[index]
-        claimed = self.control.claim(self._job.index, self._size, most=self.control.random)
+        claimed = self.counters.claim(self._job.index, self._size, most=self.counters.random)
         full = self._full(slot.index, slot, self._collect(slot, random=claimed is not None))
         return dumps(full, "an observation") if full.loose else pickle.dumps(full)
 
@@ -194,24 +190,24 @@ class LocalWorkerServer(WorkerServer):
 
     def _rest(self) -> int:
         """Milliseconds until it is worth a look whether to go on, should nobody have said something."""
-        if self.control.rest:
+        if self.counters.rest:
             return int(1000 * AGAIN)
-        if self.control.claimed.sum() >= self.control.total:  # what others have begun on is ours to make if they fail
+        if self.counters.claimed.sum() >= self.counters.total:  # what others have begun on is ours to make if they fail
             return _UNTOLD if self._untold else int(1000 * AGAIN)
         return 0 if self.writer is not None and self.writer.wanted else _LOOK
 
     def _run_free(self) -> None:
-        words, index = self.control, self._job.index
+        counters, index = self.counters, self._job.index
         if self._untold:
-            words.tell_ended(index, self._untold)
-        if words.rest or self.writer is None or not self.writer.wanted:
+            counters.tell_ended(index, self._untold)
+        if counters.rest or self.writer is None or not self.writer.wanted:
             return
         self._at[0] = BETWEEN  # first: what is waited for from here on may never come, and is to be noticed
-        before = words.claim(index, self._size, most=words.total)
+        before = counters.claim(index, self._size, most=counters.total)
         if before is not None:
-            frames = self._collect(self._slots[0], random=before < words.random)
+            frames = self._collect(self._slots[0], random=before < counters.random)
             self._untold.add(self.worker.ended_since())
-            words.finish(index, frames, self._size, self.counts(), self._untold)
+            counters.finish(index, frames, self._size, self.counts(), self._untold)
             self._handed_over()
         self._at[0] = NOWHERE
 
@@ -220,7 +216,6 @@ class LocalWorkerServer(WorkerServer):
         return self.worker.layout.steps * self.worker.layout.lanes
 
     def _refresh(self) -> None:
-        """Act with the latest weights from here on."""
         if self._shared is not None and (version := self._shared.refresh(self.tensors)) is not None:
             self.worker.version = version
 
@@ -242,11 +237,11 @@ class LocalWorkerServer(WorkerServer):
         self._free = True
 
     def do_look(self) -> None:
-        """Nothing: whoever answers is between two rollouts, and looks at the words before the next one."""
+        """Do nothing: whoever answers is between two rollouts, and looks at the counters before the next one."""
 
     def _count_on(self, taken: int, *, loaded: bool = False) -> None:
         if loaded or self.writer is None:  # what was written to a buffer is there, wanted or not
-            self.control.claimed[self._job.index] = taken
+            self.counters.claimed[self._job.index] = taken
 
     def do_load_weights(self, size: int, version: int) -> None:
         """Act with weights that are for this worker alone: so many bytes of the file for them."""

@@ -1,4 +1,4 @@
-"""SharedCounters: words in memory that the parent and its workers share. Nobody waits for anybody to write one.
+"""SharedCounters: numbers in memory that the parent and its workers share. Nobody waits for anybody to write one.
 
 stop      whoever is filling a slot is to leave it at that               parent writes
 random    so many frames of the run have random actions                  parent writes
@@ -31,8 +31,8 @@ _RING = 8192  # episodes of a worker there is room for; pages nobody touches cos
 _WORDS = 7  # of each worker
 
 
-class _Word:
-    """A word that the parent writes, as an attribute."""
+class _Flag:
+    """A number that the parent writes, as an attribute."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -45,9 +45,9 @@ class _Word:
 
 
 class SharedCounters:
-    """The words, as one process sees them."""
+    """The counters, as one process sees them."""
 
-    stop, random, total, rest, leave = map(_Word, range(_FLAGS))
+    stop, random, total, rest, leave = map(_Flag, range(_FLAGS))
 
     def __init__(self, file: SharedFile, workers: int) -> None:
         words = file.map(8 * (_FLAGS + (_WORDS + len(TOLD) + len(COLUMNS) * _RING) * workers)).view(np.int64)
@@ -94,14 +94,14 @@ class SharedCounters:
         return np.stack([self._frames, self._rollouts])
 
     def take_ended(self, worker: int) -> Episodes:
-        """The episodes of a worker that have ended since this was asked before."""
+        """Return the episodes of a worker that have ended since this was asked before."""
         count = int(self._count[worker])
         found: Episodes = self._ended[worker, np.arange(self._read[worker], count) % _RING]
         self._read[worker] = count  # last: what is there may be written over from here on
         return found
 
     def stats(self, worker: int) -> dict[str, Any]:
-        """What it has to say; empty before its first rollout."""
+        """Return what it has to say; empty before its first rollout."""
         if not self._rollouts[worker]:
             return {}
         return stats_of(self._told[worker])

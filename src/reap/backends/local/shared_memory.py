@@ -1,10 +1,10 @@
 """SharedMemoryTransport: workers that are processes of this machine, with slots and weights in memory both sides see.
 
     free pipe   a slot number ──► worker       permission to fill it: one atomic write
-    line        calls ──► worker, answers and "full" ◄── worker
+    connection  calls ──► worker, answers and "full" ◄── worker
     files       slots, weights (one block, read by all), counters
 
-The parent waits on lines *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
+The parent waits on connections *and* sentinels: a death is seen when it happens. Nothing here runs in a thread.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedMemoryTransport(LocalTransport):
         connection = worker.connection
         if isinstance(connection, ProcessConnection):
             connection.retire()
-        self.nowhere(worker)
+        self.clear_position(worker)
 
     def wait(self, seconds: float | None) -> list[int]:
         assert self._selector is not None

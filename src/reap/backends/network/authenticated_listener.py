@@ -3,7 +3,7 @@
     peer ── dial ──► listener (see reap/_system/listener.py) ──► what the peer asked for
                        └── a stranger: refused, logged
 
-    program ──► tunnel (loopback) ──► door of another machine ──► port (loopback) ──► program
+    program ──► tunnel (loopback) ──► listener of another machine ──► port (loopback) ──► program
 
 Behind a listener everything listens on the loopback address alone: stores and agents that know no secrets.
 """
@@ -17,12 +17,9 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 
-from reap._system import listener
 from reap._system.fork_server.client import enough_room
-from reap._system.listener import Listener, Refused, Visitor, settled, woken_selector
+from reap._system.listener import Listener, Visitor, dial, settled, woken_selector
 from reap.errors import UsageError
-
-__all__ = ["LOOPBACK", "AuthenticatedListener", "SocketRelay", "Refused", "Service", "Tunnel", "Visitor", "dial"]
 
 LOOPBACK = "127.0.0.1"
 _PIECE = 1 << 20  # bytes carried at once
@@ -31,13 +28,8 @@ _log = logging.getLogger("reap")
 Service = Callable[[Visitor], None]
 
 
-def dial(host: str, port: int, secret: bytes, service: str) -> Visitor:
-    """Ask a listener for something."""
-    return listener.dial((host, port), secret, service)
-
-
 class _Listening:
-    """A port, and what carries bytes for those who came through it."""
+    """A port, and the relay that carries bytes for those who connected to it."""
 
     def __init__(self, host: str, port: int, name: str, secret: bytes | None) -> None:
         try:
@@ -47,8 +39,8 @@ class _Listening:
         self.host, self.port = host, int(listening.getsockname()[1])
         with contextlib.ExitStack() as made:
             made.callback(listening.close)
-            self._pump = SocketRelay(name)
-            made.callback(self._pump.close)
+            self._relay = SocketRelay(name)
+            made.callback(self._relay.close)
             self._listener = Listener(listening, name, secret, self._receive, self._knows)
             made.pop_all()  # it is here to stay
 
@@ -59,9 +51,9 @@ class _Listening:
         return True
 
     def close(self) -> None:
-        """Everything that came through it ends too."""
+        """Stop listening, and end every connection that was made here."""
         self._listener.close()
-        self._pump.close()
+        self._relay.close()
 
 
 class AuthenticatedListener(_Listening):
@@ -69,7 +61,7 @@ class AuthenticatedListener(_Listening):
 
     def __init__(self, host: str, port: int, secret: bytes, services: Mapping[str, Service]) -> None:
         self._services = services
-        super().__init__(host, port, "door", secret)
+        super().__init__(host, port, "listener", secret)
 
     def _knows(self, service: str) -> bool:
         return service in self._services
@@ -78,11 +70,11 @@ class AuthenticatedListener(_Listening):
         self._services[service](visitor)
 
     def lead_to(self, port: int) -> Service:
-        """A service: a port of the loopback address."""
+        """Return a service that connects visitors to a port of the loopback address."""
 
         def serve(visitor: Visitor) -> None:
             try:
-                self._pump.join(visitor.socket, settled(socket.create_connection((LOOPBACK, port))))
+                self._relay.join(visitor.socket, settled(socket.create_connection((LOOPBACK, port))))
             except OSError:
                 visitor.socket.close()
 
@@ -93,14 +85,14 @@ class Tunnel(_Listening):
     """A port of the loopback address that leads through the listener of another machine."""
 
     def __init__(self, host: str, port: int, secret: bytes, service: str, *, at: int = 0) -> None:
-        self._to = (host, port, secret, service)
+        self._to = ((host, port), secret, service)
         super().__init__(LOOPBACK, at, "tunnel", None)
 
     def _receive(self, visitor: Visitor, service: str) -> None:
         try:
-            self._pump.join(visitor.socket, dial(*self._to).socket)
+            self._relay.join(visitor.socket, dial(*self._to).socket)
         except OSError as error:
-            _log.warning("no way to %s:%d: %s", *self._to[:2], error)
+            _log.warning("no way to %s:%d: %s", *self._to[0], error)
             visitor.socket.close()
 
 
@@ -121,12 +113,12 @@ class SocketRelay:
         self._room, self._lock, self._open = bytearray(_PIECE), threading.Lock(), True
         with contextlib.ExitStack() as made, enough_room("what carries bytes between machines"):
             self._selector, self._wake, self._waker = woken_selector(made)
-            self._thread = threading.Thread(target=self._run, name=f"reap-pump-{name}", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=f"reap-relay-{name}", daemon=True)
             self._thread.start()
             made.pop_all()  # it is here to stay
 
     def join(self, one: socket.socket, other: socket.socket) -> None:
-        """From now on until one of them ends."""
+        """Carry bytes between these two from now on, until one of them ends."""
         with self._lock:
             if self._open:
                 self._new.append((one, other))
@@ -136,7 +128,7 @@ class SocketRelay:
         other.close()
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """End all connections, and the thread."""
         with self._lock:
             self._open = False
             self._waker.send(b"!")

@@ -4,7 +4,7 @@
     "submitit"          the collector submits jobs that join
     "submitit_delayed"  jobs that join were submitted along with the one the collector runs in
 
-Each knows the address of the collector's door and the secret.
+Each knows the address at which the collector listens, and the secret.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def new_secret(path: Path) -> None:
 
 
 def read_secret(path: str | os.PathLike[str] | None) -> bytes:
-    """What is in a file that only this user can read."""
+    """Return what is in a file that only this user can read."""
     if path is None:
         raise UsageError("secret_file is missing: python -m reap.join --new-secret FILE makes one")
     try:
@@ -74,21 +74,21 @@ class Nodes:
     slurm: Mapping[str, Any] = field(default_factory=dict)
     patience: float = PATIENCE
 
-    def open(self, count: int, store: int, ring: Callable[[], None]) -> NodePool:
+    def open(self, count: int, store: int, wake: Callable[[], None]) -> NodePool:
         """Listen, and have so many workers started, if that is our affair."""
         if self.launcher == "submitit":
-            return _Submitted(self, count, store, ring)
+            return _Submitted(self, count, store, wake)
         if self.launcher == "submitit_delayed":
-            return _Delayed(self, store, ring)
-        return NodePool(self, read_secret(self.secret_file), store, ring)
+            return _Delayed(self, store, wake)
+        return NodePool(self, read_secret(self.secret_file), store, wake)
 
 
 class NodePool:
     """The nodes of one collector."""
 
-    def __init__(self, nodes: Nodes, secret: bytes, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, secret: bytes, store: int, wake: Callable[[], None]) -> None:
         self._nodes = nodes
-        self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, ring)
+        self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, wake)
 
     def gather(
         self,
@@ -136,14 +136,14 @@ class NodePool:
         """Raise if some will never come."""
 
     def close(self, patience: float) -> None:
-        """Send all home."""
+        """Let all nodes end."""
         self.registry.close(patience)
 
 
 class _Submitted(NodePool):
-    """Nodes that are jobs."""
+    """Nodes that are jobs submitted by the collector."""
 
-    def __init__(self, nodes: Nodes, count: int, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, count: int, store: int, wake: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
         folder = Path(conf.pop("folder")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class _Submitted(NodePool):
             )
         self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
         new_secret(self._secret_file)
-        super().__init__(nodes, read_secret(self._secret_file), store, ring)
+        super().__init__(nodes, read_secret(self._secret_file), store, wake)
         try:
             with executor.batch():
                 self._jobs = [self._submit() for _ in range(count)]
@@ -192,15 +192,15 @@ class _Submitted(NodePool):
 class _Delayed(NodePool):
     """Nodes that were submitted before the collector was there."""
 
-    def __init__(self, nodes: Nodes, store: int, ring: Callable[[], None]) -> None:
+    def __init__(self, nodes: Nodes, store: int, wake: Callable[[], None]) -> None:
         if _meeting is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
         meeting = json.loads((_meeting / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
         nodes = nodes if nodes.port else Nodes(nodes.launcher, nodes.listen, meeting["port"], patience=nodes.patience)
-        super().__init__(nodes, read_secret(_meeting / "secret"), store, ring)
-        tell(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
+        super().__init__(nodes, read_secret(_meeting / "secret"), store, wake)
+        write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
 
 
 def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
@@ -217,7 +217,7 @@ def make_executor(folder: Path, conf: Mapping[str, Any]) -> Any:
     return executor
 
 
-def tell(path: Path, what: Any) -> None:
+def write_json(path: Path, what: Any) -> None:
     """Write a file that is there whole, or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(what))
@@ -241,19 +241,19 @@ def join(
     return NodeAgent(host, port, secret, workers=workers, listen=listen, patience=patience).run()
 
 
-def join_later(folder: str, patience: float = PATIENCE) -> str:
+def join_later(folder: str) -> str:
     """Be a node of the collector that will write its address into this folder."""
-    address, until = Path(folder) / "address", time.monotonic() + patience
+    address, until = Path(folder) / "address", time.monotonic() + PATIENCE
     while not address.exists():
         if time.monotonic() > until:
-            raise ConnectionError(f"no collector wrote its address to {address} within {patience:.0f} s")
+            raise ConnectionError(f"no collector wrote its address to {address} within {PATIENCE:.0f} s")
         time.sleep(0.1)  # a file system that machines share: there is nothing to wait on
     found = json.loads(address.read_text())
-    return join(found["host"], found["port"], f"{folder}/secret", patience=patience)
+    return join(found["host"], found["port"], f"{folder}/secret")
 
 
 def run_at_meeting(folder: str, path: Sequence[str], main: Callable[[], Any]) -> Any:
-    """The job in which the collector of a meeting lives."""
+    """Run the job in which the collector of a meeting lives."""
     global _meeting
     sys.path.extend(entry for entry in path if entry not in sys.path)
     _meeting = Path(folder)

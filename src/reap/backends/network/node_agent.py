@@ -1,7 +1,7 @@
 """NodeAgent: runs workers of this machine for a collector elsewhere. It ends its workers when the collector is gone.
 
-    collector's door ◄── wire ── node ── child: worker 0
-             store   ◄── tunnel ──┘ └─── child: worker 1
+    collector's listener ◄── connection ── node ── child: worker 0
+               its store ◄── tunnel ────────┘ └─── child: worker 1
 
 How a worker ends, and where it hangs, is told as if it were a child of the collector.
 """
@@ -20,70 +20,71 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from reap._system.fork_server.client import get_ready
+from reap._system.listener import Refused, dial
 from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, Child, end
-from reap.backends.network.authenticated_listener import Refused, Tunnel, dial
+from reap.backends.network.authenticated_listener import Tunnel
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import UsageError
 
 _TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
-    "gloo": "reap.backends.remote.gloo_worker:run_gloo_guest",
-    "rpc": "reap.backends.remote.rpc_worker:run_rpc_guest",
+    "gloo": "reap.backends.remote.gloo_worker:run_gloo_on_node",
+    "rpc": "reap.backends.remote.rpc_worker:run_rpc_on_node",
 }
 
 
 def run_secret(secret: bytes, run: str) -> bytes:
-    """The secret of one run: what was sealed for another is worth nothing here."""
+    """Return the secret of one run: what was signed for another run is refused in this one."""
     return hmac.digest(secret, f"run|{run}".encode(), "sha256")
 
 
 class NodeAgent:
-    """So many workers for the collector at an address."""
+    """Runs so many workers for the collector at an address."""
 
     def __init__(self, host: str, port: int, secret: bytes, *, workers: int, listen: str | None, patience: float):
         if workers < 1:
             raise UsageError(f"workers must be at least 1, got {workers}")
         self._secret, self._workers = secret, workers
-        self._news: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         get_ready()  # while we wait
         visitor = _patiently(host, port, secret, patience)
         self.listen = listen or visitor.socket.getsockname()[0]  # on the network by which the collector was named
         self._tunnel = Tunnel(host, port, secret, "store")
-        self._wire = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
+        self._connection = NodeConnection(visitor, self._hear, lambda why: self._hear({"end": why}, b""))
         self._children: dict[int, Child] = {}  # by the number that the collector gave each
 
-    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
-        self._news.put((words, data))
+    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+        self._messages.put((message, data))
         self._waker.send(b"!")
 
     def run(self) -> str:
-        """Until the collector ends, or has no use for us: says why."""
-        self._wire.start()
-        self._wire.say(workers=self._workers, listen=self.listen)
+        """Run workers until the collector ends, or has no use for this node; returns why."""
+        self._connection.start()
+        self._connection.send(workers=self._workers, listen=self.listen)
         why = None
         try:
             while why is None:
                 wait([self._wake, *(child.sentinel for child in self._children.values())])
                 for number in [number for number, child in self._children.items() if child.gone()]:
                     child = self._children.pop(number)
-                    self._wire.say(gone=number, how=child.how_it_ended(), stack=child.stack())
+                    self._connection.send(gone=number, how=child.how_it_ended(), stack=child.stack())
                     child.release()
-                while why is None and not self._news.empty():
+                while why is None and not self._messages.empty():
                     self._wake.recv(1)
-                    why = self._obey(*self._news.get())
+                    why = self._obey(*self._messages.get())
         finally:
             self._tunnel.close()  # first: who waits for the store waits in native code, and hears no signal
             for child in self._children.values():
                 child.signal(signal.SIGTERM)
             end(self._children.values(), patience=0.6 * DEADLINE, deadline=DEADLINE)
-            self._wire.close()
+            self._connection.close()
             self._wake.close()
             self._waker.close()
         return why
 
-    def _obey(self, words: Mapping[str, Any], data: bytes) -> str | None:
-        match words:
+    def _obey(self, message: Mapping[str, Any], data: bytes) -> str | None:
+        match message:
             case {"start": number, "index": index, "transport": transport, "run": run, "more": more}:
                 address = {"port": self._tunnel.port, "secret": run_secret(self._secret, run), "listen": self.listen}
                 target = functools.partial(
@@ -92,13 +93,13 @@ class NodeAgent:
                 child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
                 self._children[number] = child
                 child.line.finish()
-                self._wire.say(born=number, pid=child.pid)
+                self._connection.send(born=number, pid=child.pid)
             case {"signal": number, "which": which}:
                 if number in self._children:
                     self._children[number].signal(which)
             case {"ask": number}:
                 stack = self._children[number].ask_stack() if number in self._children else ""
-                self._wire.say(stack=number, text=stack)
+                self._connection.send(stack=number, text=stack)
             case {"end": why}:
                 return str(why)
         return None
@@ -111,11 +112,11 @@ def _run(connection: Any, fds: Any, *, transport: str, **job: Any) -> None:
 
 
 def _patiently(host: str, port: int, secret: bytes, patience: float) -> Any:
-    """The collector may start after its nodes."""
+    """Dial the collector, which may start after its nodes."""
     until = time.monotonic() + patience
     while True:
         try:
-            return dial(host, port, secret, "node")
+            return dial((host, port), secret, "node")
         except Refused:
             raise
         except OSError as error:

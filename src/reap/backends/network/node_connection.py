@@ -4,8 +4,8 @@
     {"signal": 3, "which": 15}           ──►        ◄── {"gone": 3, "how": "was killed by SIGKILL", "stack": ""}
     {"beat": 0}  every second            ──►        ◄── {"beat": 0}
 
-Words are JSON. Bytes are sealed with a key that only the two know: they may hold pickles. A side that hears nothing for
-`LOST` seconds takes the other for lost: its machine is down, or the way to it.
+Messages are JSON. Bytes are signed with a key that only the two know: they may hold pickles. A side that hears nothing
+for `LOST` seconds takes the other for lost: its machine is down, or the way to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reap.backends.network.authenticated_listener import Visitor
+from reap._system.listener import Visitor
 from reap.backends.network.signed_messages import MessageSigner
 
 BEAT, LOST = 1.0, 5.0  # seconds between two signs of life, and without one
@@ -32,13 +32,13 @@ class NodeConnection:
     def __init__(
         self, visitor: Visitor, hear: Callable[[Mapping[str, Any], bytes], None], on_end: Callable[[str], None]
     ) -> None:
-        self._socket, self._seal, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
+        self._socket, self._signer, self.host = visitor.socket, MessageSigner(visitor.key), visitor.host
         self._hear, self._on_end = hear, on_end
-        self._saying, self._over = threading.Lock(), threading.Event()
+        self._sending, self._over = threading.Lock(), threading.Event()
         self._socket.settimeout(LOST)
         self._threads = [
             threading.Thread(target=self._beat, name="reap-beat", daemon=True),
-            threading.Thread(target=self._listen, name="reap-wire", daemon=True),
+            threading.Thread(target=self._listen, name="reap-node", daemon=True),
         ]
 
     def start(self) -> None:
@@ -46,12 +46,12 @@ class NodeConnection:
         for thread in self._threads:
             thread.start()
 
-    def say(self, data: bytes = b"", /, **words: Any) -> None:
-        """Tell the other side, if it is there."""
-        text = json.dumps(words).encode()
-        sealed = self._seal.close(data, text.decode()) if data else b""
-        whole = memoryview(_SIZES.pack(len(text), len(sealed)) + text + sealed)
-        with self._saying:
+    def send(self, data: bytes = b"", /, **message: Any) -> None:
+        """Send a message, and bytes with it, if the other side is there."""
+        text = json.dumps(message).encode()
+        signed = self._signer.sign(data, text.decode()) if data else b""
+        whole = memoryview(_SIZES.pack(len(text), len(signed)) + text + signed)
+        with self._sending:
             try:
                 for start in range(0, len(whole), _PIECE):  # a time-out is for each
                     self._socket.sendall(whole[start : start + _PIECE])
@@ -60,11 +60,11 @@ class NodeConnection:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, patience: float) -> None:
-        """Until the other side has hung up, or so many seconds."""
+        """Wait until the other side has hung up, for so many seconds at most."""
         self._over.wait(patience)
 
     def close(self) -> None:
-        """Hang up."""
+        """End the connection and its threads."""
         self._over.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -75,16 +75,16 @@ class NodeConnection:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT):
-            self.say(beat=0)
+            self.send(beat=0)
 
     def _listen(self) -> None:
         why = "it hung up"
         try:
             while True:
                 text, data = self._next()
-                words = json.loads(text)
-                if "beat" not in words:
-                    self._hear(words, self._seal.open(data, text.decode()) if data else b"")
+                message = json.loads(text)
+                if "beat" not in message:
+                    self._hear(message, self._signer.verified(data, text.decode()) if data else b"")
         except TimeoutError:
             why = f"it gave no sign of life for {LOST:.0f} s: its machine is down, or the way to it"
         except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """NodeRegistry: where nodes report to a collector, and what is known here of the workers they run.
 
-door ──► "node"   a wire: workers are started, watched, ended        (see node_connection.py)
-     └─► "store"  the collector's store, which listens on the loopback address
+listener ──► "node"   a connection: workers are started, watched, ended        (see node_connection.py)
+         └─► "store"  the collector's store, which listens on the loopback address
 
 A worker is started in a free place: of a node that came, or of one whose worker has ended. One that is to take the
 place of another may have to wait for a node to come.
@@ -20,7 +20,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any
 
-from reap.backends.network.authenticated_listener import AuthenticatedListener, Visitor
+from reap._system.listener import Visitor
+from reap._system.silence import silent_error
+from reap.backends.network.authenticated_listener import AuthenticatedListener
 from reap.backends.network.node_agent import run_secret
 from reap.backends.network.node_connection import NodeConnection
 from reap.errors import WorkerDied, WorkerSilent
@@ -33,30 +35,30 @@ class _RegisteredNode:
     """A node as the collector sees it."""
 
     def __init__(self, visitor: Visitor, registry: NodeRegistry) -> None:
-        self._reception = registry
+        self._registry = registry
         self.host, self.listen, self.free = visitor.host, visitor.host, 0
         self.node_processes: dict[int, NodeProcess] = {}  # by number
-        self.wire = NodeConnection(visitor, self._hear, self._end)
+        self.connection = NodeConnection(visitor, self._hear, self._end)
 
-    def _hear(self, words: Mapping[str, Any], data: bytes) -> None:
-        match words:
+    def _hear(self, message: Mapping[str, Any], data: bytes) -> None:
+        match message:
             case {"workers": workers, "listen": listen}:
                 self.free, self.listen = workers, listen
-                self._reception.came(self)
+                self._registry.came(self)
             case {"born": number, "pid": pid}:
                 self.node_processes[number].born(pid)
             case {"gone": number, "how": how, "stack": stack}:
                 self.node_processes.pop(number).ended(how, stack)
-                self._reception.vacated(self)
+                self._registry.vacated(self)
             case {"stack": number, "text": text} if number in self.node_processes:
                 self.node_processes[number].told(text)
 
     def _end(self, why: str) -> None:
-        self._reception.left(self)
+        self._registry.left(self)
         for node_process in list(self.node_processes.values()):
             node_process.ended(f"is out of reach: {why} (node {self.host})", "", lost=True)
-        self.wire.close()
-        self._reception.ring()
+        self.connection.close()
+        self._registry.wake()
 
 
 class NodeProcess:
@@ -91,7 +93,7 @@ class NodeProcess:
         self.placed.set()
 
     def born(self, pid: int) -> None:
-        """It runs."""
+        """Its node has started it, with this number."""
         self._pid = pid
         self._born.set()
 
@@ -108,42 +110,38 @@ class NodeProcess:
         self._on_end(self)
 
     def told(self, text: str) -> None:
-        """Its stack."""
+        """Its node has sent its stack."""
         self._stack = text
         self._asked.set()
 
     def gone(self, timeout: float = 0.0) -> bool:
-        """Whether it has ended, waiting up to `timeout` seconds for it."""
+        """Return whether it has ended, waiting up to `timeout` seconds for it."""
         return self.sentinel < 0 or bool(wait([self.sentinel], timeout))
 
     def death(self) -> WorkerDied:
-        """How it ended, and its last stack if there is one."""
+        """Return how it ended, and its last stack if there is one."""
         return WorkerDied(self._how + (f"; its last stack:\n{self._stack}" if self._stack else ""))
 
     def ask_stack(self) -> str:
-        """Where every thread of it is right now; empty if it does not even answer signals."""
+        """Return where every thread of it is right now; empty if it does not even answer signals."""
         if self._node is None:
             return "(it waits for a node to come)"
         self._asked.clear()
-        self._node.wire.say(ask=self.number)
+        self._node.connection.send(ask=self.number)
         self._asked.wait(_STACK)
         return self._stack
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
-        """The error for one that sent nothing for so long, with its stack; one that gives none is killed."""
-        self.silent, stack = True, self.ask_stack()
-        if not stack:
-            stack = "(it does not answer signals)"
-            self.signal(signal.SIGKILL)
-        return WorkerSilent(f"sent nothing for {seconds:.1f} s (timeout={timeout}); its stack:\n{stack}")
+        """Return the error for one that sent nothing for so long, with its stack; one that gives none is killed."""
+        return silent_error(self, seconds, timeout)
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
         if self._node is not None and not self.gone():
-            self._node.wire.say(signal=self.number, which=int(number))
+            self._node.connection.send(signal=self.number, which=int(number))
 
     def release(self) -> None:
-        """Give back descriptors."""
+        """Close the descriptors."""
         self.ended("was left", "")
         if self.sentinel >= 0:
             os.close(self.sentinel)
@@ -153,8 +151,8 @@ class NodeProcess:
 class NodeRegistry:
     """Waits for nodes, and gives work to them."""
 
-    def __init__(self, host: str, port: int, secret: bytes, store: int, ring: Callable[[], None]) -> None:
-        self.ring = ring  # somebody came, or ended
+    def __init__(self, host: str, port: int, secret: bytes, store: int, wake: Callable[[], None]) -> None:
+        self.wake = wake  # somebody came, or ended
         self.run = secrets.token_hex(8)
         self.secret = run_secret(secret, self.run)
         self._nodes: list[_RegisteredNode] = []
@@ -171,13 +169,13 @@ class NodeRegistry:
         node = _RegisteredNode(visitor, self)
         with self._changing:
             self._nodes.append(node)
-        node.wire.start()
+        node.connection.start()
 
     def came(self, node: _RegisteredNode) -> None:
         """A node has said what it offers."""
         _log.info("%s offers %d workers", node.host, node.free)
         self._fill_places()
-        self.ring()
+        self.wake()
 
     def left(self, node: _RegisteredNode) -> None:
         """A node has hung up, or is lost."""
@@ -205,12 +203,12 @@ class NodeRegistry:
         on_end: Callable[[NodeProcess], None],
         patience: float = 0.0,
     ) -> NodeProcess:
-        """A worker in the first free place. If there is none, it waits so many seconds for a node to come."""
+        """Start a worker in the first free place. If there is none, it waits so many seconds for a node to come."""
         self._started += 1
         node_process = NodeProcess(index, self._started, on_end)
-        words = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
+        message = {"start": self._started, "index": index, "transport": transport, "run": self.run, "more": more}
         with self._changing:
-            self._waiting.append((node_process, job, words))
+            self._waiting.append((node_process, job, message))
         self._fill_places()
         if not node_process.placed.is_set():
             waiting = (node_process, patience)
@@ -230,15 +228,15 @@ class NodeRegistry:
                 node = next((node for node in self._nodes if node.free), None)
                 if node is None or not self._waiting:
                     return
-                node_process, job, words = self._waiting.popleft()
+                node_process, job, message = self._waiting.popleft()
                 if node_process.gone():
                     continue
                 node.free -= 1
                 node.node_processes[node_process.number] = node_process
                 node_process.runs_at(node)
-            node.wire.say(job, **words)
+            node.connection.send(job, **message)
             if node_process.gone():  # nobody wants it any more
-                node.wire.say(signal=node_process.number, which=int(signal.SIGKILL))
+                node.connection.send(signal=node_process.number, which=int(signal.SIGKILL))
 
     @property
     def wanted(self) -> bool:
@@ -251,15 +249,15 @@ class NodeRegistry:
             idle = [node for node in self._nodes if not node.node_processes]
             self._nodes = [node for node in self._nodes if node.node_processes]
         for node in idle:
-            node.wire.say(end="all places are taken")
-            node.wire.close()
+            node.connection.send(end="all places are taken")
+            node.connection.close()
 
     def close(self, patience: float) -> None:
         """Nodes go home; those that have not after so many seconds are left to themselves."""
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
         for node in self._nodes:
-            node.wire.say(end="the collector is closed")
+            node.connection.send(end="the collector is closed")
         for node in self._nodes:
-            node.wire.wait(max(0.0, until - time.monotonic()))
-            node.wire.close()
+            node.connection.wait(max(0.0, until - time.monotonic()))
+            node.connection.close()

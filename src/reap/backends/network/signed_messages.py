@@ -14,26 +14,26 @@ _log = logging.getLogger("reap")
 
 
 class Forged(ConnectionError):
-    """A message without the right seal."""
+    """A message whose signature is not right."""
 
 
 class MessageSigner:
-    """Made with a secret both sides know."""
+    """Signs messages with a secret that both sides know, and checks the signatures of those that come."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def close(self, data: bytes, place: str) -> bytes:
-        """Sealed. `place` says what it is and which number it has, so that it cannot be played again elsewhere."""
-        return self._mark(data, place) + data
+    def sign(self, data: bytes, place: str) -> bytes:
+        """Return the data behind its signature. `place` says what and which it is, so that it cannot be replayed."""
+        return self._signature(data, place) + data
 
-    def open(self, sealed: bytes, place: str) -> bytes:
-        """What was sealed, if the seal is whole."""
-        mark, data = sealed[:_SIZE], sealed[_SIZE:]
-        if not hmac.compare_digest(mark, self._mark(data, place)):
-            _log.warning("refused %d bytes that claim to be %s: they were not written by a peer", len(sealed), place)
+    def verified(self, signed: bytes, place: str) -> bytes:
+        """Return the data of a signed message; `Forged` if its signature is not right."""
+        signature, data = signed[:_SIZE], signed[_SIZE:]
+        if not hmac.compare_digest(signature, self._signature(data, place)):
+            _log.warning("refused %d bytes that claim to be %s: they were not written by a peer", len(signed), place)
             raise Forged(f"what claims to be {place} was not written by a peer")
         return data
 
-    def _mark(self, data: bytes, place: str) -> bytes:
+    def _signature(self, data: bytes, place: str) -> bytes:
         return hmac.digest(self._secret, place.encode() + b"\0" + data, "sha256")

@@ -1,6 +1,6 @@
 """torch.distributed: workers that are reached over the network by gloo; one tensor per slot, received where it stays.
 
-    store (loopback; other machines come through a listener)   ── orders, sealed ──►  remote worker
+    store (loopback; other machines come through a listener)   ── orders, signed ──►  remote worker
     group of two, for each worker                          ◄── header, slot ────  remote worker
     group of all                                           ── weights, broadcast ► remote workers (of nodes; those of
                                                                                    this machine read shared memory)
@@ -18,7 +18,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,11 @@ from torch import Tensor
 from reap._system import silence
 from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
-from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap.backends.network.authenticated_listener import LOOPBACK
-from reap.backends.network.launchers import NodePool, Nodes
+from reap.backends.network.launchers import Nodes
 from reap.backends.network.loopback_store import loopback_store
-from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.gloo_worker import (
     EVER,
@@ -47,14 +46,8 @@ from reap.backends.remote.gloo_worker import (
     run_gloo,
     wait,
 )
-from reap.backends.remote.message_transport import (
-    MessageConnection,
-    MessageTransport,
-    NetworkChild,
-    SentWeights,
-    connection_of,
-    store,
-)
+from reap.backends.remote.launched_transport import LaunchedTransport
+from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of, store
 from reap.backends.remote.remote_worker import Header, Order, header
 from reap.backends.worker_handle import WorkerHandle
 from reap.core.slot import Slot
@@ -71,7 +64,7 @@ class _OrderStore:
         self._store = store
 
     def put(self, key: str, value: bytes) -> None:
-        """For the worker that waits for this key."""
+        """Put an order where the worker finds it that waits for this key."""
         self._store.set(key, value)
 
     def give_up(self, name: str) -> None:
@@ -80,12 +73,12 @@ class _OrderStore:
             store.compare_set(f"here/{name}", "", "never")
 
     def close(self) -> None:
-        """Nobody is reached any more."""
+        """End the store; workers that wait for an order end with it."""
         self._store = None
 
 
 class GlooConnection(MessageConnection):
-    """A worker and the thread that receives from it."""
+    """One worker as it is reached by gloo, and the thread that receives from it."""
 
     def __init__(
         self,
@@ -100,7 +93,7 @@ class GlooConnection(MessageConnection):
         self._name = name_of(worker.index, worker.restarts)
         self.child = NetworkChild(child, self, functools.partial(orders.give_up, self._name))
         self._address, self._put, self._wakeup = address, orders.put, wakeup
-        self._seal = MessageSigner(address.secret)
+        self._signer = MessageSigner(address.secret)
         self._group: Any = None
         self._heard = 0  # messages so far
         self._passing: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # a rollout on its way to lanes of a slot
@@ -113,7 +106,7 @@ class GlooConnection(MessageConnection):
     def send(self, order: Order | None) -> None:
         key = f"to/{self._name}/{self.orders}"
         self.orders += 1
-        self._put(key, self._seal.close(pickle.dumps(order), key))
+        self._put(key, self._signer.sign(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
@@ -137,7 +130,7 @@ class GlooConnection(MessageConnection):
             self.child.end_with_connection()
 
     def send_weights(self, packed: Tensor) -> None:
-        """Those of before that were not sent yet are not sent any more."""
+        """Send these in place of earlier weights that were not sent yet."""
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()
@@ -173,7 +166,7 @@ class GlooConnection(MessageConnection):
         if head.rollout:
             self._receive_rollout(group, self.slots[head.slot])
         place = f"from/{self._name}/{self._heard}"
-        more = self._seal.open(receive(group, 1, head.more), place) if head.more else b""
+        more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
         return head.full(more) if head.rollout else pickle.loads(more)
 
@@ -189,16 +182,14 @@ class GlooConnection(MessageConnection):
             store(slot, self._passing)
 
 
-class GlooTransport(MessageTransport):
+class GlooTransport(LaunchedTransport):
     """Reaches workers over torch.distributed, on this machine or on nodes."""
 
     weight_schemes = ("distributed", "per_worker", "none")
+    network = "gloo"
 
     def __init__(self, *, nodes: Nodes, one_by_one: bool = False, start_method: StartMethod = "forkserver") -> None:
-        super().__init__(start_method=start_method)
-        self._nodes, self._one_by_one = nodes, one_by_one
-        self.startup_grace = BOOT if self._local else BOOT + nodes.patience
-        self._company: NodePool | None = None
+        super().__init__(nodes=nodes, one_by_one=one_by_one, start_method=start_method)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
         self._group: Any = None
@@ -209,52 +200,33 @@ class GlooTransport(MessageTransport):
         if self._orders is None:
             self._meet_at(loopback_store(self._nodes.port if self._local else 0, EVER), len(workers))
         assert self._orders is not None
-        if self._company is None:
+        if self._node_pool is None:
             restarts = {worker.index: worker.restarts for worker in workers}
             run = functools.partial(run_gloo, address=self._address)
             self.start_children(
                 {i: functools.partial(run, job=job, index=i, restarts=restarts[i]) for i, job in packed.items()}
             )
         else:
-            self._children.update(self._on_nodes(workers, packed))
+            more = {one.index: {"restarts": one.restarts, "one_by_one": self._one_by_one} for one in workers}
+            self.start_on_nodes(workers, packed, more)
         for worker in workers:
             child = self._children[worker.index]
             connection = GlooConnection(worker, self.sent, child, self._address, self._orders, self.wakeup)
             self.connect(worker, connection, child.sentinel)
-
-    def _on_nodes(self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes]) -> dict[int, NodeProcess]:
-        assert self._company is not None
-        more = {one.index: {"restarts": one.restarts, "one_by_one": self._one_by_one} for one in workers}
-        if all(worker.connection is None for worker in workers):
-            jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
-            gathered = self._company.gather(jobs, "gloo", said, self._lost, self.linger, spares=keep)
-            return dict(zip(packed, gathered))
-        return {i: self._company.replace(i, job, "gloo", more[i], self._lost) for i, job in packed.items()}
-
-    @property
-    def _local(self) -> bool:
-        return self._nodes.launcher == "mp"
 
     def _meet_at(self, store: Any, count: int) -> None:
         self._orders = _OrderStore(store)  # first: it is closed with us
         if self._local:
             self._address = Address(LOOPBACK, store.port, secrets.token_bytes(32), LOOPBACK)
         else:
-            self._company = self._nodes.open(count, store.port, self.wakeup.wake)
-            self._address = Address(LOOPBACK, store.port, self._company.registry.secret, self._nodes.listen)
+            self._node_pool = self._nodes.open(count, store.port, self.wakeup.wake)
+            self._address = Address(LOOPBACK, store.port, self._node_pool.registry.secret, self._nodes.listen)
 
-    def cannot_restart(self) -> str | None:
-        return None
-
-    def _lost(self, node_process: NodeProcess) -> None:
-        """Called from a thread of the registry."""
-        if not node_process.lost:
-            return
-        connection = self._workers[node_process.index].connection
-        if isinstance(connection, GlooConnection) and connection.child.process is node_process:
-            connection.abandon()
-            if (group := self._group) is not None:
-                abandon(group, node_process.index + 1)
+    def cut_off(self, connection: MessageConnection) -> None:
+        assert isinstance(connection, GlooConnection)
+        connection.abandon()
+        if (group := self._group) is not None:
+            abandon(group, connection.index + 1)
 
     def join_weights(self) -> None:
         if not self._one_by_one:
@@ -262,10 +234,7 @@ class GlooTransport(MessageTransport):
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:
-            self._latest = packed
-            for worker in self._workers:
-                if not worker.dropped:
-                    connection_of(worker).send_weights(packed)
+            self.send_to_each(packed)
             return
         try:
             self._under_way.append((join_broadcast(self._group, packed), packed))
@@ -299,14 +268,17 @@ class GlooTransport(MessageTransport):
     def _unsent(self, error: Exception) -> WorkerDied:
         for worker in self._workers:
             if self._children[worker.index].gone(1.0):
-                died: WorkerDied = worker.child.death()
-                return died.at(worker=worker.name)
+                return worker.child.death().at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> WorkerHandle:
         """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
         deaf = [worker for worker in self._workers if not worker.child.ask_stack()]
-        quiet = deaf or [worker for worker in self._workers if not connection_of(worker).speaks] or self._workers
+        quiet = (
+            deaf
+            or [worker for worker in self._workers if not connection_of(worker, GlooConnection).speaks]
+            or self._workers
+        )
         return min(quiet, key=lambda one: one.busy_since)
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
@@ -317,8 +289,8 @@ class GlooTransport(MessageTransport):
         end_children(self._children.values(), patience=GOODBYE, deadline=DEADLINE)
         for connection in connections:
             connection.let_end()
-        if self._company is not None:
-            self._company.close(DEADLINE)
+        if self._node_pool is not None:
+            self._node_pool.close(DEADLINE)
         self._under_way.clear()
         self._group = None
         if self._orders is not None:

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from reap._foreign import torch_internals
-from reap._system.remote_errors import Raised
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.remote_worker import (
@@ -31,6 +29,8 @@ from reap.backends.remote.remote_worker import (
     ParentConnection,
     WeightInbox,
     Weights,
+    do_nothing,
+    load_job,
     run_remote_worker,
     weights_size,
 )
@@ -54,7 +54,7 @@ class Address:
     listen: str
 
     def store(self) -> TCPStore:
-        """A connection of its own: one that waits lets nobody else pass."""
+        """Return a connection of its own: one that waits lets nobody else pass."""
         return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=EVER)
 
     def group(self, name: str, rank: int, size: int) -> Any:
@@ -69,7 +69,7 @@ def abandon(group: Any, peer: int) -> None:
 
 
 def wait(work: Any) -> None:
-    """As long as it takes, or until the other side is gone."""
+    """Wait as long as it takes; ConnectionError if the other side is gone."""
     try:
         work.wait(EVER)
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def receive(group: Any, source: int, size: int) -> bytes:
 
 
 def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
-    """This side of a broadcast by rank 0."""
+    """Take part in a broadcast by rank 0; returns what is waited for."""
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, EVER
     return group.broadcast([packed], options)
@@ -94,7 +94,7 @@ class _GlooConnection(ParentConnection):
     """Orders are keys of the store, one after the other. A thread sends, in order."""
 
     def __init__(self, name: str, address: Address) -> None:
-        self._name, self._seal = name, MessageSigner(address.secret)
+        self._name, self._signer = name, MessageSigner(address.secret)
         self._store = address.store()
         self._store.set(f"here/{name}", HERE.decode())
         self.group = address.group(f"data/{name}", 1, 2)
@@ -107,15 +107,15 @@ class _GlooConnection(ParentConnection):
         key = f"to/{self._name}/{self._heard}"
         try:
             self._store.wait([key], EVER)
-            sealed = self._store.get(key)
+            signed = self._store.get(key)
             self._store.delete_key(key)
         except RuntimeError as error:  # the store ends with whoever made it
             raise ConnectionError(str(error)) from None
         self._heard += 1
-        order: Order | None = pickle.loads(self._seal.open(sealed, key))
+        order: Order | None = pickle.loads(self._signer.verified(signed, key))
         return order
 
-    def send(self, message: Message, done: Callable[[], None]) -> None:
+    def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
         self._outbox.put((message, done))
 
     def finish(self) -> None:
@@ -127,7 +127,7 @@ class _GlooConnection(ParentConnection):
             while (item := self._outbox.get()) is not None:
                 message, done = item
                 place = f"from/{self._name}/{self._said}"
-                more = self._seal.close(message.more, place) if message.more else b""
+                more = self._signer.sign(message.more, place) if message.more else b""
                 message.header[1] = len(more)
                 self._send(message.header)
                 if message.block is not None:
@@ -190,11 +190,8 @@ def run_gloo(
     `one_by_one`: weights are sent to it alone, not to all workers by broadcast: each of them may be replaced.
     """
     parent = _GlooConnection(name_of(index, restarts), address)
-    try:
-        opened: Job = cloudpickle.loads(job)
-    except Exception as error:  # of a kind that this machine cannot import
-        parent.send(Message.of(Raised.of(error, "reading what it is to do")), lambda: None)
-        parent.finish()
+    opened = load_job(job, parent)
+    if opened is None:
         return
     first = index == 0 and restarts == 0  # it begins with its own weights, and so do all
     weights: Weights
@@ -207,6 +204,8 @@ def run_gloo(
     run_remote_worker(opened, parent, weights)
 
 
-def run_gloo_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+def run_gloo_on_node(
+    connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
+) -> None:
     """The life of a worker of a node: its store is at the other end of a tunnel."""
     run_gloo(connection, fds, job=job, index=index, address=Address(host=LOOPBACK, **address), **more)

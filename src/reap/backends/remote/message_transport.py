@@ -17,7 +17,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from reap.errors import WorkerDied
 from reap.weight_update import WeightTransport
 from reap.weights.shared import Packing, SharedWeights
 
+C = TypeVar("C", bound=WorkerConnection)
+
 
 class SentWeights:
     """How often weights were sent to all workers. Orders tell it: nobody acts with older ones."""
@@ -55,9 +57,9 @@ class MessageConnection(WorkerConnection):
         self.inbox: deque[Any] = deque()  # what it has said
         self.orders = 0  # sent so far
 
-    @abstractmethod
     def send(self, order: Order | None) -> None:
         """Send an order, after those before it; None: go home."""
+        raise NotImplementedError
 
     def send_weights(self, packed: Any) -> None:
         """Send weights to this worker alone, as the transport has them."""
@@ -84,7 +86,7 @@ class MessageConnection(WorkerConnection):
         """Its process was ended: returns when nobody here waits for it any more."""
 
     def received(self, message: Message) -> Any:
-        """What a message says; a rollout's bytes are in its slot then."""
+        """Return what a message says; a rollout's bytes are in its slot then."""
         header = Header(message.header)
         if message.block is None:
             return pickle.loads(message.more)
@@ -111,7 +113,7 @@ class NetworkChild:
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The number of its process."""
         return int(self.process.pid)
 
     @property
@@ -131,14 +133,14 @@ class NetworkChild:
             time.sleep(0.02)  # not `gone` with a time: others want to ask too
 
     def death(self) -> WorkerDied:
-        """How it ended."""
+        """Return the error that says how it ended."""
         if self._cut:
             return WorkerDied("was ended, for the connection to it broke")
         found: WorkerDied = self.process.death()
         return found
 
     def gone(self) -> bool:
-        """Whether there is nothing to come from it."""
+        """Return whether there is nothing to come from it."""
         if not self.process.gone():
             return False
         if not self._told:
@@ -174,7 +176,7 @@ class MessageTransport(Transport):
     """A transport that launches workers somewhere, sends them orders and weights, and ends them."""
 
     weight_schemes: ClassVar[tuple[WeightTransport, ...]]
-    grows: ClassVar[bool] = False
+    can_add_workers: ClassVar[bool] = False
 
     def __init__(self, *, start_method: StartMethod = "forkserver") -> None:
         self._start_method = start_method
@@ -188,12 +190,15 @@ class MessageTransport(Transport):
     # ---- what each of them does ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        """Start these; what they say comes into the inboxes of their connections."""
-
-    @abstractmethod
     def broadcast(self, packed: Tensor) -> None:
         """Send packed weights to all workers. They are not written to any more, until they are spare."""
+
+    def send_to_each(self, packed: Any) -> None:
+        """Send weights to one worker after another, and keep them for workers that come later."""
+        self._latest = packed
+        for worker in self._workers:
+            if not worker.dropped:
+                self.resend_weights(worker)
 
     @abstractmethod
     def end(self, workers: Sequence[WorkerHandle]) -> None:
@@ -238,7 +243,7 @@ class MessageTransport(Transport):
             self._selector.unregister(sentinel)
         if (child := self._children.pop(worker.index, None)) is not None:
             child.signal(signal.SIGKILL)
-            connection_of(worker).let_end()
+            connection_of(worker, MessageConnection).let_end()
             end([child], patience=0.0, deadline=DEADLINE)
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
@@ -256,9 +261,9 @@ class MessageTransport(Transport):
     def wait(self, seconds: float | None) -> list[int]:
         self._sleep(seconds)
         living = [worker for worker in self._workers if not worker.dropped]
-        return [w.index for w in living if connection_of(w).speaks or w.child.gone()]
+        return [w.index for w in living if connection_of(w, MessageConnection).speaks or w.child.gone()]
 
-    def linger(self, seconds: float) -> None:
+    def wait_for_wakeup(self, seconds: float) -> None:
         """Wait until somebody rings, or so long. Ctrl-C is let in."""
         self._sleep(seconds)
         self._interrupts.let_in()
@@ -268,14 +273,14 @@ class MessageTransport(Transport):
             self._selector.select(seconds)
             self.wakeup.quiet()
 
-    def place(self, worker: WorkerHandle) -> dict[str, int]:
+    def position(self, worker: WorkerHandle) -> dict[str, int]:
         """Nobody knows: it shares no memory with us."""
         return {}
 
-    def give_back(self, worker: WorkerHandle) -> None:
+    def release_claims(self, worker: WorkerHandle) -> None:
         """Nobody here begins on anything that was not ordered."""
 
-    def let_be_random(self, frames: int) -> None:
+    def set_random_frames(self, frames: int) -> None:
         """Each order says whether actions are random."""
 
     def cut_short(self, stop: bool) -> None:
@@ -290,7 +295,7 @@ class MessageTransport(Transport):
             slot = Slot(whole, index)
             first = 0
             for worker in workers:
-                own = worker.about.layout
+                own = worker.info.layout
                 lanes = slice(first, first + own.lanes)
                 mine = {key: slot.arrays[key][:, lanes] for key in whole.offsets}
                 worker.slots[index % count] = slot if own.lanes == whole.lanes else Slot(own, index, mine)
@@ -301,11 +306,11 @@ class MessageTransport(Transport):
 
     def own_slots(self, workers: Sequence[WorkerHandle], count: int, *, here: bool = True) -> None:
         for worker in workers:
-            worker.slots.update({index: Slot(worker.about.layout, index) for index in range(count) if here})
+            worker.slots.update({index: Slot(worker.info.layout, index) for index in range(count) if here})
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
-    def beginning(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
+    def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         return (packing,)
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> WeightChannel:
@@ -319,10 +324,10 @@ class MessageTransport(Transport):
 
     def resend_weights(self, worker: WorkerHandle) -> None:
         if self._latest is not None:
-            connection_of(worker).send_weights(self._latest)
+            connection_of(worker, MessageConnection).send_weights(self._latest)
 
 
-def connection_of(worker: WorkerHandle) -> MessageConnection:
-    """How a remote worker is reached."""
-    assert isinstance(worker.connection, MessageConnection)
+def connection_of(worker: WorkerHandle, kind: type[C]) -> C:
+    """Return the connection of a worker, which is of this kind."""
+    assert isinstance(worker.connection, kind)
     return worker.connection

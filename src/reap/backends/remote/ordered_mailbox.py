@@ -12,10 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
-from reap._system.remote_errors import Raised
 from reap.backends.remote.remote_worker import (
     LocalWeights,
     Message,
@@ -23,12 +21,14 @@ from reap.backends.remote.remote_worker import (
     ParentConnection,
     WeightInbox,
     Weights,
+    do_nothing,
+    load_job,
     run_remote_worker,
 )
 
 
 class _OrderedInbox(ParentConnection):
-    """The remote worker's end."""
+    """The remote worker's end: orders in the order of their numbers, messages in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._early: dict[int, Order | None] = {}
@@ -36,7 +36,7 @@ class _OrderedInbox(ParentConnection):
         self._came = threading.Condition()
         self.home = threading.Event()  # whether it has begun to go home
         self._outbox: queue.SimpleQueue[tuple[Message | None, Callable[[], None]]] = queue.SimpleQueue()
-        self._sent: Callable[[], None] = _nothing
+        self._sent: Callable[[], None] = do_nothing
 
     def bring(self, number: int, order: Order | None) -> None:
         """Calls over a network may overtake one another; orders do not."""
@@ -53,7 +53,7 @@ class _OrderedInbox(ParentConnection):
             self.home.set()
         return order
 
-    def send(self, message: Message, done: Callable[[], None]) -> None:
+    def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
         self._outbox.put((message, done))
 
     def finish(self) -> None:
@@ -61,11 +61,11 @@ class _OrderedInbox(ParentConnection):
         self.home.set()
 
     def end(self) -> None:
-        """There will be no more."""
-        self._outbox.put((None, _nothing))
+        """Say that there will be no more messages."""
+        self._outbox.put((None, do_nothing))
 
     def fetch(self) -> Message | None:
-        """The next, when there is one; None: there will be no more."""
+        """Wait for the next message and return it; None: there will be no more."""
         self._sent()
         message, self._sent = self._outbox.get()
         return message
@@ -81,29 +81,21 @@ class MailboxWorker:
     def run(self, job: bytes) -> None:
         """Work until it is told to go home."""
         try:
-            try:
-                opened = cloudpickle.loads(job)
-            except Exception as error:  # of a kind that this machine cannot import
-                self._inbox.send(Message.of(Raised.of(error, "reading what it is to do")), _nothing)
-            else:
-                run_remote_worker(opened, self._inbox, self._weights)
+            if (loaded := load_job(job, self._inbox)) is not None:
+                run_remote_worker(loaded, self._inbox, self._weights)
         finally:
             self._inbox.end()
 
     def order(self, number: int, order: Order | None) -> None:
-        """The order with this number."""
+        """Deliver the order with this number."""
         self._inbox.bring(number, order)
 
     def message(self) -> tuple[Any, ...] | None:
-        """Waits for the next."""
+        """Wait for the next message and return it."""
         return self._inbox.fetch()
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
-        """New weights."""
+        """Keep new weights until they are acted with."""
         own = self._sent.room(packed.nbytes)
         np.copyto(own.numpy(), packed)
         self._sent.put(own)
-
-
-def _nothing() -> None:
-    pass

@@ -29,7 +29,7 @@ from reap._system.interrupts import Wakeup
 from reap._system.messages import until_ready
 from reap._system.pickling import dumps
 from reap._system.processes import BOOT, DEADLINE
-from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights
+from reap.backends.remote.message_transport import MessageConnection, MessageTransport, SentWeights, connection_of
 from reap.backends.remote.ordered_mailbox import MailboxWorker
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.worker_handle import WorkerHandle
@@ -63,7 +63,7 @@ class _Cluster:
         self._users, self._ours, self._lock = 0, False, threading.Lock()
 
     def enter(self, config: Mapping[str, Any]) -> Any:
-        """The library, connected: to what it is connected to already, or else as `config` says."""
+        """Return the library, connected to what it is connected to already, or else as `config` says."""
         ray = import_ray()
         with self._lock:
             if not ray.is_initialized():
@@ -98,7 +98,7 @@ class _Cluster:
 
 
 def _begins_one(ray: Any, config: Mapping[str, Any]) -> bool:
-    """Whether `ray.init` will start a cluster here, rather than find one."""
+    """Return whether `ray.init` will start a cluster here, rather than find one."""
     address = config.get("address") or os.environ.get("RAY_ADDRESS")
     if address is None:
         with contextlib.suppress(ImportError, AttributeError, TypeError):  # a private name, which may go
@@ -150,17 +150,17 @@ class ReapWorker(MailboxWorker):
         self._thread.start()
 
     def take_weights(self, packed: np.ndarray[Any, Any]) -> None:
-        """New weights: read where they lie, when they are acted with."""
+        """Keep new weights, which are read where they lie when they are acted with."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says that it must not be written to; nobody does
             self._sent.put(torch.from_numpy(packed))
 
     def where(self) -> tuple[int, str]:
-        """Process and node."""
+        """Return the numbers of its process and its node."""
         return os.getpid(), import_ray().get_runtime_context().get_node_id()
 
     def stack(self) -> str:
-        """Where its thread is right now."""
+        """Return where its thread is right now."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
 
@@ -195,7 +195,7 @@ class _Actor:
         return WorkerDied(self._how)
 
     def ask_stack(self) -> str:
-        """Where its thread is right now; empty if it does not answer at all."""
+        """Return where its thread is right now; empty if it does not answer at all."""
         ray = import_ray()
         asked = self._handle.stack.options(concurrency_group="stack").remote()
         try:
@@ -209,7 +209,7 @@ class _Actor:
 
 
 class RayConnection(MessageConnection):
-    """An actor as it is reached from here."""
+    """One actor as it is reached from this process."""
 
     def __init__(
         self, worker: WorkerHandle, sent: SentWeights, actor: Any, where: tuple[int, str], wakeup: Wakeup
@@ -256,7 +256,7 @@ class RayActorTransport(MessageTransport):
     """Reaches workers that are Ray actors, in the cluster this process is connected to, or in one of its own."""
 
     weight_schemes = ("ray", "per_worker", "none")
-    grows = True
+    can_add_workers = True
 
     def __init__(self, *, cluster: Mapping[str, Any], resources: Sequence[Mapping[str, Any]]) -> None:
         import_ray()  # is it there?
@@ -285,7 +285,7 @@ class RayActorTransport(MessageTransport):
         return actor.remote(dumps(job, f"what worker {job.index} needs"), list(sys.path))
 
     def _places(self, jobs: Sequence[Job], actors: Sequence[Any]) -> list[tuple[int, str]]:
-        """Where they are, when all of them are there. If one cannot be, none is."""
+        """Return where they are, when all of them are there. If one cannot be, none is."""
         asked = [actor.where.remote() for actor in actors]
         try:
             until, coming = time.monotonic() + BOOT, asked
@@ -329,25 +329,20 @@ class RayActorTransport(MessageTransport):
         return where
 
     def retire(self, worker: WorkerHandle) -> None:
-        connection = ray_connection(worker)
+        connection = connection_of(worker, RayConnection)
         process = self._process_of(connection.child, kill=True)
         self._ray.kill(connection.actor)  # it may have raised something, and live on
         if process is not None:
             _wait_for_ends([process], 0.3 * DEADLINE)
 
-    def cannot_restart(self) -> str | None:
-        return None
-
     def broadcast(self, packed: Tensor) -> None:
-        self._latest = self._ray.put(packed.numpy())
-        for worker in self._workers:
-            self.resend_weights(worker)
+        self.send_to_each(self._ray.put(packed.numpy()))
 
     def end(self, workers: Sequence[WorkerHandle]) -> None:
         if self._ray is None:
             return
         if self._ray.is_initialized():  # else somebody has ended the cluster, and all that was in it
-            all_of_them = [ray_connection(worker) for worker in workers if not worker.dropped]
+            all_of_them = [connection_of(worker, RayConnection) for worker in workers if not worker.dropped]
             here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
             living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
             left = [one.actor.leave.remote(one.orders, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
@@ -359,7 +354,7 @@ class RayActorTransport(MessageTransport):
         CLUSTER.leave(end=self.end_cluster)
 
     def _process_of(self, actor: _Actor, *, kill: bool = False) -> int | None:
-        """A descriptor of its process, if that is on this node and lives.
+        """Return a descriptor of its process, if that is on this node and lives.
 
         One that was silent is killed here, or where that is asked for; one that is stopped is woken, to hear that it is
         to leave.
@@ -382,12 +377,6 @@ class RayActorTransport(MessageTransport):
         return not asking.is_alive()
 
 
-def ray_connection(worker: WorkerHandle) -> RayConnection:
-    """How an actor is reached."""
-    assert isinstance(worker.connection, RayConnection)
-    return worker.connection
-
-
 def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
     """Until these have ended; those that have not after so many seconds are killed."""
     deadline = time.monotonic() + patience
@@ -399,7 +388,7 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
 
 
 def _short(error: BaseException) -> str:
-    """What Ray says, on one line, without the ids and addresses by which Ray knows the actor."""
+    """Return what Ray says, on one line, without the ids and addresses by which Ray knows the actor."""
     lines = [line for line in str(error).splitlines() if not line.startswith(_RAYS_IDS)]
     said = " ".join(" ".join(lines).split()).rpartition("Worker exit detail: ")[2]
     if len(said) > _LONGEST_TEXT:  # a traceback: what was done is in front, what was raised at the end

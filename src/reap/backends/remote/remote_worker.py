@@ -39,33 +39,32 @@ Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, i
 
 
 class Message(NamedTuple):
-    """What a remote worker says: a header of numbers, then a slot's bytes, or a message as bytes."""
+    """What a remote worker sends: a header of numbers, then either the bytes of a slot or any object as bytes."""
 
     header: np.ndarray[Any, np.dtype[np.int64]]
-    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # None: a message
-    more: bytes  # the message; or what of a rollout has no fixed size
+    block: np.ndarray[Any, np.dtype[np.uint8]] | None  # of a rollout
+    more: bytes  # the object; or what of a rollout has no fixed size
 
     @classmethod
     def of(cls, message: Any) -> Message:
-        """A message."""
+        """Return the message that holds this object."""
         data = bytes(cloudpickle.dumps(message))
-        header = np.zeros(_WORDS, np.int64)
-        header[1] = len(data)
-        return cls(header, None, data)
+        words = header()
+        words[1] = len(data)
+        return cls(words, None, data)
 
     @classmethod
     def of_rollout(cls, full: RolloutReady, block: np.ndarray[Any, Any]) -> Message:
-        """A full slot. References, finals and episodes have no fixed size: they are bytes beside it."""
+        """Return the message for a full slot. References, finals and episodes, which have no fixed size, are bytes."""
         ended = full.episodes is not None and len(full.episodes)
         kept = full.finals, full.loose, full.episodes, full.statistics, full.state_after
         more = bool(full.loose) or ended or any(one is not None for one in (kept[0], *kept[3:]))
         data = bytes(cloudpickle.dumps(kept)) if more else b""
-        header = np.zeros(_WORDS, np.int64)
-        header[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
-        numbers = numbers_of(full.stats)
-        header[_SPAN:_STATS].view(np.float64)[:] = full.span
-        header[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
-        return cls(header, block, data)
+        words, numbers = header(), numbers_of(full.stats)
+        words[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
+        words[_SPAN:_STATS].view(np.float64)[:] = full.span
+        words[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
+        return cls(words, block, data)
 
 
 class Header:
@@ -76,13 +75,12 @@ class Header:
         self.rollout, self.more, self.slot = bool(words[0]), int(words[1]), int(words[2])
 
     def full(self, more: bytes) -> RolloutReady:
-        """The rollout it speaks of."""
+        """Return the rollout whose header this is."""
         finals, loose, *rest = pickle.loads(more) if more else (None, {}, None, None, None)
         frames, version, since = self.words[3:6].tolist()
         stats = stats_of(self.words[_STATS:].view(np.float64))
         begun, ended = self.words[_SPAN:_STATS].view(np.float64).tolist()
-        span = begun, ended
-        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, span, *rest)
+        return RolloutReady(self.slot, frames, version, stats, finals, loose, since, (begun, ended), *rest)
 
 
 def header() -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -90,17 +88,21 @@ def header() -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.zeros(_WORDS, np.int64)
 
 
+def do_nothing() -> None:
+    """Do nothing: what `done` is for a message without a block."""
+
+
 class ParentConnection(Protocol):
     """A remote worker's end of the transport: orders come, messages go."""
 
     def next_order(self) -> Order | None:
-        """Waits for it; None: go home."""
+        """Wait for the next order and return it; None: go home."""
 
-    def send(self, message: Message, done: Callable[[], None]) -> None:
+    def send(self, message: Message, done: Callable[[], None] = do_nothing) -> None:
         """Send, some time soon, in this order; `done` is called when its block may be used again."""
 
     def finish(self) -> None:
-        """Returns when everything is sent."""
+        """Return when everything is sent."""
 
 
 class Weights(Protocol):
@@ -126,7 +128,7 @@ class LocalWeights(Weights):
             self._shared.begin_with(tensors)
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """They were written before the order was given."""
+        """Nobody has to wait: weights were written before the order was given."""
         return None if self._shared is None else self._shared.refresh(tensors)
 
 
@@ -158,13 +160,13 @@ class WeightInbox(Weights):
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """None will come any more."""
+        """Let nobody wait any longer: no more weights will come."""
         with self._changed:
             self.count = 2**62
             self._changed.notify_all()
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
-        """Waits for the message numbered so."""
+        """Wait for the message of that number, and act with the latest."""
         with self._changed:
             self._changed.wait_for(lambda: self.count >= at_least)
             packed, self._packed = self._packed, None
@@ -182,7 +184,7 @@ class WeightInbox(Weights):
 
 
 def weights_size(packing: Packing) -> int:
-    """Bytes of packed weights."""
+    """Return how many bytes packed weights take."""
     return _start(packing) + packing.nbytes
 
 
@@ -209,7 +211,7 @@ def _unpack(packed: Tensor, packing: Packing) -> tuple[Tensor, list[Tensor]]:
 
 
 class RemoteWorker(WorkerServer):
-    """The worker, and what it does with orders."""
+    """A worker elsewhere, which carries out the orders that are sent to it."""
 
     def __init__(self, job: Job, parent: ParentConnection, weights: Weights) -> None:
         torch.set_num_threads(job.threads)
@@ -223,13 +225,13 @@ class RemoteWorker(WorkerServer):
             self._slots.put(Slot(self.worker.layout, index))
 
     def obey(self, order: Order) -> None:
-        """Do as is said."""
+        """Carry out an order."""
         self._at_least = order[-1]
         if order[0] == "fill":
             self._fill(order[1], order[2])
         else:
             call, name, arguments = pickle.loads(order[1])
-            self._parent.send(Message.of(self.answer(call, name, arguments)), _nothing)
+            self._parent.send(Message.of(self.answer(call, name, arguments)))
 
     def _fill(self, number: int, random: bool) -> None:
         slot = self._slots.get()
@@ -238,7 +240,7 @@ class RemoteWorker(WorkerServer):
             self._parent.send(Message.of_rollout(full, slot.block), lambda: self._slots.put(slot))
         else:
             self._slots.put(slot)
-            self._parent.send(Message.of(full), _nothing)
+            self._parent.send(Message.of(full))
         self._handed_over()
 
     def _refresh(self) -> None:
@@ -247,13 +249,24 @@ class RemoteWorker(WorkerServer):
             self.worker.version = version
 
     def do_begin(self, packing: Packing | None) -> None:
-        """Everybody is there; so are weights, from now on."""
+        """All workers are there: weights come from now on."""
         if packing is not None:
             self._weights.expect(packing, self.tensors)
 
     def do_load_weights(self, data: bytes, version: int) -> None:
-        """Weights for this worker alone."""
+        """Act with weights that were sent to this worker alone."""
         self._load(cloudpickle.loads(data), version)
+
+
+def load_job(data: bytes, parent: ParentConnection) -> Job | None:
+    """Return what a worker is to do; None if that cannot be read here, which its collector is told."""
+    try:
+        job: Job = cloudpickle.loads(data)
+    except Exception as error:  # of a kind that this machine cannot import
+        parent.send(Message.of(Raised.of(error, "reading what it is to do")))
+        parent.finish()
+        return None
+    return job
 
 
 def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> None:
@@ -261,17 +274,13 @@ def run_remote_worker(job: Job, parent: ParentConnection, weights: Weights) -> N
 
     def serve(worker: RemoteWorker) -> None:
         with contextlib.suppress(ConnectionError):  # nobody is there any more
-            parent.send(Message.of(worker.about), _nothing)
+            parent.send(Message.of(worker.info))
             while (order := parent.next_order()) is not None:
                 worker.obey(order)
 
     def tell(raised: Raised) -> None:
-        parent.send(Message.of(raised), _nothing)
+        parent.send(Message.of(raised))
         parent.finish()
 
     build = functools.partial(job.nested or RemoteWorker, job, parent, weights)
     live(build, serve, tell=tell, doing=what_it_did, close=lambda worker: worker.worker.close())
-
-
-def _nothing() -> None:
-    pass

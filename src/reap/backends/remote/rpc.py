@@ -26,19 +26,13 @@ from torch.distributed import FileStore, PrefixStore, Store, rpc  # type: ignore
 from reap._foreign import torch_internals
 from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
-from reap._system.processes import BOOT, DEADLINE, GOODBYE, StartMethod
+from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.temporary import TemporaryFolder
-from reap.backends.network.launchers import NodePool, Nodes
+from reap.backends.network.launchers import Nodes
 from reap.backends.network.loopback_store import loopback_store
-from reap.backends.network.node_registry import NodeProcess
-from reap.backends.remote.message_transport import (
-    MessageConnection,
-    MessageTransport,
-    NetworkChild,
-    SentWeights,
-    connection_of,
-)
+from reap.backends.remote.launched_transport import LaunchedTransport
+from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of
 from reap.backends.remote.remote_worker import Message, Order
 from reap.backends.remote.rpc_worker import (
     COLLECTOR,
@@ -193,10 +187,11 @@ class RPCConnection(MessageConnection):
         return [self.received(said) for said in messages], gone
 
 
-class TensorPipeTransport(MessageTransport):
+class TensorPipeTransport(LaunchedTransport):
     """Reaches workers over TensorPipe, on this machine or on nodes."""
 
     weight_schemes = ("rpc", "per_worker", "none")
+    network = "rpc"
 
     def __init__(
         self,
@@ -206,17 +201,11 @@ class TensorPipeTransport(MessageTransport):
         one_by_one: bool = False,
         start_method: StartMethod = "forkserver",
     ) -> None:
-        super().__init__(start_method=start_method)
-        self._agent, self._nodes, self._one_by_one = {"rpc_timeout": 0, **agent}, nodes, one_by_one
-        self.startup_grace = BOOT if self._local else BOOT + nodes.patience
-        self._company: NodePool | None = None
+        super().__init__(nodes=nodes, one_by_one=one_by_one, start_method=start_method)
+        self._agent = {"rpc_timeout": 0, **agent}
         self._guarded: GuardedStore | None = None
         self._store: Any = None
         self._joined = False
-
-    @property
-    def _local(self) -> bool:
-        return self._nodes.launcher == "mp"
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
         packed = {worker.index: dumps(worker.job, f"what worker {worker.index} needs") for worker in workers}
@@ -227,13 +216,13 @@ class TensorPipeTransport(MessageTransport):
         elif self._local:
             _refuse_without_room()
         worlds = {one.index: replace(self._world, restarts=one.restarts) for one in workers}
-        if self._company is None:
+        if self._node_pool is None:
             run = functools.partial(run_rpc, file=self._file)
             self.start_children(
                 {i: functools.partial(run, job=job, index=i, world=worlds[i]) for i, job in packed.items()}
             )
         else:
-            self._children.update(self._on_nodes(workers, packed, worlds))
+            self.start_on_nodes(workers, packed, {index: asdict(world) for index, world in worlds.items()})
         for worker in workers:
             child = self._children[worker.index]
             connection = RPCConnection(worker, self.sent, child, self.wakeup, self._members)
@@ -245,7 +234,7 @@ class TensorPipeTransport(MessageTransport):
             self._members.join(self._agent, self._guarded_by)
         self._joined = True
         for worker in workers:
-            connection = rpc_connection(worker)
+            connection = connection_of(worker, RPCConnection)
             connection.meet() if self._one_by_one else connection.listen()
 
     def _meet_at(self, count: int) -> None:
@@ -260,7 +249,7 @@ class TensorPipeTransport(MessageTransport):
         else:
             self._store = loopback_store(0, JOIN)
             self._agent.update(torch_internals.BETWEEN_MACHINES)
-            self._company = self._nodes.open(count, self._store.port, self.wakeup.wake)
+            self._node_pool = self._nodes.open(count, self._store.port, self.wakeup.wake)
         self._members = _Members(self._store)
         self._world = RPCWorld(count, self._agent, alone=self._one_by_one)
         if not (self._local or self._one_by_one):
@@ -268,41 +257,26 @@ class TensorPipeTransport(MessageTransport):
             self._guarded_by(self._store)
 
     def _guarded_by(self, store: Store) -> Store:
-        if self._company is None:
+        if self._node_pool is None:
             return store
-        secret, peers = self._company.registry.secret, self._members.peers
+        secret, peers = self._node_pool.registry.secret, self._members.peers
         self._guarded = GuardedStore(store, secret, self._nodes.listen, peers)
         return self._guarded
 
-    def _on_nodes(
-        self, workers: Sequence[WorkerHandle], packed: Mapping[int, bytes], worlds: Mapping[int, RPCWorld]
-    ) -> dict[int, NodeProcess]:
-        assert self._company is not None
-        more = {index: asdict(world) for index, world in worlds.items()}
-        if not self._joined:
-            jobs, said, keep = list(packed.values()), list(more.values()), self._one_by_one
-            gathered = self._company.gather(jobs, "rpc", said, self._lost, self.linger, spares=keep)
-            return dict(zip(packed, gathered))
-        return {i: self._company.replace(i, job, "rpc", more[i], self._lost) for i, job in packed.items()}
-
-    def _lost(self, node_process: NodeProcess) -> None:
-        """Called from a thread of the registry."""
-        if not node_process.lost or self._guarded is None:
-            return
-        connection = self._workers[node_process.index].connection
-        if isinstance(connection, RPCConnection) and connection.child.process is node_process:
+    def cut_off(self, connection: MessageConnection) -> None:
+        assert isinstance(connection, RPCConnection)
+        if self._guarded is not None:
             self._guarded.cut(connection.agent)
 
     def retire(self, worker: WorkerHandle) -> None:
         super().retire(worker)
-        if self._guarded is not None:
-            self._guarded.cut(rpc_connection(worker).agent)
+        self.cut_off(connection_of(worker, RPCConnection))
 
     def _see_all(self, workers: Sequence[WorkerHandle]) -> None:
         """Agents wait for all others, dead or alive. So first see that they live."""
         keys = [f"here/{name(worker.index)}" for worker in workers]
         while not all(self._store.check([key]) for key in keys):
-            self.linger(_LOOK)
+            self.wait_for_wakeup(_LOOK)
             for worker, child in zip(workers, self._children.values()):
                 if child.gone():
                     raise WorkerDied(str(child.death())).at(worker=worker.name)
@@ -314,10 +288,7 @@ class TensorPipeTransport(MessageTransport):
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:
-            self._latest = packed
-            for worker in self._workers:
-                if not worker.dropped:
-                    connection_of(worker).send_weights(packed)
+            self.send_to_each(packed)
             return
         for index in below(-1, len(self._workers)):
             send(name(index), take_weights, packed)
@@ -336,13 +307,7 @@ class TensorPipeTransport(MessageTransport):
                 connection.after.join()
         if self._guarded is not None:
             self._guarded.close()
-        if self._company is not None:
-            self._company.close(DEADLINE)
+        if self._node_pool is not None:
+            self._node_pool.close(DEADLINE)
         if hasattr(self, "_meeting"):
             self._meeting.close()
-
-
-def rpc_connection(worker: WorkerHandle) -> RPCConnection:
-    """How a worker is reached by calls."""
-    assert isinstance(worker.connection, RPCConnection)
-    return worker.connection

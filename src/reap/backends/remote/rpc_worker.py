@@ -73,7 +73,7 @@ class GuardedStore(Store):
         self._tunnels: dict[str, Tunnel] = {}
 
     def set(self, key: str, value: Any) -> None:
-        """An address is that of a listener here."""
+        """Set a value; an address is that of a listener here."""
         if _ADDRESSES in key:
             self._own = (key.encode(), bytes(value))
             port = int(bytes(value).rsplit(b":", 1)[1])
@@ -84,7 +84,7 @@ class GuardedStore(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """An address is that of a tunnel here."""
+        """Return a value; an address is that of a tunnel here."""
         if key.encode() == self._own[0]:
             return self._own[1]
         value = bytes(self._store.get(key))
@@ -103,16 +103,16 @@ class GuardedStore(Store):
         return bytes(self._store.compare_set(key, expected, wanted))
 
     def check(self, keys: list[str]) -> bool:
-        """Set a key if it has the expected value, as the store itself does; returns what it has now."""
+        """Return whether the store has these keys."""
         return bool(self._store.check(keys))
 
     def cut(self, peer: str) -> None:
-        """It is out of reach: whoever waits for it need not."""
+        """Close the tunnel to a peer that is out of reach, so that nobody waits for it."""
         if peer in self._tunnels:
             self._tunnels.pop(peer).close()
 
     def close(self) -> None:
-        """No door, no tunnels."""
+        """Close the listener and all tunnels."""
         for way in (*self._tunnels.values(), *filter(None, [self._listener])):
             way.close()
         self._tunnels.clear()
@@ -170,7 +170,9 @@ def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, wor
     _live(job, LocalWeights(SharedFile(fd=fds[0]), first=index == 0 and world.restarts == 0))
 
 
-def run_rpc_guest(connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any) -> None:
+def run_rpc_on_node(
+    connection: Any, fds: Any, *, job: bytes, index: int, address: Mapping[str, Any], more: Any
+) -> None:
     """The life of a worker of a node."""
     store = TCPStore(LOOPBACK, address["port"], is_master=False, wait_for_workers=False, timeout=JOIN)
     world = RPCWorld(**more)
@@ -190,12 +192,12 @@ def _worker() -> MailboxWorker:
 
 
 def order(number: int, what: Order | None) -> None:
-    """The order with this number."""
+    """Deliver the order with this number."""
     _worker().order(number, what)
 
 
 def message() -> tuple[Tensor, Tensor | None, bytes] | None:
-    """Waits for the next."""
+    """Wait for the next message and return it; None: there will be no more."""
     found = _worker().message()
     if found is None:
         return None
@@ -204,14 +206,14 @@ def message() -> tuple[Tensor, Tensor | None, bytes] | None:
 
 
 def take_weights(packed: Tensor) -> None:
-    """New weights, for this worker and those below it."""
+    """Take new weights, and send them on to the workers below this one."""
     for agent in _below:
         send(agent, take_weights, packed)
     _worker().take_weights(packed.numpy())
 
 
 def send(agent: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call; nobody waits. None: it is gone, and whoever listens finds out."""
+    """Call an agent and return the future; None if it is gone, which whoever listens finds out."""
     try:
         return rpc.rpc_async(agent, call, args=arguments, timeout=0)
     except RuntimeError:

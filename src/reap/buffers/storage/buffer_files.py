@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from reap.buffers.storage.episode_index import EpisodeIndex
-from reap.buffers.storage.file_lock import gate
+from reap.buffers.storage.file_lock import lock_of
 from reap.buffers.storage.ring import HEADER, LAYOUT, Ring
 from reap.buffers.storage.rows import RowLayout, Rows
 from reap.core.shared_slots import SharedFile, in_bytes
@@ -48,12 +48,12 @@ class BufferFiles:
             fds = (SharedFile("reap-book").fd, data, SharedFile("reap-lock").fd)
         book, data, lock = fds
         self._book, self._data = SharedFile(fd=book), SharedFile(fd=data)
-        self._gate = gate(lock)
+        self._lock = lock_of(lock)
         self.fds = (book, data, lock)
         weakref.finalize(self, _close, self._book, self._data)
         mapped = self._book.map(HEADER + capacity + _COLUMNS, f"max_size={capacity} rows")
         self._columns = mapped[HEADER + capacity :]
-        self.ring = Ring(mapped, self._gate, capacity)
+        self.ring = Ring(mapped, self._lock, capacity)
         self.runs = EpisodeIndex(self.ring)
         self._rows: Rows | None = None
 
@@ -76,7 +76,7 @@ class BufferFiles:
     def rows_for(self, columns: Columns) -> Rows:
         """The rows for data like this; the first to ask decides what they look like."""
         if self.rows is None:
-            with self._gate.locked():
+            with self._lock.locked():
                 if not self.ring.words[LAYOUT]:
                     text = pickle.dumps(dict(columns))
                     if len(text) > _COLUMNS:

@@ -1,10 +1,10 @@
 """FileLock: one at a time among the threads of all processes, and who among them is still alive.
 
-    byte 0        the gate itself                      held while a few words change, never while data is copied
+    byte 0        the lock itself                      held while a few words change, never while data is copied
     byte 1 + i    "the writer of entry i is alive"     held while it writes; the kernel lets go when it dies
 
 Record locks belong to a process and a file: closing any descriptor of the file would drop them all. So the locks have
-a file of their own that nobody maps, and a process keeps one gate for it, however many buffers look through it.
+a file of their own that nobody maps, and a process keeps one `FileLock` for it, however many buffers look through it.
 
 Who dies lets go; who is stopped (SIGSTOP) or hangs does not. So nobody waits for another for longer than `patience`.
 """
@@ -33,12 +33,12 @@ _WORD = 60.0  # seconds after which waiting without a limit is mentioned in the 
 _FLOCK = "hhqqi4x"  # struct flock of Linux: type, whence, start, length, process
 _log = logging.getLogger("reap")
 
-_gates: weakref.WeakValueDictionary[tuple[int, int], FileLock] = weakref.WeakValueDictionary()
+_locks: weakref.WeakValueDictionary[tuple[int, int], FileLock] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 
 
 class FileLock:
-    """Use `gate(fd)`: there is one for each file in a process."""
+    """Use `lock_of(fd)`: there is one for each file in a process."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self._fds = fd, [fd]
@@ -82,12 +82,12 @@ class FileLock:
         return True
 
     def _whose(self) -> str:
-        """Who is inside."""
+        """Say who holds the lock."""
         pid = 0
         if sys.platform == "linux":
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
             pid = struct.unpack(_FLOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, asked))[4]
-        return f"{told(pid)} holds the replay buffer's lock"
+        return f"{describe_process(pid)} holds the replay buffer's lock"
 
     def claim(self, entry: int) -> bool:
         """Say that the writer of `entry` lives. False if another process says so. Inside `locked` only."""
@@ -130,7 +130,7 @@ class Waiting:
             _log.warning("%s for %.0f s, and everybody waits for it (timeout=None)", who(), self._seconds)
 
 
-def told(pid: int, worker: int | None = None) -> str:
+def describe_process(pid: int, worker: int | None = None) -> str:
     """A process, for people: which worker it is, and whether it is stopped."""
     if pid == os.getpid():
         return "another thread of this process"
@@ -141,13 +141,13 @@ def told(pid: int, worker: int | None = None) -> str:
     return name if pid > 0 else "another process"
 
 
-def gate(fd: int) -> FileLock:
-    """The gate of the file behind `fd`, which it owns from now on."""
+def lock_of(fd: int) -> FileLock:
+    """Return the lock of the file behind `fd`, which it owns from now on."""
     stat = os.fstat(fd)
     with _making:
-        found = _gates.get((stat.st_dev, stat.st_ino))
+        found = _locks.get((stat.st_dev, stat.st_ino))
         if found is None:
-            found = _gates[stat.st_dev, stat.st_ino] = FileLock(fd)
+            found = _locks[stat.st_dev, stat.st_ino] = FileLock(fd)
         elif fd not in found._fds:
             found._fds.append(fd)  # not closed before the others: that would drop every lock
         return found

@@ -3,7 +3,7 @@
     position   base ………… head - capacity ══════════ frontier ░░░░░░░░░░ head        row = position % capacity
                           └─ may be read ─┘          └ being written ┘
 
-Positions only grow. A writer reserves the next ones under the gate, copies its rows without it, and commits. Up to the
+Positions only grow. A writer reserves the next ones under the lock, copies its rows without it, and commits. Up to the
 frontier everything is committed; a reader looks there only, and asks afterwards whether the head has come around to
 what it read meanwhile.
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.buffers.storage.file_lock import FileLock, Waiting, told
+from reap.buffers.storage.file_lock import FileLock, Waiting, describe_process
 
 Array = np.ndarray[Any, Any]
 GOES_ON, BEGINS, HOLE = 0, 1, 2
@@ -39,8 +39,8 @@ HEADER = 8 * (_FROM + 4 * _ENTRIES)
 class Ring:
     """The shared words and marks of a buffer; any number of writers and readers."""
 
-    def __init__(self, book: Array, gate: FileLock, capacity: int) -> None:
-        self.gate, self.capacity = gate, capacity
+    def __init__(self, book: Array, lock: FileLock, capacity: int) -> None:
+        self.lock, self.capacity = lock, capacity
         self.words = book[:HEADER].view(np.int64)
         self._look = self.words.data  # plain numbers, at a third of the price
         self.marks = book[HEADER : HEADER + capacity]
@@ -53,11 +53,11 @@ class Ring:
     def reserve(self, count: int) -> tuple[int, int]:
         """The next `count` positions: the first of them, and the entry to commit.
 
-        `WorkerSilent`, with a name, if another writer holds them for longer than the gate's patience.
+        `WorkerSilent`, with a name, if another writer holds them for longer than the lock's patience.
         """
-        waiting = Waiting(self.gate.patience)
+        waiting = Waiting(self.lock.patience)
         while True:
-            with self.gate.locked():
+            with self.lock.locked():
                 # A writer that died between its two words below has an entry beyond the head: those rows are its own.
                 head = max(int(self.words[HEAD]), int(self._entries[:, 1].max()))
                 # Not only never over rows still being written: a slow writer holds the frontier, and half of the ring
@@ -68,7 +68,7 @@ class Ring:
                 behind = active & (self._entries[:, 0] < limit)
                 if not behind.any():
                     for entry in np.flatnonzero(~active).tolist():
-                        if self.gate.claim(entry):
+                        if self.lock.claim(entry):
                             self._writers[entry] = os.getpid(), 0 if self.worker is None else self.worker + 1
                             self._entries[entry] = head, head + count  # before the head: nobody passes it unseen
                             self.words[HEAD] = head + count
@@ -80,15 +80,15 @@ class Ring:
         """Wait a little for the first of these entries."""
         first = int(np.where(whom, self._entries[:, 0], np.iinfo(np.int64).max).argmin())
         (start, end), (pid, worker) = self._entries[first].tolist(), self._writers[first].tolist()
-        who = functools.partial(told, pid, worker - 1 if worker else None)
+        who = functools.partial(describe_process, pid, worker - 1 if worker else None)
         waiting.lap((first, start), lambda: f"{who()} has been writing {end - start} rows to the replay buffer")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """While nobody writes: those who are at it finish first, as in `reserve`."""
-        waiting = Waiting(self.gate.patience)
+        waiting = Waiting(self.lock.patience)
         while True:
-            with self.gate.locked():
+            with self.lock.locked():
                 self._bury()
                 active = self._entries[:, 1] > 0
                 if not active.any():
@@ -98,19 +98,19 @@ class Ring:
 
     def commit(self, entry: int) -> None:
         """Let readers see what was written."""
-        with self.gate.locked():
+        with self.lock.locked():
             first, end = self._entries[entry].tolist()
             self._entries[entry, 1] = 0
             self._advance()
             if first >= self.words[BASE]:
                 self.words[COUNT] += end - first
-            self.gate.release(entry)
+            self.lock.release(entry)
 
     def abandon(self, entry: int) -> None:
         """What was written is not to be seen: an error came in between."""
-        with self.gate.locked():
+        with self.lock.locked():
             self._make_hole(entry)
-            self.gate.release(entry)
+            self.lock.release(entry)
 
     def _advance(self) -> None:
         active = self._entries[self._entries[:, 1] > 0, 0]
@@ -119,9 +119,9 @@ class Ring:
     def _bury(self, before: int | None = None) -> None:
         """Holes where dead writers were at work."""
         for entry in np.flatnonzero(self._entries[:, 1] > 0).tolist():
-            if (before is None or self._entries[entry, 0] < before) and self.gate.claim(entry):
+            if (before is None or self._entries[entry, 0] < before) and self.lock.claim(entry):
                 self._make_hole(entry)
-                self.gate.release(entry)
+                self.lock.release(entry)
 
     def _make_hole(self, entry: int) -> None:
         first, end = self._entries[entry].tolist()
@@ -148,7 +148,7 @@ class Ring:
             high, head = look[FRONTIER], look[HEAD]
         if high < head:
             if self._stuck == (high, head):  # nothing moved since the last look: perhaps nobody is there to move it
-                with self.gate.locked():
+                with self.lock.locked():
                     self._bury()
                     high, head = look[FRONTIER], look[HEAD]  # inside: no lap goes by between these two
             self._stuck = high, head
@@ -186,7 +186,7 @@ class Ring:
 
     def empty(self) -> None:
         """Forget every row: the next one is row 0 again."""
-        with self.gate.locked():
+        with self.lock.locked():
             base = self.next_lap()
             self.words[BASE] = base  # first: from here on nothing old can be read
             self.words[HEAD], self.words[COUNT], self.words[SAMPLED] = base, 0, 0

@@ -24,7 +24,7 @@ from reap.backends.network.launchers import (
     make_executor,
     new_secret,
     run_at_meeting,
-    tell,
+    write_json,
 )
 from reap.errors import UsageError, WrongArgument, nearest
 
@@ -41,7 +41,7 @@ _FRAMEWORKS = ("distributed", "rpc")
 
 
 def nodes_of(given: Mapping[str, Any]) -> Nodes:
-    """From options of that name."""
+    """Return where a collector listens for workers and who starts them, from the options of `LAUNCHING`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
     if not isinstance(launcher, str) or launcher not in LAUNCHERS:
@@ -95,7 +95,7 @@ def _port(port: Any) -> int:
 
 
 def _address(listen: Any) -> str:
-    """The address of this machine that was named; its loopback address if none was."""
+    """Return the address of this machine that was named; its loopback address if none was."""
     if listen is None:
         return LOOPBACK
     try:
@@ -149,7 +149,7 @@ def submitit_delayed_launcher(
             try:
                 executor = make_executor(folder, main_conf)
                 new_secret(meeting / "secret")
-                tell(meeting / "jobs", {"cluster": executor.cluster, "port": port})
+                write_json(meeting / "jobs", {"cluster": executor.cluster, "port": port})
                 first = executor.submit(run_at_meeting, str(meeting), sys.path, main)
                 executor = make_executor(folder, conf)
                 with executor.batch():

@@ -10,7 +10,8 @@ from typing_extensions import Self, Unpack
 
 from reap._system.pickling import dumps
 from reap.arguments import mapping, whole
-from reap.backends.remote.ray import RayActorTransport, ray_connection
+from reap.backends.remote.message_transport import connection_of
+from reap.backends.remote.ray import RayActorTransport, RayConnection
 from reap.collectors.buffer_writers import Sink, WriteOptions, Writer
 from reap.collectors.distributed.keywords import DEFAULTS, RayCollectorOptions
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
@@ -132,7 +133,7 @@ class RayCollector(MultiCollector):
     @property
     def remote_collectors(self) -> list[Any]:
         """The actors, as Ray knows them."""
-        return [ray_connection(worker).actor for worker in self._backend.workers]
+        return [connection_of(worker, RayConnection).actor for worker in self._backend.workers]
 
     def add_collectors(
         self,

@@ -18,8 +18,9 @@ from torch import nn
 
 from reap._system.forks import guard, refuse_all
 from reap._system.pickling import dumps
+from reap.arguments import count
 from reap.backends.remote.ray import import_ray
-from reap.errors import UsageError, WrongState
+from reap.errors import WrongState
 from reap.spec import AnyKey
 from reap.weights.local import load
 
@@ -52,7 +53,7 @@ class _Player:
 
 
 def _mean_return(played: TensorDictBase, key: AnyKey) -> float:
-    """The mean over episodes that ended; of a lane where none did, what it has so far."""
+    """Return the mean over episodes that ended; of a lane where none did, what it has so far."""
     steps = played.batch_size[-1]
     reward = played.get(key).reshape(*played.batch_size, -1).double().mean(-1).reshape(-1, steps)
     done = played.get(("next", "done")).reshape(*played.batch_size, -1).any(-1).reshape(-1, steps)
@@ -115,8 +116,7 @@ class RayEvalWorker:
         """Let it play with these weights, up to `max_steps` steps; a result nobody has asked for is dropped."""
         if self._actor is None:
             raise WrongState("this RayEvalWorker is shut down; make a new one")
-        if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-            raise UsageError(f"max_steps must be a whole number ≥ 1, got {max_steps!r}")
+        count("max_steps", max_steps)
         if isinstance(weights, nn.Module):
             weights = {name: value.detach().cpu() for name, value in weights.state_dict().items()}
         elif isinstance(weights, TensorDictBase):

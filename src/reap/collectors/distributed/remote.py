@@ -11,8 +11,8 @@ from reap.arguments import flag
 from reap.backends.local.pauses import Paused
 from reap.backends.nested_workers import NestedWorkers
 from reap.backends.remote.message_transport import MessageTransport
+from reap.collectors.distributed.collector_class import nested_workers_for
 from reap.collectors.distributed.collector_kwargs import merged
-from reap.collectors.distributed.teams import team_for
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import Options
 from reap.collectors.placement import Placement
@@ -35,7 +35,7 @@ class RemotePlacement(Placement):
             left.pop("update_after_each_batch", False), left.pop("max_weight_update_interval", -1)
         )
         self.given = {name: left.pop(name, usual) for name, usual in self.own.items()}
-        self.nested = team_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
+        self.nested = nested_workers_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
         self.options_left, self.each = merged(left, left.pop("collector_kwargs", None), ("sync", *self.given))
 
     def workers_write(self, buffer: Any) -> bool:

@@ -53,19 +53,19 @@ class Arrangement:
         return 0
 
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        """Whether this rollout is delivered; its keys and ids are those of a delivered one then."""
+        """Return whether this rollout is delivered; its keys and ids are those of a delivered one then."""
         return True
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
-        """The batch `[lanes, T]` in the shape in which it is delivered."""
+        """Return the batch `[lanes, T]` in the shape in which it is delivered."""
         return batch
 
     def by_worker(self, batch: TensorDictBase, rollout: Rollout) -> list[Part]:
-        """The batch `[lanes, T]` as the workers made it, for a buffer."""
+        """Return the batch `[lanes, T]` as the workers made it, for a buffer."""
         return [Part(self.arrange(batch, rollout), rollout.worker)]
 
     def split(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch as `[trajectories, time]`."""
+        """Return the batch as `[trajectories, time]`."""
         return split_trajectories(batch, prefix="collector")
 
 

@@ -26,6 +26,7 @@ from reap._system.interrupts import Interrupts
 from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
+from reap.core.capture.chance import beside_the_learner
 from reap.errors import WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
@@ -54,13 +55,13 @@ class Runner(Protocol):
         """Whether rows are still to come."""
 
     def paused_without(self, thread: int) -> bool:
-        """Whether it rests until another thread than this one ends its pause."""
+        """Return whether it rests until another thread than this one ends its pause."""
 
     def failure(self) -> Exception | None:
         """Return what went wrong in the background; None if nothing has."""
 
     def between(self, work: Callable[[], T]) -> T:
-        """What `work` returns, called between two batches."""
+        """Return what `work` returns, called between two batches."""
 
 
 _threads: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
@@ -92,6 +93,7 @@ class ThreadRunner:
         self._thread.start()
 
     def _run(self) -> None:
+        beside_the_learner()
         try:
             while self._next():
                 turn = self._turn()
@@ -190,7 +192,7 @@ class ThreadRunner:
 
 
 def ended_by(cause: BaseException, who: str) -> WorkerRaised:
-    """An env that calls sys.exit() ends a thread without a word: this is the word."""
+    """Return the error for a thread that was ended by what is no error, as by an env that calls sys.exit()."""
     error = WorkerRaised(f"{who} was ended by {cause!r}")
     error.__cause__ = cause
     return error

@@ -20,6 +20,7 @@ from reap.collectors.options import Options
 from reap.collectors.parts.arrangements import Arrangement, Part
 from reap.collectors.parts.listeners import Listeners
 from reap.core.columns.assemble_ragged import assembler
+from reap.core.columns.lane_major import LaneMajorCopies
 from reap.errors import UsageError
 from reap.trajectories import FINAL, WholeTrajectories
 
@@ -39,15 +40,16 @@ class BatchPipeline:
         self.whole = WholeTrajectories() if whole else None
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
+        self._copies = LaneMajorCopies()
         self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
 
     def more(self) -> bool:
-        """Whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
+        """Return whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
         left = self.whole is not None and len(self.whole) >= (self._options.trajs_per_batch or 0)
         return left or self.frames < self._total or bool(self.taken) or self.ready is not None
 
     def forget(self) -> None:
-        """What is held belongs to the time before."""
+        """Forget what is held: it belongs to the time before."""
         self.taken, self.ready = [], None
         if self.sink is not None:
             self.sink.forget()
@@ -56,7 +58,7 @@ class BatchPipeline:
     # ---- taking ---------------------------------------------------------------------------------------------------
 
     def take(self, backend: Backend) -> tuple[TensorDictBase, Rollout]:
-        """The next rollout that is delivered, assembled as `[lanes, T]`."""
+        """Return the next rollout that is delivered, assembled as `[lanes, T]`."""
         while True:
             rollout = backend.take(random=self.frames < self._random)
             if rollout.parts:
@@ -107,12 +109,15 @@ class BatchPipeline:
         return [Part(self.arrangement.arrange(batch, rollout))]
 
     def _assembled(self, rollout: Rollout) -> TensorDictBase:
-        """A rollout as the batch it is, where batches are to be stored."""
+        """Return a rollout as the batch it is, where batches are to be stored."""
         if self._options.set_truncated:
             mark_truncated(rollout.arrays, rollout.layout)
         copied = rollout.layout.look.contiguous
         if self._same is None or copied:
-            batch = assembler(rollout.layout)(rollout.arrays, rollout.layout)
+            arrays = rollout.arrays
+            if copied and rollout.layout is not self._copies.idle_for:
+                arrays = self._copies.of(arrays, rollout.layout)
+            batch = assembler(rollout.layout)(arrays, rollout.layout)
             if rollout.finals is not None:
                 batch.set_non_tensor(FINAL, rollout.finals)
         else:
@@ -133,7 +138,7 @@ class BatchPipeline:
     def deliver(
         self, postproc: Callable[[Any], Any] | None, hook: Callable[[Any], Any] | None
     ) -> TensorDictBase | None:
-        """What was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
+        """Return what was fetched, as it is delivered; None if it went to the sink, or nothing was fetched."""
         if not self.taken:
             return None
         split = self.arrangement.split if self._options.split_trajs else None
@@ -155,7 +160,7 @@ class BatchPipeline:
         return None
 
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
-        """A batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
+        """Return a batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
         batch = batch if self._storing is None else batch.to(self._storing)
         split = self.arrangement.split if self._options.split_trajs else None
         return processed(batch, split=split, postproc=postproc, hook=None)

@@ -28,17 +28,17 @@ class Lifecycle:
         self.collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
 
     def check_owner(self) -> None:
-        """Refuse where this is a copy, in a fork."""
+        """Raise if this is a copy, in a fork."""
         if self.elsewhere is not None:
             raise WrongState(f"this {self._owner} cannot be used here: {self.elsewhere}")
 
     def check_open(self) -> None:
-        """Refuse what comes after the end."""
+        """Raise if it is closed."""
         if self.why_closed is not None:
             raise WrongState(f"this {self._owner} is closed: {self.why_closed}; make a new one")
 
     def closed_meanwhile(self) -> WrongState:
-        """The error for whoever waited while it was closed."""
+        """Return the error for whoever waited while it was closed."""
         why = self.why_closed or "it was broken off"
         return WrongState(f"this {self._owner} was closed while it was at work: {why}")
 

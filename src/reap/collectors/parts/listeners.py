@@ -25,7 +25,7 @@ class Listeners:
         self.all.append(listener)
 
     def remove(self, listener: Callable[[TensorDictBase], Any]) -> None:
-        """Call it no more."""
+        """Call this listener no more."""
         self.all = [one for one in self.all if one != listener]
 
     def show(self, batch: TensorDictBase, number: tuple[int, int]) -> None:

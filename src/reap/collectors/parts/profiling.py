@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from reap.arguments import count
 from reap.backends.base import Backend
 from reap.core.profiling import ACTIVITIES, TraceSettings, activities_of
 from reap.errors import UsageError, WrongArgument, nearest
@@ -58,9 +59,8 @@ class ProfileConfig:
     on_trace_ready: Callable[[Path], Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, count in (("num_rollouts", self.traced_rollouts), ("warmup_rollouts", self.warmup_rollouts)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise UsageError(f"{name} must be a whole number ≥ 0, got {count!r}")
+        count("num_rollouts", self.traced_rollouts, least=0)
+        count("warmup_rollouts", self.warmup_rollouts, least=0)
         if self.traced_rollouts <= self.warmup_rollouts:
             raise UsageError(
                 f"num_rollouts ({self.traced_rollouts}) must be above warmup_rollouts ({self.warmup_rollouts})"
@@ -121,21 +121,21 @@ class Profiler:
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
 
-    def enable(self, backend: Backend, count: int, **told: Any) -> None:
+    def enable(self, backend: Backend, num_workers: int, **told: Any) -> None:
         """Record what so many workers make from now on; `told` are the fields of `ProfileConfig`."""
         known = {one.name for one in fields(ProfileConfig)}
         unknown = sorted(told.keys() - known)
         if unknown:
             raise WrongArgument(f"enable_profile has no option {unknown[0]!r}{nearest(unknown[0], known)}")
-        self.timeline = Timeline(ProfileConfig(**told), count)
+        self.timeline = Timeline(ProfileConfig(**told), num_workers)
         backend.on_rollout = self.timeline.rollout
-        traces = self.timeline.config.traces(count)
+        traces = self.timeline.config.traces(num_workers)
         if traces:
             backend.profile(traces)
 
-    def disable(self, backend: Backend, count: int) -> None:
+    def disable(self, backend: Backend, num_workers: int) -> None:
         """Stop recording; what was recorded is written."""
-        traces = {} if self.timeline is None else self.timeline.config.traces(count)
+        traces = {} if self.timeline is None else self.timeline.config.traces(num_workers)
         if traces:
             backend.profile(dict.fromkeys(traces))
         self.write(backend)

@@ -101,7 +101,7 @@ class StalenessWatch:
         return [int(one) for one in sums]
 
     def changed(self) -> bool:
-        """Whether the policy is another than the copies are."""
+        """Return whether the policy is another than the copies are."""
         if torch_internals.SEES_REPLACED:
             held = chain(chain.from_iterable(map(dict.values, self._holders)), _END)
             if all(map(operator.is_, held, self._held)) and self._look() == self._seen:
@@ -179,7 +179,7 @@ def _gather(thing: Any, found: dict[int, nn.Module], seen: set[int], depth: int)
 
 
 def _used_by(function: Any, owner: Any) -> list[Any]:
-    """What a method, and the methods it calls, name of their object."""
+    """Return what a method, and the methods it calls, name of their object."""
     if isinstance(owner, nn.Module):
         return [owner]
     names: set[str] = set()
@@ -207,7 +207,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The bits of numbers, as whole numbers: their sum is exact, on any device and in any order."""
+    """Return the bits of numbers, as whole numbers: their sum is exact, on any device and in any order."""
     values = torch.view_as_real(values) if values.is_complex() else values
     return values.contiguous().view(_INTEGERS[values.element_size()])
 

@@ -109,7 +109,7 @@ class PolicyVersion:
 
 
 def as_updater(given: Any) -> WeightUpdaterBase | None:
-    """What was given as `weight_updater`, or what the factory given makes."""
+    """Return what was given as `weight_updater`, or what the factory given makes."""
     if given is None:
         return None
     warnings.warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning, stacklevel=5)

@@ -37,7 +37,7 @@ class WeightUpdates:
         self.watch: StalenessWatch | None = None  # while copies act, and nobody has sent them weights yet
 
     def due(self, batches: int) -> bool:
-        """Whether weights are to be sent before the next batch; so many were delivered."""
+        """Return whether weights are to be sent before the next batch; so many were delivered."""
         return self._options.update_at_each_batch or 0 < self._interval <= batches - self._sent_at
 
     def watch_policy(self, policy: Any, who: str, remedy: str, workers: int = 1) -> None:
@@ -87,7 +87,7 @@ def models_in(
     weights_dict: Mapping[str, Any] | None,
     policy_weights: Any,
 ) -> dict[str, Any]:
-    """The models that `update_policy_weights_` was given weights for, by name; None: the policy's own."""
+    """Return the models that `update_policy_weights_` was given weights for, by name; None: the policy's own."""
     if policy_weights is not None:
         warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=3)
         weights = policy_weights if weights is None else weights
@@ -107,7 +107,7 @@ def models_in(
 
 
 def place_of(path: str) -> str:
-    """Where a module with this path is, "env" or "postproc"; raises where there can be none."""
+    """Return where a module with this path is, "env" or "postproc"; raises where there can be none."""
     place = path.replace("[", ".").split(".")[0]
     if place not in ("env", "postproc"):
         raise _unknown(path)
@@ -158,5 +158,5 @@ class _UnknownModel(UsageError, KeyError):
 
 
 def _unknown(path: str) -> UsageError:
-    """The error for a path at which there is no model."""
+    """Return the error for a path at which there is no model."""
     return _UnknownModel(f"model {path!r} is not here; this collector has 'policy', and paths in {_PLACES}")

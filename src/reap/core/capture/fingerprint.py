@@ -13,13 +13,14 @@ from typing import Any
 from torch import nn
 
 from reap._foreign import torch_internals
+from reap.core.capture.provable import CodeReader, codes_of
 
 
 class Fingerprint:
     """What modules rely on, as it is now: attributes, hooks, parameters, and the variables their code looks up.
 
     `holds` tells whether all of it still is the same. Of variables those are known that the methods of a user's own
-    classes name; what functions that they call look up is not.
+    classes name, and the functions and distributions of the user's own that a step is made of.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -33,16 +34,15 @@ class Fingerprint:
             self._keep(hooks, 0)
         for module in self._modules:
             self._keep(vars(module), 3)
-        for kind in dict.fromkeys(self._types):
-            for cls in _own_classes(kind):
-                self._keep(vars(cls), 1)
-        theirs = [value for m in self._modules for value in vars(m).values() if isinstance(value, types.FunctionType)]
-        for function in {*theirs, *(f for kind in dict.fromkeys(self._types) for f in _methods(kind))}:
+        read = CodeReader(modules)
+        for cls in {cls: None for kind in self._types for cls in _own_classes(kind)} | read.classes:
+            self._keep(vars(cls), 1)
+        for function in {f: None for kind in dict.fromkeys(self._types) for f in _methods(kind)} | read.functions:
             for cell in function.__closure__ or ():
                 with contextlib.suppress(ValueError):  # an empty one
                     self._cells.append((cell, cell.cell_contents))
                     self._keep_if_container(cell.cell_contents)
-            for name in function.__code__.co_names:
+            for name in dict.fromkeys(name for code in codes_of(function.__code__) for name in code.co_names):
                 if name in function.__globals__:
                     self._names.append((function.__globals__, name, function.__globals__[name]))
                     self._keep_if_container(function.__globals__[name])

@@ -2,7 +2,8 @@
 
 A recording shows what a module did; it cannot show what it would do another time. So the code is read before anything
 is recorded. A module of torch's, tensordict's or TorchRL's own is known. One of the user's own is a function of tensors
-if its `forward`, and whatever methods and functions of the user's that calls, do nothing else than this:
+if its `forward`, and whatever methods and functions of the user's that calls, decorators and distributions of the
+user's own included, do nothing else than this:
 
 - look up names of torch, `math`, constants and modules that are registered, and attributes that are numbers, tensors or
   modules: no clocks, files, generators, settings, plain objects, which change without anybody noticing;
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import inspect
 import math
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,116 +45,203 @@ _WRITES = frozenset(
         "PUSH_EXC_INFO", "CHECK_EXC_MATCH"
     }
 )
+# What the process is set to, or more than tensors know: names of torch that are not functions of tensors.
+_SETTINGS = frozenset(
+    {
+        "are_deterministic_algorithms_enabled", "backends", "default_generator", "distributed", "futures",
+        "get_autocast_dtype", "get_default_device", "get_default_dtype", "get_deterministic_debug_mode",
+        "get_float32_matmul_precision", "get_num_interop_threads", "get_num_threads", "get_rng_state", "hub",
+        "initial_seed", "is_autocast_enabled", "is_deterministic_algorithms_warn_only_enabled", "manual_seed",
+        "multiprocessing", "profiler", "seed"
+    }
+)
 # fmt: on
 
 
 def why_not(model: nn.Module) -> str | None:
     """Why a model's code cannot be known to be a function of tensors; None if it can."""
-    parts = list(model.modules())
-    for part in parts:
-        reason = _part(part, {id(p) for p in parts})
-        if reason is not None:
-            return f"its {type(part).__name__} {reason}"
-    return None
+    return CodeReader([model]).why
 
 
-def _part(part: nn.Module, registered: set[int]) -> str | None:
-    functions = [value for value in vars(part).values() if inspect.isfunction(value) or inspect.ismethod(value)]
-    foreign = [f for f in functions if not _is_known(f)]
-    for function in foreign:
-        reason = _code(function, part, registered, set())
-        if reason is not None:
-            return f"calls a function that {reason}"
-    if _is_known(type(part)):
+class CodeReader:
+    """Reads the code of modules.
+
+    Attributes:
+        why: why it cannot be known to be a function of tensors; None if it can.
+        functions: the functions of the user's own that were read.
+        classes: the classes of the user's own that they make objects of, like distributions.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._parts = [part for module in modules for part in module.modules()]
+        self._registered = {id(part) for part in self._parts}
+        self._kinds = {cls for part in self._parts for cls in type(part).__mro__}
+        self.functions: dict[types.FunctionType, None] = {}
+        self.classes: dict[type, None] = {}
+        self.why = self._reason()
+
+    def _reason(self) -> str | None:
+        for part in self._parts:
+            reason = self._part(part)
+            if reason is not None:
+                return f"its {type(part).__name__} {reason}"
         return None
-    if isinstance(part, TensorDictModuleBase):
-        return "has code of its own on TensorDicts"
-    for cls in type(part).__mro__:
-        own = _MAGIC & vars(cls).keys() if not _is_known(cls) and cls is not object else set()
-        if own:
-            return f"has a {sorted(own)[0]} of its own"
-    return _code(type(part).forward, part, registered, set())
+
+    def _part(self, part: nn.Module) -> str | None:
+        for value in vars(part).values():
+            reason = self._held(value, 3)
+            if reason is not None:
+                return f"calls a function that {reason}"
+        if _is_known(type(part)):
+            method = vars(part).get("method")  # of a TensorDictModule, in place of `forward`
+            return self._code(getattr(part.module, method)) if isinstance(method, str) else None
+        if isinstance(part, TensorDictModuleBase):
+            return "has code of its own on TensorDicts"
+        for cls in type(part).__mro__:
+            own = _MAGIC & vars(cls).keys() if not _is_known(cls) and cls is not object else set()
+            if own:
+                return f"has a {sorted(own)[0]} of its own"
+        return self._code(type(part).forward)
+
+    def _held(self, value: Any, depth: int) -> str | None:
+        """Why something that a module holds, and may call, is a reason."""
+        if isinstance(value, (Mapping, list, tuple)):
+            inside = value.values() if isinstance(value, Mapping) else value
+            return next((r for v in inside if (r := self._held(v, depth - 1)) is not None), None) if depth else None
+        if not callable(value) or _is_known(value) or isinstance(value, (nn.Module, Tensor, weakref.ref)):
+            return None
+        if inspect.isfunction(value) or inspect.ismethod(value):
+            return self._code(value)
+        if isinstance(value, functools.partial):
+            given = (value.func, *value.args, *value.keywords.values())
+            return next((r for v in given if (r := self._value(v, "what it is given")) is not None), None)
+        if inspect.isclass(value):
+            return None if issubclass(value, nn.Module) else self._class(value)
+        return f"is a {type(value).__name__}"
+
+    def _class(self, kind: type) -> str | None:
+        """Why a class whose objects live for one step, as distributions do, is a reason; it may write to them."""
+        if kind in self.classes:
+            return None
+        self.classes[kind] = None
+        for cls in kind.__mro__:
+            if _is_known(cls) or cls.__module__ == "builtins":
+                continue
+            self.classes[cls] = None
+            if _MAGIC & vars(cls).keys():
+                return f"is a {kind.__name__}, which has a {sorted(_MAGIC & vars(cls).keys())[0]} of its own"
+            for value in vars(cls).values():
+                value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                reason = self._code(value, of=kind) if inspect.isfunction(value) else None
+                if reason is not None:
+                    return f"is a {kind.__name__}, which {reason}"
+        return None
+
+    def _code(self, function: Any, of: type | None = None) -> str | None:
+        """Why a function, or a method of the class `of`, is more than a function of tensors."""
+        function = _without_known_wrappers(function)
+        if not isinstance(function, types.FunctionType):
+            return f"is a {type(function).__name__}"
+        if function in self.functions:
+            return None
+        self.functions[function] = None
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if not _constant(value):
+                return f"has a {type(value).__name__} as a default"
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if inspect.isclass(value) and (value in self._kinds or value in self.classes):
+                continue  # `super()`
+            reason = self._value(value, "a variable around it")
+            if reason is not None:
+                return reason
+        writes = _WRITES - {"STORE_ATTR"} if of is not None else _WRITES
+        for code in codes_of(function.__code__):
+            for step in dis.get_instructions(code):
+                if step.opname in writes and not (step.opname == "STORE_DEREF" and step.argval in code.co_cellvars):
+                    done = f"{step.opname.lower().replace('_', ' ')} {step.argval or ''}".rstrip()
+                    return f"does more than compute ({done})"
+            for name in code.co_names:
+                reason = self._name(name, function, of)
+                if reason is not None:
+                    return reason
+        return None
+
+    def _name(self, name: str, function: types.FunctionType, of: type | None) -> str | None:
+        """Why a name in the code is a reason: it may be a global, an attribute, or a method of a tensor.
+
+        An attribute may be that of any of the modules, and a method that of any of its class's parents (`super`).
+        """
+        if name in function.__globals__:
+            reason = self._value(function.__globals__[name], name)
+            if reason is not None:
+                return reason
+        elif hasattr(builtins, name) and name not in _BUILTINS and not hasattr(Tensor, name):
+            return f"uses {name}"
+        if name in _SETTINGS or (name.startswith("set_") and hasattr(torch, name)):
+            return f"uses {name}"
+        if name == "__class__" or name == "training":
+            return "uses __class__" if name == "__class__" else None
+        held = [] if of is not None else [vars(part)[name] for part in self._parts if name in vars(part)]
+        kinds = of.__mro__ if of is not None else self._kinds
+        reasons = (self._value(value, f"its attribute {name}") for value in held)
+        found = [vars(cls)[name] for cls in kinds if name in vars(cls) and not _is_known(cls) and cls is not object]
+        if any(inspect.isfunction(value) for value in found) and of is not None:
+            found = []  # all methods of the class are read
+        plain = [v.fget if isinstance(v, property) else getattr(v, "__func__", v) for v in found]
+        of_classes = (self._value(value, f"its class's {name}") for value in plain)
+        return next((reason for them in (reasons, of_classes) for reason in them if reason is not None), None)
+
+    def _value(self, value: Any, name: str) -> str | None:
+        if _constant(value) or isinstance(value, Tensor):
+            return None
+        if isinstance(value, nn.Module):
+            return None if id(value) in self._registered else f"uses {name}, a module that is not registered"
+        if value is math or (isinstance(value, types.ModuleType) and _root(value.__name__) == "torch"):
+            return None
+        if isinstance(value, (torch.Generator, types.ModuleType)):
+            return f"uses {name}"
+        if isinstance(value, torch.jit.ScriptFunction):
+            return f"uses {name}, which TorchScript has compiled"
+        if callable(value) and _is_known(value):
+            return None
+        if inspect.isfunction(value) or inspect.ismethod(value):
+            return self._code(value)
+        if isinstance(value, (list, tuple)):
+            return next((r for v in value if (r := self._value(v, name)) is not None), None)
+        return f"uses {name}, a {type(value).__name__}"
+
+
+def _without_known_wrappers(function: Any) -> Any:
+    """What a method, or a function that torch has wrapped (`@torch.no_grad()`), is inside."""
+    function = getattr(function, "__func__", function)
+    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__") and _written_there(function):
+        function = getattr(function.__wrapped__, "__func__", function.__wrapped__)
+    return function
 
 
 def _is_known(thing: Any) -> bool:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0] in _KNOWN
+    """Whether something is torch's, tensordict's or TorchRL's: all of it, not just what is around a function."""
+    if isinstance(thing, types.FunctionType):
+        return _written_there(_without_known_wrappers(thing))
+    return _root(getattr(thing, "__module__", None) or "") in _KNOWN
 
 
-def _code(function: Any, part: nn.Module, registered: set[int], seen: set[Any]) -> str | None:
-    """Why a function is more than a function of tensors."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not isinstance(function, types.FunctionType):
-        return f"is a {type(function).__name__}"
-    if function in seen:
-        return None
-    seen.add(function)
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        if not _constant(value):
-            return f"has a {type(value).__name__} as a default"
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:
-            continue
-        if value is type(part):
-            continue  # `super()`
-        reason = _value(value, "a variable around it", part, registered, seen)
-        if reason is not None:
-            return reason
-    for code in _codes(function.__code__):
-        for step in dis.get_instructions(code):
-            if step.opname in _WRITES and not (step.opname == "STORE_DEREF" and step.argval in code.co_cellvars):
-                return f"does more than compute ({step.opname.lower().replace('_', ' ')} {step.argval or ''})".rstrip()
-        for name in code.co_names:
-            reason = _name(name, function, part, registered, seen)
-            if reason is not None:
-                return reason
-    return None
+def _written_there(function: Any) -> bool:
+    """Whether a function's code is in one of these libraries. The name it bears may be that of what it is around."""
+    where = function.__globals__.get("__name__") if isinstance(function, types.FunctionType) else function.__module__
+    return _root(where or "") in _KNOWN
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _name(name: str, function: Any, part: nn.Module, registered: set[int], seen: set[Any]) -> str | None:
-    """Why a name in the code is a reason: it may be a global, an attribute, or a method of a tensor."""
-    if name in function.__globals__:
-        reason = _value(function.__globals__[name], name, part, registered, seen)
-        if reason is not None:
-            return reason
-    elif hasattr(builtins, name) and name not in _BUILTINS and not hasattr(Tensor, name):
-        return f"uses {name}"
-    if name == "__class__" or name == "training":
-        return "uses __class__" if name == "__class__" else None
-    if name in vars(part):
-        return _value(vars(part)[name], f"its attribute {name}", part, registered, seen)
-    for cls in type(part).__mro__:
-        if name in vars(cls) and not _is_known(cls) and cls is not object:
-            found = vars(cls)[name]
-            found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-            return _value(found, f"its class's {name}", part, registered, seen)
-    return None
-
-
-def _value(value: Any, name: str, part: nn.Module, registered: set[int], seen: set[Any]) -> str | None:
-    if _constant(value) or isinstance(value, Tensor):
-        return None
-    if isinstance(value, nn.Module):
-        return None if id(value) in registered else f"uses {name}, a module that is not registered"
-    if value is math or (isinstance(value, types.ModuleType) and _root(value.__name__) == "torch"):
-        return None
-    if isinstance(value, (torch.Generator, types.ModuleType)):
-        return f"uses {name}"
-    if callable(value) and _is_known(value):
-        return None
-    if inspect.isfunction(value) or inspect.ismethod(value):
-        return _code(value, part, registered, seen)
-    if isinstance(value, (list, tuple)):
-        return next((r for v in value if (r := _value(v, name, part, registered, seen)) is not None), None)
-    return f"uses {name}, a {type(value).__name__}"
+            yield from codes_of(constant)
 
 
 def _root(name: str) -> str:

@@ -40,9 +40,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from reap._foreign import torch_internals
+from reap.core.capture.chance import is_shared
 
 _TORCH = os.path.dirname(torch.__file__)
 _DISTRIBUTIONS = os.path.join(_TORCH, "distributions")
+_DISTURBED = 8  # so often a recording in which another thread drew is made again
 
 # Questions about a tensor whose answers follow from its shape, type and place, which do not change.
 # fmt: off
@@ -146,6 +148,7 @@ class Recorder(TorchFunctionMode):
             self.register(tensor)
         self.inputs = len(inputs)
         self.paused = False
+        self.moved = False  # whether NumPy's or Python's generator did
         self.made: set[int] = set()  # registers that a call wrote
 
     def register(self, tensor: Tensor) -> int:
@@ -392,12 +395,23 @@ def record(
         _recording.by = None
     if list(map(version_of, inputs)) != versions:
         raise NotCaptured("it changes its input in place")
-    if numpy_state != _numpys_chance() or python_state != random.getstate():
+    recorder.moved = numpy_state != _numpys_chance() or python_state != random.getstate()
+    if recorder.moved and not is_shared():
         raise NotCaptured("it draws from NumPy's or Python's random numbers")
     for value in outputs:
         if not isinstance(value, Tensor):
             raise NotCaptured(f"it returns a {type(value).__name__}")
     return RecordedStep(recorder, tuple(recorder.register(v) for v in outputs))
+
+
+def undisturbed(make: Callable[[], RecordedStep]) -> RecordedStep:
+    """A recording; beside the learner one in which nobody drew, made again where that may have been the learner."""
+    made = make()
+    for _ in range(_DISTURBED):
+        if not is_shared() or not (made.recorder.moved or any(c.random and not c.foreign for c in made.recorder.calls)):
+            return made
+        made = make()
+    raise NotCaptured("it draws random numbers beside another thread, which draws from the same generator")
 
 
 def from_outside(first: RecordedStep, second: RecordedStep) -> dict[int, Tensor]:
@@ -430,7 +444,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None) -> None:
-    """What a computed value decides in Python is another program for every value."""
+    """Raise `NotCaptured` if a computed value decides something in Python: for others it is another program."""
     if moving is None:
         computed = set(range(recorder.inputs))
         for call in recorder.calls:
@@ -443,7 +457,7 @@ def refuse_decisions(recorder: Recorder, moving: AbstractSet[int] | None = None)
 
 
 def refuse_hooks(modules: Sequence[nn.Module]) -> None:
-    """A hook is there to be called."""
+    """Raise `NotCaptured` if a module has a hook, which a replay would not call."""
     if not torch_internals.KNOWS_HOOKS:
         raise NotCaptured("this version of torch does not say whether there are hooks")
     for module in modules:

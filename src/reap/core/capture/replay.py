@@ -10,7 +10,7 @@ The functions are those that were recorded, on the same tensors; where NumPy giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from reap._foreign import torch_internals
+from reap.core.capture.chance import is_shared, position, probe_generator, put_back, same_position
 from reap.core.capture.fingerprint import Fingerprint
+from reap.core.capture.frame_stacks import moved_in_place
+from reap.core.capture.grey_pictures import with_grey_pictures
 from reap.core.capture.recorder import (
     Call,
     Decision,
@@ -31,6 +34,7 @@ from reap.core.capture.recorder import (
     record,
     refuse_decisions,
     refuse_hooks,
+    undisturbed,
 )
 from reap.core.capture.shortcuts import Shortened
 from reap.core.capture.source import StepSource, Wanted
@@ -84,11 +88,15 @@ class Captured:
     ) -> None:
         self._call, self._writes, self._arrays, self._inference = call, writes, arrays, inference
         refuse_hooks(modules)
-        self._relied_on = Fingerprint(modules)
-        first = record(call, probes[0], Shadows() if writes else None)
+        self._relied_on, self._settings = Fingerprint(modules), _settings()
+        first, second = (
+            undisturbed(lambda probe=probe: record(call, probe, Shadows() if writes else None))  # type: ignore[misc]
+            for probe in probes[:2]
+        )
         refuse_decisions(first.recorder)
-        self._outside = from_outside(first, record(call, probes[1], Shadows() if writes else None))
-        self._kinds = [(t, _kind(t)) for t in self._outside.values()]
+        self._outside = from_outside(first, second)
+        self._draws = any(one.random and not one.foreign for one in first.recorder.calls)
+        self._kinds = _kinds(self._outside.values())
         self._arrange(first)
         self._probes = probes
         self._halves: dict[tuple[int, ...], Halves | None] = {}
@@ -125,6 +133,9 @@ class Captured:
         calls, again = _without_repeats(calls, {at for at, place in memory.items() if place in changed}, {*outputs})
         names = {at: again.get(name, name) for at, name in (again | names).items()}
         decisions = [d._replace(at=names.get(d.at, d.at)) for d in decisions]
+        looked_at = (*outputs, *(d.at for d in decisions))
+        calls = moved_in_place(calls, recorder.tensors, memory, looked_at)
+        calls = with_grey_pictures(calls, recorder.tensors, looked_at)
         moving = set(inputs)
         steady, each = [], []
         for call in calls:
@@ -176,11 +187,14 @@ class Captured:
 
         Without `look` attributes, hooks and the like are taken for what they were: it was bound in this rollout.
         """
-        if look and (not self._relied_on.holds() or any(_kind(t) != kind for t, kind in self._kinds)):
+        if look and (self._settings != _settings() or not self._relied_on.holds()):
+            return False
+        if look and _kinds(self._outside.values()) != self._kinds:
             return False
         with torch.no_grad():
             values = self._prepare()()
-            if any(d.read(v) != d.value for d, v in zip(self._guards, values[len(self._fixed) :])):
+            guarded = values[len(self._fixed) :]
+            if guarded and any(d.read(v) != d.value for d, v in zip(self._guards, guarded)):
                 return False
             self._steady = values[: len(self._fixed)]
             self.run = self._step(*self._steady)
@@ -190,6 +204,8 @@ class Captured:
         """This step with only the outputs `now` made at once, ready for a rollout; None where nothing is gained."""
         key = tuple(now)
         if key not in self._halves:
+            if self._draws and is_shared():
+                return None  # two halves of what draws cannot be compared with the whole here
             self._halves[key] = self._split(key)
         found = self._halves[key]
         if found is not None:
@@ -249,21 +265,23 @@ class Captured:
         The generator is left as the step leaves it. Tensors from outside that a step may change are not touched: step
         and replay each have copies of them, which must be the same afterwards.
         """
+        if self._draws and is_shared():
+            return True  # each would have other numbers: nothing can be told
         with torch.no_grad():
-            state = torch.get_rng_state()
+            state = position()
             if self._writes:
                 wanted, after, got = self._on_copies(inputs, state)
             else:
                 version_of = torch_internals.version_of
                 versions = list(map(version_of, self._outside.values()))
                 wanted = [*self._call(*[x.clone() for x in inputs])]
-                after = torch.get_rng_state()
-                torch.set_rng_state(state)
+                after = position()
+                put_back(state)
                 got = self._replayed(self.run, inputs)
                 if versions != list(map(version_of, self._outside.values())):
                     return True  # another thread trains meanwhile: nothing can be told
-            same = torch.equal(after, torch.get_rng_state()) and all(map(_same_bits, wanted, got))
-            torch.set_rng_state(after)
+            same = same_position(after, position()) and all(map(_same_bits, wanted, got))
+            put_back(after)
         return same
 
     def _replayed(self, run: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -272,15 +290,17 @@ class Captured:
             return [*run(*given)[: self.outputs]]
         return [torch.from_numpy(array) for array in run(*[x.numpy().copy() for x in given])[: self.outputs]]
 
-    def _on_copies(self, inputs: Sequence[Tensor], state: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    def _on_copies(
+        self, inputs: Sequence[Tensor], state: Tensor | None
+    ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """What the step makes and has changed; the generator after it; what the replay makes and has changed."""
         theirs, ours = Shadows(), Shadows()
         stands = {at: ours.of(tensor) for at, tensor in self._outside.items()}
         made = record(self._call, inputs, theirs)
         wanted = [made.recorder.tensors[at] for at in made.outputs]
         wanted = [theirs.of(t) if any(t is one for one in self._outside.values()) else t for t in wanted]
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
+        after = position()
+        put_back(state)
         prepare, step = self._compiled(stands)
         values = self._replayed(step(*prepare()()[: len(self._fixed)]), inputs)
         return [*wanted, *map(theirs.of, self._outside.values())], after, [*values, *stands.values()]
@@ -341,25 +361,26 @@ class Halves:
 
     def agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
         """Whether both halves make what the `whole` step makes, over as many rows as leave every remainder."""
-        kept = torch.get_rng_state()
+        kept = position()
         try:
             with torch.no_grad():
                 return self._agrees(whole, probes, used)
         except Exception:  # a value that is no array, a function that does not go over rows: all is made at each step
             return False
         finally:
-            torch.set_rng_state(kept)
+            put_back(kept)
 
     def _agrees(self, whole: Callable[..., Any], probes: Sequence[Sequence[Tensor]], used: Sequence[int]) -> bool:
         rows, wanted = [], []
+        chance = probe_generator()
         for turn in range(67):
-            probe = [_noisy(probes[turn % len(probes)][i]) for i in used]
-            state = torch.get_rng_state()
+            probe = [_noisy(probes[turn % len(probes)][i], chance) for i in used]
+            state = position()
             wanted.append(whole(*probe))
-            after = torch.get_rng_state()
-            torch.set_rng_state(state)
+            after = position()
+            put_back(state)
             rows.append(self.run(*probe))
-            if not torch.equal(after, torch.get_rng_state()):
+            if not same_position(after, position()):
                 return False
         for i, at in enumerate(self.now):
             if not all(_same_bits(w[at], torch.from_numpy(r[i])) for w, r in zip(wanted, rows)):
@@ -373,8 +394,10 @@ class Halves:
         return same and all(bool((column == check.value).all()) for check, column in said)
 
 
-def _noisy(value: Tensor) -> Tensor:
-    return value + torch.randn_like(value) if value.dtype.is_floating_point else value.clone()
+def _noisy(value: Tensor, chance: torch.Generator) -> Tensor:
+    if not value.dtype.is_floating_point:
+        return value.clone()
+    return value + torch.randn(value.shape, dtype=value.dtype, generator=chance)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
@@ -382,8 +405,13 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+def _kinds(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+
+
+def _settings() -> tuple[Any, ...]:
+    """What this thread has set that decides how torch computes, beside its arguments."""
+    return torch.get_default_dtype(), torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -18,7 +18,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 
 from reap.core.assemble import assemble
 from reap.core.columns.assemble_frames import assemble_frames
-from reap.core.columns.object_columns import filled, own
+from reap.core.columns.object_columns import filled, private_copy
 from reap.core.slot import FRAME, MASK, Layout
 from reap.spec import Key, Leaf
 
@@ -43,7 +43,7 @@ def assemble_loose(arrays: Arrays, layout: Layout) -> TensorDictBase:
             column[~mask] = None
         lanes = [[filled(leaf, value) for value in lane] for lane in column.T]
         if key[0] == "next":  # the same object is the following row's root, or where the next rollout begins
-            lanes = [[own(value) for value in lane] for lane in lanes]
+            lanes = [[private_copy(value) for value in lane] for lane in lanes]
         if leaf.ragged:
             ragged[key] = lanes
         else:
@@ -73,7 +73,7 @@ def stacked(values: Sequence[Any]) -> NonTensorStack:
 def frame(
     values: Mapping[Key, Any], loose: Mapping[Key, Leaf], lanes: int | None, device: torch.device | None
 ) -> TensorDictBase:
-    """One step as a TensorDict, a lazy stack if it must be; loose values come as `Cells` give them."""
+    """One step as a TensorDict, a lazy stack if it must be; loose values come as `ObjectColumn` gives them."""
     td = TensorDict({}, batch_size=[] if lanes is None else [lanes], device=device)
     ragged = []
     for key, value in values.items():

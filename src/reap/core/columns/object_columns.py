@@ -2,8 +2,8 @@
 
 One reference per lane. A value is copied whenever it crosses a border, unless it cannot change:
 
-    env ──own──► slot ──own──► policy
-                   └───own──► batch     (successors: the same object is the following row's root)
+    env ──copy──► slot ──copy──► policy
+                    └───copy──► batch     (successors: the same object is the following row's root)
 
 Strings, numbers and other immutables travel as they are, arrays and tensors are copied, anything else is deep-copied.
 """
@@ -24,8 +24,8 @@ from reap.spec import Leaf
 _UNCHANGING = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
-def own(value: Any) -> Any:
-    """A value nobody else can change."""
+def private_copy(value: Any) -> Any:
+    """Return a copy that nobody else can change; the value itself, if nobody can change that."""
     kind = value.__class__
     if kind in _UNCHANGING or isinstance(value, np.generic):
         return value
@@ -60,12 +60,12 @@ class ObjectColumn:
         return self._array.shape if self._batched else ()
 
     def __getitem__(self, lanes: slice) -> ObjectColumn:
-        """The same of some lanes."""
+        """Return the same column of some lanes."""
         return ObjectColumn(self.leaf, self._array[lanes], self._batched)
 
     def clone(self) -> Any:
         """The values, for foreign code to keep or change."""
-        values = [own(filled(self.leaf, value)) for value in self._array]
+        values = [private_copy(filled(self.leaf, value)) for value in self._array]
         return values if self._batched else values[0]
 
     def to(self, device: torch.device) -> Any:

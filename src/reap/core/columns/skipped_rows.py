@@ -70,7 +70,7 @@ def _by_lane(lane: Array, lanes: int) -> Array:
 
 
 def clear_rest(mask: Array, columns: Sequence[Array]) -> None:
-    """Zeros where no frame is."""
+    """Write zeros where no frame is."""
     step, lane = np.divmod(np.flatnonzero(~mask), mask.shape[1])  # `nonzero` of two dimensions takes thrice as long
     for column in columns:
         column[step, lane] = 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reap.core.device.cudagraph_rollout import CudaGraphRollout
-from reap.core.policy import Policy, RandomActions, TensorPolicy
+from reap.core.policy import Policy, RandomActions, SubstitutePolicy, TensorPolicy
 from reap.core.slot import Layout, Row, Slot
 from reap.errors import UsageError
 from reap.spec import Key, Leaf
@@ -39,7 +39,7 @@ class Width:
         return Width([t[:size] for t in self.inputs], [t[:size] for t in self.static], [t[:size] for t in self.host])
 
 
-class CudaGraphPolicy(TensorPolicy):
+class CudaGraphPolicy(SubstitutePolicy):
     """A policy whose steps are replayed as a CUDA graph."""
 
     def __init__(self, policy: TensorPolicy, model: Any, device: torch.device) -> None:
@@ -50,19 +50,19 @@ class CudaGraphPolicy(TensorPolicy):
                 "cudagraph_policy: this policy finds at each step what it wrote at the last one, which a recording "
                 "cannot follow; leave cudagraph_policy out"
             )
-        super().__init__(policy.inputs, device)
-        self._policy, self.outputs = policy, policy.outputs
+        super().__init__(policy, policy.inputs, device)
+        self.outputs = policy.outputs
         self._owners = [model] if isinstance(model, nn.Module) else []
         self._widths: dict[torch.Size, Width] = {}
         self._room: Width | None = None
 
     @property
     def written(self) -> Sequence[Key]:
-        return self._policy.written
+        return self._plain.written
 
     def begin(self, slot: Slot) -> None:
-        self._policy.begin(slot)
-        if self._policy.remembers:
+        self._plain.begin(slot)
+        if self._plain.remembers:
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
         if self._room is None:
             self._room = self._lay_out(slot)
@@ -95,7 +95,7 @@ class CudaGraphPolicy(TensorPolicy):
         return width
 
     def _step(self, width: Width) -> None:
-        for static, value in zip(width.static, self._policy.forward(tuple(width.inputs))):
+        for static, value in zip(width.static, self._plain.forward(tuple(width.inputs))):
             if value.shape != static.shape or value.dtype != static.dtype:
                 raise UsageError(f"the policy's output changed: {static.dtype}{list(static.shape)} before")
             static.copy_(value)
@@ -112,10 +112,7 @@ class CudaGraphPolicy(TensorPolicy):
             column[...] = value
 
     def end(self, slot: Slot, steps: int) -> None:
-        self._policy.end(slot, steps)
-
-    def forget(self, lanes: Sequence[int]) -> None:
-        self._policy.forget(lanes)
+        self._plain.end(slot, steps)
 
 
 def recorded(policy: Policy, model: Any, device: torch.device | None) -> CudaGraphPolicy:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reap.core.env import DeviceEnv
+from reap.core.device.device_env import DeviceEnv, WrappedOnDevice
 from reap.core.policies.recurrent_state import IS_INIT, with_carry
-from reap.core.wrapped import WrappedOnDevice
 from reap.spec import Key
 
 

@@ -12,20 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reap.core.columns.batch_columns import columns_of
 from reap.core.device.cudagraph_rollout import CudaGraphRollout
+from reap.core.device.device_env import DeviceEnv
 from reap.core.device.recurrent_lanes import DeviceRecurrentState
 from reap.core.device.slots import DeviceLayout, DeviceLedger, DeviceSlot, DeviceStats
-from reap.core.env import DeviceEnv, Env
+from reap.core.env import Env
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
 from reap.core.policies.action_masks import action_masks
-from reap.core.policies.as_policy import PolicyContext, as_policy
+from reap.core.policies.as_policy import as_policy
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.captured_policy import leaves_inputs_alone
 from reap.core.policies.exploration import exploring
-from reap.core.policies.recurrent_state import carry_of, needs_room
+from reap.core.policies.recurrent_state import carry_of, needs_recurrent_state
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, TensorDictPolicy, TensorPolicy
-from reap.core.rollout import RolloutLoop, columns_of
+from reap.core.rollout import RolloutLoop
 from reap.core.slot import FLAGS, Pool, Slot, State
 from reap.core.stats import Stats
 from reap.core.worker import Plan
@@ -45,11 +47,11 @@ def device_worker(plan: Plan, env: Env, model: Any, *, same_slot: bool = False) 
     carry = carry_of(model)
     try:
         return DeviceWorker(plan, there, model, carry, same_slot=same_slot)
-    except _CannotStay:
+    except _NeedsHost:
         return None
 
 
-class _CannotStay(Exception):
+class _NeedsHost(Exception):
     """The policy reads what it wrote at the step before, and would have to hear on the host where episodes end."""
 
 
@@ -59,7 +61,7 @@ class DeviceWorker(AnyWorker):
     def __init__(
         self, plan: Plan, env: DeviceEnv, model: Any, carry: Mapping[Key, Tensor], *, same_slot: bool = False
     ) -> None:
-        if needs_room(env.spec, model, carry):
+        if needs_recurrent_state(env.spec, model, carry):
             env = DeviceRecurrentState(env, carry)
         self.plan, self.env, self.model, self._holders, self._carry = plan, env, model, env.holders, carry
         self.halting: Callable[[], bool] | None = None
@@ -83,7 +85,6 @@ class DeviceWorker(AnyWorker):
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=False,
             version=plan.track_policy_version,
             more=EPISODE_COLUMNS if plan.track_episodes else None,
         )
@@ -100,22 +101,13 @@ class DeviceWorker(AnyWorker):
         columns: dict[Key, Any] = dict(zip(spec.observation, current))
         for flag in FLAGS:
             columns[(flag,)] = torch.zeros(self.lanes, 1, dtype=torch.bool, device=self.device)
-        context = PolicyContext(
-            spec,
-            columns,
-            plan.exploration,
-            carry=list(self._carry),
-            trust=plan.trust_policy,
-            out_keys=plan.out_keys,
-            compile=plan.compile_policy,
-        )
-        policy = as_policy(self.model, context)
+        policy = as_policy(self.model, plan.context(spec, columns, self._carry))
         if policy.remembers:
             if not isinstance(policy, TensorDictPolicy) or _reads_its_outputs(policy, self.model, columns, plan):
-                raise _CannotStay
+                raise _NeedsHost
             policy.keep_nothing()
         if isinstance(policy, TensorPolicy):
-            policy.stay()
+            policy.keep_on_device()
         if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
             policy.trusted = leaves_inputs_alone(self.model, [columns[key].clone() for key in policy.inputs])
         return policy

@@ -59,7 +59,7 @@ class UntoldEpisodes:
         return bool(self._chunks)
 
     def add(self, episodes: Episodes) -> None:
-        """These have ended."""
+        """Add episodes that have ended."""
         if not len(episodes):
             return
         self._chunks.append(episodes)

@@ -34,7 +34,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Array) -> Moments:
-        """Of `values` `[n, …]` in float64."""
+        """Return the moments of `values` `[n, …]`, in float64."""
         mean = np.add.reduce(values, 0) / len(values)
         apart = values - mean
         apart *= apart
@@ -62,7 +62,7 @@ def merged(parts: Sequence[Moments], shape: tuple[int, ...] = ()) -> Moments:
 
 
 def as_tensors(moments: Moments | None) -> list[torch.Tensor] | None:
-    """Moments as they are saved."""
+    """Return moments as they are saved."""
     if moments is None:
         return None
     count = torch.tensor(moments.count, dtype=torch.float64)
@@ -101,7 +101,7 @@ class RunningStatistics:
         self._scale: Array | None = None
 
     def expect(self, shape: tuple[int, ...]) -> None:
-        """Values look like this."""
+        """Learn the shape of the values."""
         if self.shape is not None and self.shape != shape:
             raise ValueError(f"these statistics are of values of shape {list(self.shape)}, not {list(shape)}")
         if self.shape is None:
@@ -139,7 +139,7 @@ class RunningStatistics:
         return self._scale
 
     def own(self) -> Moments:
-        """What was seen here."""
+        """Return the moments of what was seen here."""
         new, self._new = self._new, []
         if new:
             count = np.array([one.count for one in new])
@@ -152,13 +152,13 @@ class RunningStatistics:
         return self._own
 
     def adopt(self, total: Moments) -> None:
-        """All that was seen, here and elsewhere."""
+        """Take in all that was seen, here and elsewhere."""
         self.expect(total.mean.shape)
         self._elsewhere = total
         self._begin()
 
     def hear(self, elsewhere: Moments) -> None:
-        """What all others have seen."""
+        """Take in what all others have seen."""
         self.expect(elsewhere.mean.shape)
         self.own()
         self._elsewhere = elsewhere
@@ -170,7 +170,7 @@ class RunningStatistics:
         return {name: as_tensors(one) for name, one in zip(_PARTS, (self._own, self._now, self._elsewhere))}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from what `state` returned."""
         own, now, elsewhere = (as_moments(state[name]) for name in _PARTS)
         assert own is not None
         assert now is not None
@@ -236,7 +236,7 @@ class StatisticsPool:
         return merged([*former, *seen], shape)
 
     def for_worker(self, worker: int) -> dict[Name, Moments]:
-        """What the others have seen."""
+        """Return what the other workers have seen, by name."""
         return {name: self.total(name, without=worker) for name in self._seen}
 
     def former(self) -> list[Any]:

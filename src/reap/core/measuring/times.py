@@ -25,7 +25,7 @@ class StepTimes:
         self._rollouts = 0
 
     def around(self, act: Any, step: Any, reset: Any, after_step: Any) -> tuple[Any, Any, Any, Any]:
-        """The same functions, timed."""
+        """Return the same functions, timed."""
         if self._rollouts == 1:
             self._policy = self._env = self._whole = 0.0  # the first rollout has much in it that happens once
         timed = [self._timed(act, policy=True), self._timed(step), self._timed(reset)]
@@ -68,7 +68,7 @@ class WorkClock:
         self._since: float | None = None  # nobody has asked for anything yet
 
     def begin(self) -> float:
-        """There is something to do; returns the time."""
+        """Note that there is something to do; returns the time."""
         now = _now()
         if self._since is not None:
             self._waited += now - self._since
@@ -76,7 +76,7 @@ class WorkClock:
         return now
 
     def end(self) -> None:
-        """It is done."""
+        """Note that what there was to do is done."""
         now = _now()
         if self._since is not None:
             self._busy += now - self._since

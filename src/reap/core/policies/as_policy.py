@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
 
+from reap.core.capture.chance import is_shared
 from reap.core.columns.object_columns import ObjectColumn
 from reap.core.policies.action_masks import action_masks
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
-from reap.core.policies.signature import match, takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
@@ -140,7 +141,7 @@ def _function_of_tensors(policy: Any, context: PolicyContext) -> Policy:
         )
     taken = match(policy, context.observation, context.spec.side, context.carry)
     call = policy if context.compile is None else torch.compile(policy, **context.compile)
-    call = told(policy, context.kind, call, taken)
+    call = bind_exploration(policy, context.kind, call, taken)
     made = CallPolicy(call, taken, list(context.spec.action), context.carry, context.device, context.out_keys)
     return _probed(made, policy, context)
 
@@ -169,7 +170,7 @@ def _as_it_is(policy: Any, context: PolicyContext) -> Policy:
     if context.compile is not None:
         whole.call = torch.compile(policy, **context.compile)
     if not isinstance(policy, TensorDictModuleBase) and not hasattr(policy, "out_keys"):
-        whole.call = told(policy, context.kind, whole.call)
+        whole.call = bind_exploration(policy, context.kind, whole.call)
     return _probed(whole, policy, context)
 
 
@@ -269,6 +270,8 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
 
 def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Whether the action follows from the observation and the random seed, but not from the observation alone."""
+    if is_shared():
+        return False  # seeds are tried only where nobody else draws
 
     def decided(seed: int) -> list[Any]:
         inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reap.core.policy import Policy, PolicyAround
+from reap.core.policy import Policy, PolicyWrapper
 from reap.core.slot import Row
 
 
@@ -19,7 +19,7 @@ def powers(most: int) -> list[int]:
     return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
-class Bucketed(PolicyAround):
+class Bucketed(PolicyWrapper):
     """`policy`, on the first positions of rows of `width`; `filled` says in how many of them a lane stands."""
 
     def __init__(self, policy: Policy, width: int, filled: Callable[[], int]) -> None:

@@ -16,14 +16,15 @@ import torch
 from tensordict.nn import InteractionType
 from torch import Tensor, nn
 
+from reap.core.capture.chance import position, probe_generator, put_back
 from reap.core.capture.provable import why_not
-from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in
+from reap.core.capture.recorder import NotCaptured, record, refuse_hooks, tensors_in, undisturbed
 from reap.core.capture.replay import Captured, Halves
 from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import exploring
 from reap.core.policies.flat_policy import FlatPolicy
 from reap.core.policies.untouched import untouched
-from reap.core.policy import TensorDictPolicy, TensorPolicy
+from reap.core.policy import SubstitutePolicy, TensorDictPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key
@@ -35,8 +36,10 @@ _SHORT = 32  # steps of a rollout at whose end there is nothing to win
 _MOST = 4  # recordings kept: of train() and eval(), of one or another head
 
 
-class CapturedPolicy(TensorPolicy):
+class CapturedPolicy(SubstitutePolicy):
     """`plain`, which calls `model`, by its torch calls. `why` says why not, where it is not captured."""
+
+    _plain: CallPolicy | TensorDictPolicy
 
     def __init__(
         self,
@@ -45,8 +48,8 @@ class CapturedPolicy(TensorPolicy):
         first: Sequence[Tensor],
         kind: InteractionType | None,
     ) -> None:
-        super().__init__(plain.inputs, plain.device)
-        self._plain, self._model, self._first, self._kind = plain, model, list(first), kind
+        super().__init__(plain, plain.inputs, plain.device)
+        self._model, self._first, self._kind = model, list(first), kind
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
@@ -168,9 +171,9 @@ class CapturedPolicy(TensorPolicy):
 
     def _still(self, active: Captured, inputs: Sequence[Tensor]) -> bool:
         """Whether module and replay agree about this step."""
-        state = torch.get_rng_state()
+        before = position()
         agree = active.agrees(inputs)
-        torch.set_rng_state(state)
+        put_back(before)
         if not agree:
             self.why = "its replay gave other numbers in a later rollout"
             _log.warning("%s is called at each step from now on: %s", type(self._model).__name__, self.why)
@@ -208,15 +211,6 @@ class CapturedPolicy(TensorPolicy):
             self._plain.forward(tuple(x.reshape(first.shape) for x, first in zip(inputs, self._first)))
         raise SpecMismatch("the policy gave a distribution values that it does not take").at(step=t)
 
-    def forget(self, lanes: Sequence[int]) -> None:
-        self._plain.forget(lanes)
-
-    def open_state(self) -> list[tuple[Key, Tensor]]:
-        return self._plain.open_state()
-
-    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        self._plain.load_open_state(state)
-
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         return self._plain.forward(inputs)
 
@@ -228,7 +222,7 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
     try:
         refuse_hooks([model])
         with untouched(model):
-            record(lambda *given: list(tensors_in(model(*given))), inputs)
+            undisturbed(lambda: record(lambda *given: list(tensors_in(model(*given))), inputs))
     except Exception:  # whatever it makes of being watched
         return False
     return True
@@ -236,14 +230,14 @@ def leaves_inputs_alone(model: Any, inputs: Sequence[Tensor]) -> bool:
 
 def varied(values: Sequence[Tensor], by: float) -> list[Tensor]:
     """Other values of the same kinds: what is captured must do the same with these."""
-    found = []
+    found, chance = [], probe_generator(by)
     for value in values:
         if value.dtype.is_floating_point:
-            found.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+            found.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
         elif value.dtype is torch.uint8:
-            found.append(torch.randint_like(value, 256))
+            found.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
         else:  # the same numbers elsewhere: an index stays one, a one-hot choice too
-            found.append(value.reshape(-1)[torch.randperm(value.numel())].reshape(value.shape))
+            found.append(value.reshape(-1)[torch.randperm(value.numel(), generator=chance)].reshape(value.shape))
     return found
 
 

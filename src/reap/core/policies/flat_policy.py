@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reap.core.policies.flat import Program
-from reap.core.policy import Reader, TensorDictPolicy, TensorPolicy
+from reap.core.policy import Reader, SubstitutePolicy, TensorDictPolicy
 from reap.core.slot import Row, Slot
 from reap.errors import SpecMismatch
 from reap.spec import Key, show
@@ -19,12 +19,14 @@ class NotFlat(Exception):
     """The program cannot stand for the modules; use them as they are."""
 
 
-class FlatPolicy(TensorPolicy):
+class FlatPolicy(SubstitutePolicy):
     """TensorDictModules as a `Program`; turns into a TensorDictPolicy if a hook appears later."""
 
+    _plain: TensorDictPolicy
+
     def __init__(self, program: Program, fallback: TensorDictPolicy, device: torch.device | None) -> None:
-        super().__init__(program.inputs, device)
-        self._program, self._fallback = program, fallback
+        super().__init__(fallback, program.inputs, device)
+        self._program = program
         self._run: Callable[..., Sequence[Any]] = program.run
         self._flat, self._compiled = True, False
         self._reader_of: dict[Key, Reader] = {}
@@ -33,7 +35,7 @@ class FlatPolicy(TensorPolicy):
         before = self._flat
         self._flat = self._program.bind() and self._program.outputs == list(self.outputs)
         if before and not self._flat:
-            self._fallback.adopt(self.inputs, self.outputs)
+            self._plain.adopt(self.inputs, self.outputs)
         keys = list(self.outputs)
         self._readers = tuple(self._reader_of[key] for key in (self._program.written if self._flat else keys))
 
@@ -82,14 +84,14 @@ class FlatPolicy(TensorPolicy):
 
     def as_module(self) -> TensorDictPolicy:
         """The same policy, called as the module it is."""
-        module = self._fallback
+        module = self._plain
         module.adopt(self.inputs, self.outputs)
         module.outputs = self.outputs
         module._readers = tuple(self._reader_of[key] for key in self.outputs)
         return module
 
-    def stay(self) -> None:
-        super().stay()
+    def keep_on_device(self) -> None:
+        super().keep_on_device()
         self._reader_of = dict.fromkeys(self._reader_of, Tensor.detach)  # type: ignore[arg-type]
 
     def compile(self, options: Mapping[str, Any]) -> None:
@@ -99,7 +101,7 @@ class FlatPolicy(TensorPolicy):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Sequence[Any]:
         if not self._flat:
-            return self._fallback.forward(inputs)
+            return self._plain.forward(inputs)
         if self.device is not None or self._program.opaque:
             inputs = self.private(inputs)
         return self._run(*inputs)
@@ -107,15 +109,6 @@ class FlatPolicy(TensorPolicy):
     @property
     def remembers(self) -> bool:  # type: ignore[override]
         return not self._flat
-
-    def forget(self, lanes: Sequence[int]) -> None:
-        self._fallback.forget(lanes)
-
-    def open_state(self) -> list[tuple[Key, Tensor]]:
-        return self._fallback.open_state()
-
-    def load_open_state(self, state: Sequence[tuple[Key, Tensor]]) -> None:
-        self._fallback.load_open_state(state)
 
     def probe(self, inputs: tuple[Tensor, ...], size: tuple[int, ...]) -> None:
         program = self._program

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reap.core.policy import Policy, PolicyAround
+from reap.core.policy import Policy, PolicyWrapper
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.errors import UsageError
 from reap.seeding import fresh_seed
@@ -37,7 +37,7 @@ def spec_of_one(spec: EnvSpec, *, record: bool) -> EnvSpec:
     return dataclasses.replace(spec, lanes=1, batched=True)
 
 
-class LaneNoise:
+class LaneGenerators:
     """Where the random generator of each lane is. Only torch's is the lane's own."""
 
     def __init__(self, lanes: int) -> None:
@@ -52,10 +52,10 @@ def _begun(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed ^ _OF_POLICY).get_state()
 
 
-class LaneByLane(PolicyAround):
+class LaneByLane(PolicyWrapper):
     """Policies of one lane each, all of one model; `spec` is that of all lanes."""
 
-    def __init__(self, policies: Sequence[Policy], noise: LaneNoise, spec: EnvSpec) -> None:
+    def __init__(self, policies: Sequence[Policy], noise: LaneGenerators, spec: EnvSpec) -> None:
         super().__init__(policies[0])
         self._policies, self._noise, self._spec = list(policies), noise, spec
         self.remembers = policies[0].remembers

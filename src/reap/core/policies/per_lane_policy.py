@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reap.core.policy import PolicyAround, TensorDictPolicy
+from reap.core.policy import PolicyWrapper, TensorDictPolicy
 from reap.core.slot import MASK, Row, Slot
 from reap.spec import READY, Key
 
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 _DONE: Key = ("next", "done")
 
 
-class PerLanePolicy(PolicyAround):
+class PerLanePolicy(PolicyWrapper):
     """`policy`, with a memory of so many lanes; those whose episode ended find zeros."""
 
     policy: TensorDictPolicy

@@ -61,12 +61,12 @@ def _writes_next(part: Any) -> bool:
     return any(as_key(key)[0] == "next" for key in getattr(part, "out_keys", ()))
 
 
-def remembering(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
+def with_recurrent_state(env: Env, policy: Any, carry: Mapping[Key, Tensor]) -> Env:
     """`env` with room for the policy's carry and, if it reads that, `is_init`; `env` itself when it needs neither."""
-    return RecurrentState(env, carry) if needs_room(env.spec, policy, carry) else env
+    return RecurrentState(env, carry) if needs_recurrent_state(env.spec, policy, carry) else env
 
 
-def needs_room(spec: EnvSpec, policy: Any, carry: Mapping[Key, Tensor]) -> bool:
+def needs_recurrent_state(spec: EnvSpec, policy: Any, carry: Mapping[Key, Tensor]) -> bool:
     """Whether a policy carries something from step to step, or asks where episodes begin and the env does not say."""
     parts: list[Any] = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     asks = any(as_key(key) == IS_INIT for part in parts for key in getattr(part, "in_keys", ()))

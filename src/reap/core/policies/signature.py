@@ -15,20 +15,20 @@ from reap.core.policies.exploration import FIXED
 from reap.errors import WrongArgument
 from reap.spec import Key, show_keys
 
-TOLD = ("deterministic", "exploration_type")  # parameters that say how to act, not what is seen
+EXPLORATION = ("deterministic", "exploration_type")  # parameters that say how to act, not what is seen
 _OF_AGENTS = ("done", "terminated", "truncated", "mask")  # what a group of agents has beside its observations
 
 
-def told_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
+def exploration_keywords(policy: Any, kind: InteractionType | None) -> dict[str, Any]:
     """What a callable is told about how to act, by the parameters it has for that."""
     named = {p.name for p in _parameters(policy) or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in zip(TOLD, (kind in FIXED, kind)) if name in named}
+    return {name: value for name, value in zip(EXPLORATION, (kind in FIXED, kind)) if name in named}
 
 
-def told(policy: Any, kind: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()) -> Any:
+def bind_exploration(policy: Any, kind: InteractionType | None, call: Any = None, reads: Sequence[Key] = ()) -> Any:
     """`policy`, or `call` in its place, which is told how to act where it has a parameter for that."""
     call, seen = policy if call is None else call, {key[-1] for key in reads}
-    keywords = {name: value for name, value in told_keywords(policy, kind).items() if name not in seen}
+    keywords = {name: value for name, value in exploration_keywords(policy, kind).items() if name not in seen}
     return functools.partial(call, **keywords) if keywords else call
 
 
@@ -63,7 +63,7 @@ def match(
     lasts = Counter(k[-1] for k in observation)
     keys = {k[-1]: k for k in observation if lasts[k[-1]] == 1}
     keys |= {k[0]: k for k in (*observation, *carry) if len(k) == 1}
-    how = [name for name in TOLD if name not in keys]
+    how = [name for name in EXPLORATION if name not in keys]
     if params is None:
         positional, required, variadic = [], [], True
     else:

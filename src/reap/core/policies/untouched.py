@@ -12,15 +12,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from reap.core.capture.chance import is_shared
+
 
 @contextlib.contextmanager
 def untouched(policy: Any) -> Iterator[None]:
-    """Put random generators, buffers and attributes back as they were."""
+    """Put random generators, buffers and attributes back as they were; generators only where nobody else draws."""
     modules = list(policy.modules()) if isinstance(policy, nn.Module) else [policy]
     objects = [m for m in modules if hasattr(m, "__dict__") and not inspect.isroutine(m) and not inspect.isclass(m)]
     attributes = [(m, type(m), dict(vars(m))) for m in objects]
     parts = [m for m in modules if isinstance(m, nn.Module)]
     buffers = [(m, name, b, b.clone()) for m in parts for name, b in m.named_buffers(recurse=False)]
+    alone = not is_shared()
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     held = [value for _, _, before in attributes for value in before.values()]
     own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
@@ -47,10 +50,11 @@ def untouched(policy: Any) -> Iterator[None]:
             generator.set_state(state)
         for bits, there in drawn:
             bits.state = there
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
+        if alone:
+            torch.set_rng_state(states[0])
+            np.random.set_state(states[1])
+            random.setstate(states[2])
+        if alone and cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
 
 

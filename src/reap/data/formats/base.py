@@ -23,7 +23,7 @@ class DatasetWriter(Protocol):
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None: ...
 
     def add(self, episode: Arrays) -> None:
-        """Write one episode now, or a copy of it later."""
+        """Write one episode, now or later: nobody else has its arrays, or changes what they show."""
 
     def close(self, metadata: Mapping[str, Any]) -> None:
         """Write what is left, then the metadata: a dataset without it was not written to its end."""

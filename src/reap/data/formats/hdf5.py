@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.data.columns import Arrays, Column, observation_columns
+from reap.data.columns import Arrays, Column, joined, observation_columns
 from reap.data.formats.base import KEY, Spaces, bounds, columns_in, lengths_of
 from reap.errors import missing
 
@@ -23,6 +23,7 @@ _NAMES = {
     ("next", "truncated"): "timeouts",
 }
 _CHUNK = 1 << 18  # bytes that are read and written together
+_TOGETHER = 1 << 20  # bytes of episodes that are written at a time: HDF5 takes as long for a row as for many
 
 
 def _h5py() -> Any:
@@ -47,14 +48,27 @@ class D4RLWriter:
                 self._places[column.name], (0, *shape), dtype, maxshape=(None, *shape), chunks=(rows, *shape)
             )
 
+        self._waiting: list[Arrays] = []
+        self._bytes = 0
+
     def add(self, episode: Arrays) -> None:
-        for column in self._columns:
-            kept = self._file[self._places[column.name]]
-            values = column.as_index(episode[column.name])
-            kept.resize(len(kept) + len(values), 0)
-            kept[-len(values) :] = values.reshape(len(values), *_stored_shape(column))
+        self._waiting.append(episode)
+        self._bytes += sum(values.nbytes for values in episode.values())
+        if self._bytes > _TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._waiting:
+            rows = joined(self._waiting)
+            for column in self._columns:
+                kept = self._file[self._places[column.name]]
+                values = column.as_index(rows[column.name])
+                kept.resize(len(kept) + len(values), 0)
+                kept[-len(values) :] = values.reshape(len(values), *_stored_shape(column))
+        self._waiting, self._bytes = [], 0
 
     def close(self, metadata: Mapping[str, Any]) -> None:
+        self._flush()
         # An attribute holds 64 kB at most, a dataset any length.
         self._file.create_dataset(f"metadata/{KEY}", data=json.dumps(metadata))
         self._file.close()

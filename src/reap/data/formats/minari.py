@@ -13,13 +13,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from reap.data.columns import Array, Arrays, Column, copied, observation_columns
+from reap.data.columns import Array, Arrays, Column, observation_columns
 from reap.data.formats.base import KEY, Spaces, columns_in
 from reap.errors import UsageError, missing
 from reap.spec import show
 
 _FLAGS = {("next", "terminated"): "terminations", ("next", "truncated"): "truncations"}
-_TOGETHER = 1 << 24  # bytes of episodes that are written at a time: the file is opened anew for each
+_FILE = "main_data.hdf5"
+_CHUNK = 1 << 18  # bytes that are read and written together
 
 
 def _minari() -> Any:
@@ -32,10 +33,15 @@ def _minari() -> Any:
 
 
 class MinariWriter:
-    """Hands whole episodes to Minari's own storage; images are kept as they are, not as JPEG."""
+    """Writes a group per episode to Minari's HDF5 file, beside the metadata that its own storage writes.
+
+    Its storage would divide images into chunks of a few rows and columns each, which takes three times as long to write
+    (and as JPEG loses what they show). Here chunks are whole frames.
+    """
 
     def __init__(self, path: Path, columns: Sequence[Column], spaces: Spaces) -> None:
         self._minari = _minari()
+        import h5py
         from minari.dataset.minari_storage import MinariStorage
 
         self._columns, self._observations = columns, observation_columns(columns)
@@ -51,50 +57,49 @@ class MinariWriter:
         self._storage = MinariStorage.new(
             path / "data", _space(self._observations, spaces), _space(self._actions, spaces), jpeg_encoding=False
         )
-        self._waiting: list[Any] = []
-        self._bytes = 0
+        self._file = h5py.File(path / "data" / _FILE, "w", track_order=True)
+        self._count = self._steps = 0
 
     def add(self, episode: Arrays) -> None:
-        from minari.data_collector import EpisodeBuffer
-
-        seen = {one.name: _all_observations(one, episode) for one in self._observations}
-        stored = {one.name for one in self._observations}
-        episode = copied({name: values for name, values in episode.items() if name.removeprefix("next.") not in stored})
-        acted = {one.name: one.as_index(episode[one.name]) for one in self._actions}
         assert self._reward is not None
         rewards = episode[self._reward.name]
+        steps = len(rewards)
         names = {".".join(key): name for key, name in _FLAGS.items()}
-        flags = {names[name]: values.reshape(len(values)) for name, values in episode.items() if name in names}
-        quiet = np.zeros(len(rewards), bool)
-        others = {name: episode[name] for name in _in_infos(self._columns, self._actions)}
-        self._waiting.append(
-            EpisodeBuffer(
-                observations=_plain(seen),
-                actions=_plain(acted),
-                rewards=rewards.reshape(len(rewards), -1)[:, 0] if rewards[0].size == 1 else rewards,
-                terminations=flags.get("terminations", quiet),
-                truncations=flags.get("truncations", quiet),
-                infos=others or None,
-            )
-        )
-        self._bytes += sum(values.nbytes for values in (*seen.values(), *episode.values()))
-        if self._bytes > _TOGETHER:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._waiting:
-            self._storage.update_episodes(self._waiting)
-        self._waiting, self._bytes = [], 0
+        flags = {names[name]: values.reshape(steps) for name, values in episode.items() if name in names}
+        seen = {one.name: _all_observations(one, episode) for one in self._observations}
+        group = self._file.create_group(f"episode_{self._count}")
+        group.attrs["id"], group.attrs["total_steps"] = self._count, steps
+        _put(group, "observations", _plain(seen))
+        _put(group, "actions", _plain({one.name: one.as_index(episode[one.name]) for one in self._actions}))
+        _put(group, "rewards", rewards.reshape(steps) if rewards[0].size == 1 else rewards)
+        for name in _FLAGS.values():
+            _put(group, name, flags.get(name, np.zeros(steps, bool)))
+        for name in _in_infos(self._columns, self._actions):
+            _put(group.require_group("infos"), name, episode[name])
+        self._count += 1
+        self._steps += steps
 
     def close(self, metadata: Mapping[str, Any]) -> None:
-        self._flush()
+        self._file.close()
         about: dict[str, Any] = {"dataset_id": self._name, "minari_version": self._minari.__version__}
+        about |= {"total_episodes": self._count, "total_steps": self._steps, "dataset_size": self._storage.get_size()}
         if metadata.get("env_spec"):
             about["env_spec"] = metadata["env_spec"]
         if metadata.get("policy"):
             about["algorithm_name"] = str(metadata["policy"])
         actions = [list(one.key) for one in self._actions]
         self._storage.update_metadata({**about, KEY: json.dumps({**metadata, "actions": actions})})
+
+
+def _put(group: Any, name: str, values: Any) -> None:
+    """Store an array, or several by name, under this name."""
+    if isinstance(values, dict):
+        for inner, array in values.items():
+            _put(group.require_group(name), inner, array)
+        return
+    rows = _CHUNK // max(1, values[0].nbytes)
+    chunks = (max(1, min(rows, len(values))), *(max(1, size) for size in values.shape[1:]))
+    group.create_dataset(name, data=values, chunks=chunks, maxshape=(None, *values.shape[1:]))
 
 
 class MinariReader:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reap.data.columns import Array, Arrays, Column, copied, joined
+from reap.data.columns import Array, Arrays, Column, joined
 from reap.data.formats.base import KEY, Spaces, bounds, columns_in, flat_rows, lengths_of, shaped
 from reap.errors import missing
 
@@ -56,8 +56,6 @@ class ParquetWriter:
         self._bytes += sum(values.nbytes for values in episode.values())
         if self._bytes > _TOGETHER:
             self._flush()
-        else:
-            self._waiting[-1] = copied(episode)
 
     def _flush(self) -> None:
         if self._waiting:

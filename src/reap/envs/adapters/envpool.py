@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reap.core.columns.batch_columns import check_names
 from reap.core.env import Env, Rows
 from reap.core.resume import CannotResume
-from reap.core.rollout import check_names
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_entry, info_leaves
@@ -40,7 +40,7 @@ class EnvPoolLanes(Env):
         self._observations = Observations(env.observation_space, categorical=categorical)
         self._actions = Actions(env.action_space, categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves)
-        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
             action=self._actions.leaves,
@@ -50,7 +50,7 @@ class EnvPoolLanes(Env):
         )
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.batch_decoder(action)
+        self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if seeds is not None:
@@ -101,7 +101,7 @@ class EnvPoolLanes(Env):
         return at
 
     def _put(self, observation: Any, info: Mapping[str, Any], arrays: Rows, at: Any, count: int) -> None:
-        self._observations.write_some(observation, arrays, at, count)
+        self._observations.write_batch(observation, arrays, at, count)
         first = len(self._observations.leaves)
         for array, (key, leaf) in zip(arrays[first:], self._info.items()):
             value = info_entry(info, key)

@@ -16,6 +16,7 @@ from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
+from reap.envs.adapters.atari import UNDRAWN, undrawn_step
 from reap.envs.adapters.gymnasium_checks import unchecked_step
 from reap.envs.adapters.gymnasium_state import noting_actions, restore_env, saved_env
 from reap.envs.adapters.gymnasium_vector import VectorLanes
@@ -23,7 +24,7 @@ from reap.envs.base import EnvBase
 from reap.envs.gym_registry import registered
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import ReapError, SpecMismatch, UsageError, WrongArgument, raised_by
+from reap.errors import ReapError, SpecMismatch, UsageError, WrongArgument, as_raised
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
@@ -70,12 +71,11 @@ class GymLanes(Env):
             side=frozenset(self._info),
         )
         self._steps: list[Callable[[Any], Any]] = [noting_actions(env, env.step) for env in self.envs]
-        self._checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
+        self._unseen = [*self._steps]  # those whose observations nobody reads
+        self.checked = set(range(len(self.envs)))  # lanes whose Gymnasium wrappers still look at what happens
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
         self._at: Any = [-1]
-        self.remake: Callable[[int], gym.Env[Any, Any]] | None = (
-            None  # makes the env of a lane anew, where it is known how
-        )
+        self.remake: Callable[[int], gym.Env[Any, Any]] | None = None  # makes the env of a lane anew, where known how
         self._replace: Callable[..., Any] | None = None  # decides about it, where envs that raise are made anew
         self._rebuilt = 0
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
@@ -112,9 +112,8 @@ class GymLanes(Env):
                 if found.__class__ is not tuple and not isinstance(found, (tuple, list)):  # a dict would give its keys
                     raise _not_a_reset(found)
                 observation, info = found
-                if lane in self._checked and (step := unchecked_step(env)) is not None:
-                    self._steps[lane] = noting_actions(env, step)
-                    self._checked.remove(lane)
+                if lane in self.checked:
+                    self._uncheck(lane)
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     into[0][lane] = observation
                 else:
@@ -123,16 +122,31 @@ class GymLanes(Env):
                     self._write_info(info, into, lane)
         except Exception as cause:
             wrong = isinstance(found, (tuple, list)) and len(found) != 2
-            error = _raised_in(lane, _not_a_reset(found) if wrong else cause, "env.reset raised")
+            error = as_raised("env.reset raised", _not_a_reset(found) if wrong else cause).at(lane=lane)
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error, into)
             self.reset(list(lanes)[i + 1 :], into, None if seeds is None else list(seeds)[i + 1 :])
         self._at[0] = -1
 
-    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+    def leave_out_checks(self) -> None:
+        """Step those lanes without Gymnasium's checks that have passed them, whoever has stepped them so far."""
+        for lane in [*self.checked]:
+            self._uncheck(lane)
+
+    def _uncheck(self, lane: int) -> None:
+        env = self.envs[lane]
+        step = unchecked_step(env)
+        if step is not None:
+            self._steps[lane] = noting_actions(env, step)
+            self._unseen[lane] = noting_actions(env, undrawn_step(env, step))
+            self.checked.remove(lane)
+
+    def step(self, lanes: Sequence[int], row: Row, *, unseen: bool = False) -> list[int]:
+        """`unseen`: nobody reads the observations, which may be left out."""
         actions = self._decode(*row.action)
-        steps, write, successors, reward = self._steps, self._observations.write, row.next, row.reward
+        steps = self._unseen if unseen else self._steps
+        write, successors, reward = self._observations.write, row.next, row.reward
         first, infos, at = successors[0], self._info, self._at
         shape, dtype = self._observations.plain
         ended: list[int] = []
@@ -144,7 +158,7 @@ class GymLanes(Env):
                 # One array of just the right kind is the common case and a bare row assignment.
                 if observation.__class__ is np.ndarray and observation.dtype is dtype and observation.shape == shape:
                     first[lane] = observation
-                else:
+                elif observation is not UNDRAWN:
                     write(observation, successors, lane)
                 try:
                     reward[lane] = r
@@ -159,7 +173,8 @@ class GymLanes(Env):
                     ended += [lane]
         except Exception as cause:
             inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
-            error = _raised_in(lane, cause, "env.step raised" if inside else "what env.step returned cannot be read:")
+            what = "env.step raised" if inside else "what env.step returned cannot be read:"
+            error = as_raised(what, cause).at(lane=lane)
             if self._replace is None:
                 raise error from error.__cause__
             self._rebuild(lane, error)
@@ -180,12 +195,7 @@ class GymLanes(Env):
 
     def _step_rest(self, lane: int, lanes: Sequence[int], row: Row) -> list[int]:
         """One lane has made no frame; step those that come after it."""
-        for array in (*row.next, *row.rewards):
-            array[lane] = 0
-        for flag in (row.done, row.terminated, row.truncated):
-            flag[lane] = False
-        if row.mask is not None:
-            row.mask[lane] = False
+        row.leave_out([lane])
         rest = list(lanes)[list(lanes).index(lane) + 1 :]
         return self.step(rest, row) if rest else []
 
@@ -209,13 +219,13 @@ class GymLanes(Env):
                     return new, new.reset(seed=restart_seed(seed, self._rebuilt + 1))
                 return new, None if into is None else new.reset()
             except Exception as cause:
-                again = _raised_in(lane, cause, "making the env of the lane anew raised")
+                again = as_raised("making the env of the lane anew raised", cause).at(lane=lane)
                 raise again from again.__cause__
 
         self.envs[lane], first = replace(lane, error, made)
         self._rebuilt += 1
-        self._steps[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
-        self._checked.add(lane)
+        self._steps[lane] = self._unseen[lane] = noting_actions(self.envs[lane], self.envs[lane].step)
+        self.checked.add(lane)
         if into is not None:
             observation, info = first
             self._observations.write(observation, into, lane)
@@ -235,7 +245,9 @@ class GymLanes(Env):
     def load_lane_state(self, lane: int, state: Any) -> None:
         env = self.envs[lane]
         restore_env(state, env)
-        self._steps[lane] = noting_actions(env, unchecked_step(env) or env.step)
+        self._steps[lane] = self._unseen[lane] = noting_actions(env, env.step)
+        self.checked.add(lane)
+        self._uncheck(lane)
 
     def _write_info(self, info: Mapping[str, Any], arrays: Rows, lane: int) -> None:
         for array, (key, leaf) in zip(arrays[self._info_at :], self._info.items()):
@@ -247,13 +259,6 @@ class GymLanes(Env):
     def close(self) -> None:
         for env in self.envs:
             env.close()
-
-
-def _raised_in(lane: int, cause: Exception, what: str) -> ReapError:
-    """The error for what the env of a lane has raised."""
-    if isinstance(cause, ReapError):
-        return cause.at(lane=lane)
-    return raised_by(what, cause).at(lane=lane)
 
 
 class FrameSkip(gym.Wrapper[Any, Any, Any, Any]):

@@ -20,7 +20,7 @@ import gymnasium as gym
 from gymnasium.utils import EzPickle
 from gymnasium.vector import AsyncVectorEnv, VectorEnv, VectorWrapper
 
-from reap.core.resume import CannotResume, Packed, packed, unpacked
+from reap.core.resume import CannotResume, Packed, has_own_state, packed, unpacked
 from reap.errors import CorruptState
 
 _OWN, _PICKLED = "own", "pickled"
@@ -28,21 +28,16 @@ _SURELY = 64  # times an action is given to an emulator that at each time may re
 
 
 def saved_env(env: gym.Env[Any, Any], lane: int = 0) -> tuple[str, Packed]:
-    """What `restore_env` takes."""
+    """Return the state of an env, as `restore_env` takes it."""
     game: Any = env.unwrapped
     try:
         if hasattr(game, "ale") and (game.continuous or env.action_space != game.action_space):
             raise TypeError("its emulator would repeat an action that is not known")
         if hasattr(game, "ale") and game.ale.getEpisodeFrameNumber() == 0:
             game.last_action = None  # it was of the episode before
-        if _has_own(env):
-            return _OWN, packed(env.get_state())  # type: ignore[attr-defined]
-        return _PICKLED, packed(env, _dumps)
+        return _saved(env)
     except Exception as cause:
-        raise CannotResume(
-            f"lane {lane}: {type(env.unwrapped).__name__} cannot be pickled ({cause}); give it get_state() and "
-            f"set_state(state) for its episodes to go on"
-        ) from cause
+        raise _not_pickled(game, cause, lane) from cause
 
 
 def restore_env(state: tuple[str, Packed], env: gym.Env[Any, Any]) -> None:
@@ -74,7 +69,7 @@ def _layers(env: Any) -> Iterator[Any]:
 def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
     """What `restore_vector_env` takes: each of its envs, where it has them here, and what all layers hold beside."""
     base = env.unwrapped
-    if _has_own(env):
+    if has_own_state(env):
         return {"own": packed(env.get_state())}  # type: ignore[attr-defined]
     if isinstance(base, AsyncVectorEnv):
         raise CannotResume(
@@ -85,10 +80,7 @@ def saved_vector_env(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
     try:
         held = [packed(_held(layer), _dumps) for layer in _layers(env)]
     except Exception as cause:
-        raise CannotResume(
-            f"{type(base).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) for its "
-            f"episodes to go on"
-        ) from cause
+        raise _not_pickled(base, cause) from cause
     return {"envs": inside, "layers": held, "kinds": [type(layer).__name__ for layer in _layers(env)]}
 
 
@@ -114,12 +106,21 @@ def _held(layer: Any) -> dict[str, Any]:
 def saved_world(env: Any, lane: int = 0) -> tuple[str, Packed]:
     """What `restore_world` takes, of an env of another library's (PettingZoo)."""
     try:
-        return (_OWN, packed(env.get_state())) if _has_own(env) else (_PICKLED, packed(env, _dumps))
+        return _saved(env)
     except Exception as cause:
-        raise CannotResume(
-            f"lane {lane}: {type(env).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) "
-            f"for its episodes to go on"
-        ) from cause
+        raise _not_pickled(env, cause, lane) from cause
+
+
+def _saved(env: Any) -> tuple[str, Packed]:
+    return (_OWN, packed(env.get_state())) if has_own_state(env) else (_PICKLED, packed(env, _dumps))
+
+
+def _not_pickled(env: Any, cause: Exception, lane: int | None = None) -> CannotResume:
+    where = "" if lane is None else f"lane {lane}: "
+    return CannotResume(
+        f"{where}{type(env).__name__} cannot be pickled ({cause}); give it get_state() and set_state(state) for its "
+        f"episodes to go on"
+    )
 
 
 def restore_world(state: tuple[str, Packed], env: Any) -> None:
@@ -145,10 +146,6 @@ def noting_actions(env: gym.Env[Any, Any], step: Callable[[Any], Any]) -> Callab
         return step(action)
 
     return noted
-
-
-def _has_own(env: Any) -> bool:
-    return callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

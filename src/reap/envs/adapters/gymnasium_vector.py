@@ -60,7 +60,7 @@ class VectorLanes(Env):
         self._actions = Actions(checked_space(env, "single_action_space"), categorical=categorical)
         self._info = info_leaves(info_keys, self._observations.leaves, env)
         self._options: type[dict[str, Any]] = _SharedOptions if records_episodes(env) else dict
-        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         skipping = self.mode is AutoresetMode.NEXT_STEP and not self._resets_lanes
         self.spec = EnvSpec(
             observation={**self._observations.leaves, **self._info},
@@ -78,7 +78,7 @@ class VectorLanes(Env):
         self._just_ended: list[int] = []  # those of the last step, as the loop was told
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.batch_decoder(action)
+        self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         if lanes is self._just_ended and seeds is None and self.spec.rows == "skipping":
@@ -100,13 +100,7 @@ class VectorLanes(Env):
                 f"{type(self.env.unwrapped).__name__} cannot reset single lanes, which max_frames_per_traj and "
                 f"reset(index) need; let it honour options['reset_mask'] and declare AutoresetMode.DISABLED"
             )
-        seed: Any = None
-        if seeds is not None and isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
-            seed = [None] * self._count
-            for lane, one in zip(chosen, seeds):
-                seed[lane] = int(one)
-        elif seeds is not None:
-            seed = int(seeds[0])  # one generator for all lanes, as such envs have it
+        seed = None if seeds is None else self._seed_of(chosen, seeds)
         try:
             if every:
                 observation, info = self.env.reset(seed=seed)
@@ -125,7 +119,17 @@ class VectorLanes(Env):
         if self._resetting is not None:
             self._resetting[chosen] = False
 
+    def _seed_of(self, lanes: list[int], seeds: Sequence[int]) -> Any:
+        """What `env.reset` takes as its seed, for these lanes to be seeded."""
+        if not isinstance(self.env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)):
+            return int(seeds[0])  # one generator for all lanes, as such envs have it
+        seed: list[int | None] = [None] * self._count
+        for lane, one in zip(lanes, seeds):
+            seed[lane] = int(one)
+        return seed
+
     def _not_by_themselves(self, lanes: list[int]) -> list[int]:
+        """Those of the lanes that the env does not reset by itself."""
         if self.spec.rows == "skipping":
             asked = np.asarray(lanes)
             found: list[int] = asked[~self._ended[asked]].tolist()

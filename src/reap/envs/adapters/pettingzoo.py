@@ -5,7 +5,7 @@
     lanes   one lane per agent: each has its own rows, ids and ends; rows of an agent that is not there are masked out,
             and it begins anew when it comes back or the world does
 
-    turns   one agent acts at a time (AEC worlds): one lane per agent, see turns.py
+    turns   one agent acts at a time (AEC worlds): one lane per agent, see pettingzoo_aec.py
 
 Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
 spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
@@ -21,6 +21,7 @@ import torch
 
 from reap.core.env import Env, Rows
 from reap.core.slot import FLAGS, Row
+from reap.envs.adapters.gymnasium_state import restore_world, saved_world
 from reap.envs.adapters.pettingzoo_aec import Agents, TurnLanes
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -215,11 +216,11 @@ class GroupLanes(Env):
                 write(observation, views, index[name])
 
     def open_state(self) -> Any:
-        return [world.open_state(lane) for lane, world in enumerate(self._worlds)]
+        return [saved_world(world.env, lane) for lane, world in enumerate(self._worlds)]
 
     def load_open_state(self, state: Any) -> None:
         for world, one in zip(self._worlds, state):
-            world.load_open_state(one)
+            restore_world(one, world.env)
 
     def close(self) -> None:
         for world in self._worlds:
@@ -297,10 +298,10 @@ class AgentLanes(Env):
         return ended
 
     def open_state(self) -> Any:
-        return self._world.open_state(0)
+        return saved_world(self._world.env)
 
     def load_open_state(self, state: Any) -> None:
-        self._world.load_open_state(state)
+        restore_world(state, self._world.env)
 
     def close(self) -> None:
         self._world.env.close()

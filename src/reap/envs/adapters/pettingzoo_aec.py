@@ -9,8 +9,8 @@
 - A step moves every world by one turn; a lane whose frame is not complete makes none in that step. Such steps are
   taken out, the lane's later rows move up, and `("collector", "mask")` is False behind them.
 - A move without an answer when a batch ends is a frame of the next one. None is lost, none is made twice.
-- The policy is asked about every lane and heard where it is on turn. A lane that waits shows what its agent last saw;
-  one that has not moved yet, or has ended, shows zeros and an action mask of ones: any choice will do.
+- The policy computes actions for every lane; only that of the agent on turn is used. A lane that waits shows what its
+  agent last saw; one that has not moved yet, or has ended, shows zeros and an action mask of ones: any choice will do.
 """
 
 from __future__ import annotations
@@ -53,14 +53,6 @@ class Agents:
         """SpecMismatch unless `other`, at `lane`, has the same agents and spaces."""
         if (other.names, other.observation_space) != (self.names, self.observation_space):
             raise SpecMismatch(f"lane {lane} has agents {other.names}, lane 0 has {self.names}")
-
-    def open_state(self, lane: int) -> Any:
-        """What its game is in the middle of."""
-        return saved_world(self.env, lane)
-
-    def load_open_state(self, state: Any) -> None:
-        """Go on from there."""
-        restore_world(state, self.env)
 
 
 class _Game(Agents):
@@ -240,12 +232,12 @@ class TurnLanes(Env):
         arrays = {"turn": self._turn, "waiting": self._waiting}
         kept = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         lists = {"now": [torch.from_numpy(a.copy()) for a in self._now], "kept": [packed(a) for a in self._kept]}
-        worlds = [world.open_state(w * self._agents) for w, world in enumerate(self._worlds)]
+        worlds = [saved_world(world.env, w * self._agents) for w, world in enumerate(self._worlds)]
         return {"worlds": worlds, **kept, **lists}
 
     def load_open_state(self, state: Any) -> None:
         for world, one in zip(self._worlds, state["worlds"]):
-            world.load_open_state(one)
+            restore_world(one, world.env)
         self._turn, self._waiting = (state[name].numpy().copy() for name in ("turn", "waiting"))
         for mine, now in zip(self._now, state["now"]):
             mine[...] = now.numpy()

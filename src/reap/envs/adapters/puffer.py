@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from reap.core.env import Env, Rows
-from reap.core.resume import CannotResume, packed, unpacked
+from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -80,7 +80,7 @@ class PufferLanes(Env):
         shape, dtype = self._observations.plain
         if shape is None:
             raise UsageError(f"{name}'s observations must be a Box with a shape, not {env.single_observation_space}")
-        self._decode: Callable[..., Any] = self._actions.batch_decoder(self._actions.leaves)
+        self._decode: Callable[..., Any] = self._actions.decoder(self._actions.leaves, batch=True)
         self._bind: Callable[..., None] | None = getattr(env, "bind", self._assign if rebind else None)
         self._own = (
             np.full((self._count, *shape, np.dtype(dtype).itemsize), _UNTOUCHED, np.uint8).view(dtype)[..., 0],
@@ -103,7 +103,7 @@ class PufferLanes(Env):
         )
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._decode = self._actions.batch_decoder(action)
+        self._decode = self._actions.decoder(action, batch=True)
 
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         chosen = list(lanes)
@@ -186,7 +186,7 @@ class PufferLanes(Env):
 
     def open_state(self) -> Any:
         env = self.env
-        if not (callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))):
+        if not has_own_state(env):
             raise CannotResume(
                 f"{type(env).__name__} may keep its state in memory of its own, as PufferLib's envs do; give it "
                 f"get_state() and set_state(state) for its episodes to go on"

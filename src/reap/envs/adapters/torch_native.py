@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from reap._foreign import torch_internals
-from reap.core.env import DeviceEnv, Env, Rows
-from reap.core.resume import CannotResume, packed, unpacked
+from reap.core.device.device_env import DeviceEnv
+from reap.core.env import Env, Rows
+from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
@@ -79,7 +80,7 @@ class TorchLanes(Env):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         (given,) = action.values()
         ((key, own),) = self.spec.action.items()
-        self._actions.batch_decoder(action)  # refuses what nobody could read
+        self._actions.decoder(action, batch=True)  # refuses what nobody could read
         discrete = isinstance(own.space, gym.spaces.Discrete)
         self._scores = discrete and given.shape not in ((), (1,))
         self._start = int(own.space.start) if isinstance(own.space, gym.spaces.Discrete) else 0
@@ -170,9 +171,6 @@ class DeviceTorchLanes(DeviceEnv):
         self.device, self.holders = lanes._device, [lanes.env]
         self.pending_seeds = lanes.pending_seeds
 
-    def expect(self, action: Mapping[Key, Leaf]) -> None:
-        self._lanes.expect(action)
-
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         self._lanes.seed(lanes, seeds)
         mask = torch.ones(self.spec.lanes, dtype=torch.bool, device=self.device)
@@ -204,22 +202,13 @@ class DeviceTorchLanes(DeviceEnv):
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
 
-    def open_state(self) -> Any:
-        return self._lanes.open_state()
-
-    def load_open_state(self, state: Any) -> None:
-        self._lanes.load_open_state(state)
-
     def after_step(self, row: Any) -> None:
         self._begin(row.done if self._lanes.keeps_nothing else row.done.clone(), row.next, row.after)
-
-    def close(self) -> None:
-        self._lanes.close()
 
 
 def saved_tensors(env: Any) -> Any:
     """The state of an env written in torch: what its own `get_state` says, else its tensors, generators and numbers."""
-    if callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None)):
+    if has_own_state(env):
         return {"own": packed(env.get_state())}
     kept: dict[str, Any] = {}
     for name, value in vars(env).items():

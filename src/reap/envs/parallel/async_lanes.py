@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from reap.core.columns.batch_columns import check_names
 from reap.core.env import Env, Rows
 from reap.core.lanes.stream import ENV_INDEX
 from reap.core.policies.recurrent_state import carry_of
-from reap.core.rollout import check_names
-from reap.core.slot import Layout, Row, Slot
+from reap.core.slot import Row
 from reap.envs.parallel.env_child import STEP
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.errors import SpecMismatch, UsageError
@@ -95,9 +95,6 @@ class ReadyLanes(Env):
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self.lane_workers.expect(action)
 
-    def make_slot(self, layout: Layout, index: int) -> Slot:
-        return Slot(layout, index)
-
     def reset(self, lanes: Sequence[int], into: Rows, seeds: Sequence[int] | None = None) -> None:
         """All lanes begin anew; `into` gets those of the first groups, the others are the first to come back."""
         self.lane_workers.begin(seeds)
@@ -129,7 +126,7 @@ class ReadyLanes(Env):
         self._row, shared, own = row, self.lane_workers.row(), self._lanes_in_hand
         for mine, given in zip(shared.action, row.action):
             mine[own] = given[: len(own)]
-        self.lane_workers.ring(self._in_hand, STEP)
+        self.lane_workers.order(self._in_hand, STEP)
 
     def recv(self) -> list[int]:
         row, began, workers = self._row, self._just_reset, self.lane_workers
@@ -143,12 +140,12 @@ class ReadyLanes(Env):
             self._began = None
             return []
         answered = self._answered
-        if self._least <= len(answered) < self._most and workers.away:
+        if self._least <= len(answered) < self._most and workers.pending:
             came = workers.answered(within=0)
             if workers.lost:
                 self._forget_lost()
             answered += came
-        while len(answered) < self._least and workers.away:
+        while len(answered) < self._least and workers.pending:
             came = workers.answered()
             if workers.lost:
                 self._forget_lost()
@@ -164,10 +161,9 @@ class ReadyLanes(Env):
         done = shared.done[own]
         self._began = None
         if done.any():
-            row.done[:count], row.terminated[:count] = done, shared.terminated[own]
-            row.truncated[:count] = shared.truncated[own]
-            for flag in (shared.done, shared.terminated, shared.truncated):
-                flag[own] = False
+            for mine, theirs in zip(row.flags, shared.flags):
+                mine[:count] = theirs[own]
+                theirs[own] = False
             at = np.flatnonzero(done)
             self._began = at, own[at]
         if workers.traits.has_after_step:  # agents may have begun anew without their lane

@@ -33,7 +33,7 @@ from reap.envs.base import EnvBase
 from reap.envs.parallel.async_lanes import ReadyLanes
 from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
 from reap.envs.parallel.lane_workers import LaneWorkers
-from reap.envs.parallel.process_workers import MOST_HANDS, ProcessWorkers, ThreadedProcessWorkers
+from reap.envs.parallel.process_workers import MOST_THREADS, ProcessWorkers, ThreadedProcessWorkers
 from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
 from reap.envs.serial import one_each
 from reap.errors import NotReady, ReapError, SpecMismatch, UsageError, WrongArgument, WrongState
@@ -109,33 +109,25 @@ class AsyncEnvPool(EnvBase):
         failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
         place = named_device("device", device)
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
-        most = min(envs_per_worker, MOST_HANDS) if worker_threads else envs_per_worker
+        most = min(envs_per_worker, MOST_THREADS) if worker_threads else envs_per_worker
         each = next(n for n in range(min(most, len(made)), 0, -1) if len(made) % n == 0)
         shares = [made[at : at + each] for at in range(0, len(made), each)]
         if worker_threads and backend != "multiprocessing":
             raise UsageError("worker_threads are threads of processes; they need backend='multiprocessing'")
-        cores = None
-        if worker_affinity is not None:
-            if backend != "multiprocessing":
-                raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
-            cores = masks("worker_affinity", worker_affinity, len(shares), len(made))
+        if worker_affinity is not None and backend != "multiprocessing":
+            raise UsageError("worker_affinity places processes on cores; it needs backend='multiprocessing'")
         limit = max_frames_per_traj if max_frames_per_traj and max_frames_per_traj > 0 else None
+        options: dict[str, Any] = {"limit": limit, "on_failure": failures}
         lane_workers: LaneWorkers
         if backend == "threading":
-            lane_workers = ThreadWorkers(shares, timeout=timeout, limit=limit, on_failure=failures)
+            lane_workers = ThreadWorkers(shares, timeout=timeout, **options)
         elif backend == "inline":
-            lane_workers = ThreadWorkers(shares, limit=limit, kind=InlineEnv, on_failure=failures)
+            lane_workers = ThreadWorkers(shares, kind=InlineEnv, **options)
         else:
-            kind = ThreadedProcessWorkers if worker_threads else ProcessWorkers
-            lane_workers = kind(
-                shares,
-                timeout=timeout,
-                limit=limit,
-                start_method=start_method,
-                threads=num_sub_threads,
-                cores=cores,
-                on_failure=failures,
-            )
+            if worker_affinity is not None:
+                options["cores"] = masks("worker_affinity", worker_affinity, len(shares), len(made))
+            options |= {"timeout": timeout, "start_method": start_method, "threads": num_sub_threads}
+            lane_workers = (ThreadedProcessWorkers if worker_threads else ProcessWorkers)(shares, **options)
         self._lane_workers = lane_workers
         self.num_envs = lane_workers.spec.lanes
         groups = len(lane_workers.bounds)
@@ -218,7 +210,7 @@ class AsyncEnvPool(EnvBase):
         lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
         row, at = self._lane_workers.row(), np.array(lanes)
         spec = self._lane_workers.spec
-        columns: dict[Key, Any] = {(flag,): getattr(row, flag)[:, None] for flag in FLAGS}
+        columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
         columns.update(zip((*spec.observation, *spec.reward), (*row.next, *row.rewards)))
         following = self._tensordict({key: array[at] for key, array in columns.items()}, lanes)
         given = [self._given.pop(lane) for lane in lanes]
@@ -226,7 +218,7 @@ class AsyncEnvPool(EnvBase):
         out.set("env_index", torch.from_numpy(at))
         over = at[row.done[at]]
         self._fresh[over] = True
-        for flag in (row.done, row.terminated, row.truncated):
+        for flag in row.flags:
             flag[over] = False
         return out.set("next", following)
 
@@ -289,9 +281,9 @@ class AsyncEnvPool(EnvBase):
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
             self._fresh[lane] = False
         for group in {self._group_of[lane] for lane in lanes}:
-            self._ring(group)
+            self._order_next(group)
 
-    def _ring(self, group: int) -> None:
+    def _order_next(self, group: int) -> None:
         """The next orders of a group, all of one kind, if it is idle."""
         queue = self._queue.get(group)
         if not queue or group in self._asked:
@@ -301,7 +293,7 @@ class AsyncEnvPool(EnvBase):
             lanes.append(queue.popleft()[1])
         self._asked[group] = what, lanes
         with self._failing():
-            self._lane_workers.ring([group], what, lanes)
+            self._lane_workers.order([group], what, lanes)
 
     def _receive(
         self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
@@ -334,7 +326,7 @@ class AsyncEnvPool(EnvBase):
             for group in answered:
                 kind, lanes = self._asked.pop(group)
                 self._ready[kind].extend(lanes)
-                self._ring(group)
+                self._order_next(group)
         found = [lane for lane in ready if lane in wanted][:max_get]
         self._ready[what] = deque(lane for lane in ready if lane not in set(found))
         for lane in found:
@@ -432,7 +424,7 @@ def _numbers(env_index: Any, count: int) -> list[int]:
 
 
 def _seeds(given: Any, count: int) -> list[int]:
-    """A seed for each env."""
+    """Return a checked seed for each env."""
     seeds = given.tolist() if hasattr(given, "tolist") else given
     seeds = [seeds] if isinstance(seeds, int) else list(seeds)
     if len(seeds) != count:

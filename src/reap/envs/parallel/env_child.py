@@ -44,7 +44,7 @@ ORDER = struct.Struct("iii")  # what, slot, step
 STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
 UNSEEDED = -1
 DONE, FAILED, REBUILT = b"\1", b"\2", b"\3"
-FDS = 5  # order pipe, reply and three files; what follows is the host's
+FDS = 5  # order pipe, reply and three files; what follows is the child class's own
 PONG = 16  # plus the token of the question
 
 
@@ -79,7 +79,7 @@ class RebuiltLanes:
         self.told.append((Raised.of(error, "the env"), seconds))
 
     def take(self) -> Rebuilt:
-        """All there is to tell, once."""
+        """Return all there is to tell, and forget it."""
         found = Rebuilt(self.told, self.cut)
         self.told, self.cut = [], []
         return found
@@ -162,7 +162,7 @@ def serve(
     threads: int,
     cores: Cores | None,
 ) -> None:
-    """The life of a child: its host is built, says what it is like, serves until nobody rings; its errors are told."""
+    """The life of a child: it makes its envs, says what they are like, does what it is told; its errors are told."""
     order_fd, reply, *files = fds[:FDS]
 
     def build() -> EnvChild:
@@ -171,18 +171,18 @@ def serve(
         seed_process(fresh_seed())  # forked from one server: all would draw the same numbers
         return make(connection, fds)
 
-    def serve_orders(host: EnvChild) -> None:
-        host.files = [SharedFile(fd=fd) for fd in files]
+    def serve_orders(child: EnvChild) -> None:
+        child.files = [SharedFile(fd=fd) for fd in files]
         settle()
-        send(connection, (host.spec, host.traits))
-        host.serve(order_fd)
+        send(connection, (child.spec, child.traits))
+        child.serve(order_fd)
 
     def tell(raised: Raised) -> None:
         with contextlib.suppress(OSError):
             send(connection, raised)
             os.write(reply, FAILED)
 
-    live(build, serve_orders, tell=tell, doing=lambda _: "the env", close=lambda host: host.close())
+    live(build, serve_orders, tell=tell, doing=lambda _: "the env", close=lambda child: child.close())
 
 
 class EnvChild(abc.ABC):
@@ -196,7 +196,7 @@ class EnvChild(abc.ABC):
         self._keys = RowKeys(spec)
 
     def serve(self, order_fd: int) -> None:
-        """Do what the order pipe says until nobody is there to ring it."""
+        """Do what the order pipe says until nobody is there to write to it."""
         while len(data := os.read(order_fd, ORDER.size)) == ORDER.size:
             what, place, step = ORDER.unpack(data)
             if what == CALL:
@@ -223,7 +223,7 @@ class EnvChild(abc.ABC):
             return str(why)
 
     def do_load_open_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from what `do_open_state` returned."""
         for env, one in zip(self._parts, state["envs"]):
             env.load_open_state(one)
         set_generators(state["random"])
@@ -251,11 +251,11 @@ class EnvChild(abc.ABC):
 
     @abc.abstractmethod
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
-        """A new slot, called `place`, in these bytes."""
+        """Learn of a new slot, which is called `place` and lies in these bytes."""
 
     @abc.abstractmethod
     def do_expect(self, action: Mapping[Key, Leaf]) -> None:
-        """How actions will look."""
+        """Learn how actions will look."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -307,7 +307,7 @@ class LanesChild(EnvChild):
         self._env.expect(action)
 
     def do_reset(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """New episodes in `lanes`."""
+        """Begin new episodes in `lanes`."""
         self._env.reset(lanes, self._first, seeds)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """LaneWorkers: threads or child processes that step lanes, group by group. What both have in common.
 
     here                                         group 0          group 1            a group is stepped and answers
-    actions ──► row ──► ring([0], STEP) ─────────► its lanes                           as one; it may hold one lane
-                    └─► ring([1], STEP) ───────────────────────────► its lanes
+    actions ──► row ──► order([0], STEP) ────────► its lanes                           as one; it may hold one lane
+                    └─► order([1], STEP) ──────────────────────────► its lanes
     results ◄── row ◄── answered() → [1] ◄────────────────────────── done
                     ◄── answered() → [0] ◄────── done                                in the order in which they come
 
@@ -10,7 +10,7 @@ A group that died, raised or took too long has failed; so have those that share 
 says, it is told of; or left out; or another one is started, which nobody waits for: when it has begun new episodes it
 answers like the others, and its lanes are in `cut` until somebody takes note.
 
-There is one row, which everybody sees; a lane's part of it belongs to its group from the ring to the answer. A lane
+There is one row, which everybody sees; a lane's part of it belongs to its group from the order to the answer. A lane
 whose episode ended is begun anew by its group at once: its first observation lies in `first` with the answer. Whoever
 has read its flags clears them: nobody else touches flags that are False.
 """
@@ -36,7 +36,7 @@ from reap.envs.parallel.env_child import BEGIN, DRAW, UNSEEDED, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
-from reap.spec import EnvSpec, Key, Leaf
+from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
 
@@ -58,6 +58,13 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
         lanes += spec.lanes
     if first.rows != "whole" or first.ready_of is not None:
         raise UsageError("this env brings lanes of its own that skip steps; give it to a collector as it is")
+    stacked = [key for key, leaf in first.observation.items() if leaf.once]
+    if stacked:
+        raise UsageError(
+            f"FrameStack stores each frame of {show(stacked[0])} once, which envs elsewhere cannot: put it around the "
+            f"lanes, TransformedEnv(ParallelEnv(…), FrameStack(…)); where lanes come as they are ready, stack by "
+            f"gymnasium.wrappers.FrameStackObservation in each env"
+        )
     joint = EnvSpec(
         observation=first.observation,
         action=first.action,
@@ -79,7 +86,7 @@ def joint_traits(traits: Sequence[Traits]) -> Traits:
 
 
 @dataclass
-class Comeback:
+class Restarting:
     """Another one is being started in the place of one that failed."""
 
     cause: ReapError  # what ended the last one
@@ -104,10 +111,10 @@ class LaneWorkers(abc.ABC):
         self.cut: set[int] = set()  # lanes that have begun anew because of a failure, and nobody has taken note
         self.lost: list[int] = []  # groups that have failed, and nobody has taken note
         self.dropped: set[int] = set()  # lanes that are stepped no more
-        self._comebacks: dict[int, Comeback] = {}  # by the number of the thread or process
+        self._restarting: dict[int, Restarting] = {}  # by the number of the thread or process
         self._lives: dict[int, int] = {}  # by the same: how many have been in its place before
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
-        self._away: dict[int, float] = {}  # groups under way, and since when; the longest first
+        self._pending: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
         self._look_at = 0.0  # when to look next whether somebody is silent, though others are not
         self._logged: tuple[int, float] | None = None  # a group that was silent, and since when
@@ -118,29 +125,33 @@ class LaneWorkers(abc.ABC):
         refuse_all(self, why)
 
     @property
-    def away(self) -> int:
+    def pending(self) -> int:
         """How many groups are under way."""
-        return len(self._away)
+        return len(self._pending)
 
-    def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
+    def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Let groups do something with these lanes, or all of theirs (see env_child.py). Nobody is waited for."""
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()
-        if self.cut or self.dropped or self._comebacks:
+        if self.cut or self.dropped or self._restarting:
             groups = self._at_hand(groups)
         for group in groups:
-            self._away[group] = now
+            self._pending[group] = now
             try:
-                self._ring_for(group, what, lanes)
+                self._order_group(group, what, lanes)
             except ReapError as error:
                 self._lose(self._unit_of(group), error)
 
     def _at_hand(self, groups: Iterable[int]) -> list[int]:
         """Those that are there, and whose new beginning, if they have failed, was taken note of."""
-        coming = {group for comeback in self._comebacks.values() for group in comeback.left}
-        gone = self.cut | self.dropped
+        coming, gone = self._coming, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
+
+    @property
+    def _coming(self) -> set[int]:
+        """Groups that were started again and have not begun yet."""
+        return {group for restarting in self._restarting.values() for group in restarting.left}
 
     def answered(self, within: float | None = None) -> list[int]:
         """The groups that have answered, in the order in which they did; none only after `within` seconds."""
@@ -153,36 +164,36 @@ class LaneWorkers(abc.ABC):
             wait = silence.LOGGED_AFTER if left is None else left
             found = [group for group, token in self._answers(wait) if not token]
             for group in found:
-                self._away.pop(group, None)
-            if self._comebacks:
-                self._note_comebacks(found)
+                self._pending.pop(group, None)
+            if self._restarting:
+                self._note_restarted(found)
             if self.timeout is not None:
                 self._check_silence(now)
                 if found and self.lost:  # with one that is silent others of its process are lost, what they said too
-                    coming = {group for comeback in self._comebacks.values() for group in comeback.left}
+                    coming = self._coming
                     found = [n for n in found if n not in coming and self.bounds[n][0] not in self.dropped]
-            if found or not self._away or (deadline is not None and time.monotonic() >= deadline):
+            if found or not self._pending or (deadline is not None and time.monotonic() >= deadline):
                 return found
             if left is None:
                 self._log_silence()
 
     def _longest_away(self) -> int:
         """The group that has owed an answer for longest."""
-        return min(self._away, key=self._away.__getitem__) if self._comebacks else next(iter(self._away))
+        return min(self._pending, key=self._pending.__getitem__) if self._restarting else next(iter(self._pending))
 
     def _patience(self, now: float) -> float | None:
         """How long whoever has owed an answer for longest may still take; None: for ever."""
-        if self.timeout is None or not self._away:
+        if self.timeout is None or not self._pending:
             return None
-        return max(0.0, self._away[self._longest_away()] + self.timeout - now)
+        return max(0.0, self._pending[self._longest_away()] + self.timeout - now)
 
     def _check_silence(self, then: float) -> None:
         """Who had taken too long `then`, and has not answered since, has failed. Called after everybody was heard: an
         answer may have waited for long, if nobody listened.
         """
-        while self.timeout is not None and self._away:
+        while self.timeout is not None and self._pending:
             group = self._longest_away()
-            if self._away[group] + self.timeout > then:
+            if self._pending[group] + self.timeout > then:
                 return
             self._lose(self._unit_of(group), self._silence_of(group, self.timeout))
 
@@ -190,7 +201,7 @@ class LaneWorkers(abc.ABC):
         """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
         now = time.monotonic()
         self._look_at = now + silence.LOGGED_AFTER / 4
-        group, since = next(iter(self._away.items()), (0, now))
+        group, since = next(iter(self._pending.items()), (0, now))
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
             first, last = self.bounds[group]
@@ -206,7 +217,7 @@ class LaneWorkers(abc.ABC):
 
     def draw(self, groups: Sequence[int]) -> list[int]:
         """Let idle groups draw random actions into the row; returns who else has answered meanwhile."""
-        self.ring(groups, DRAW)
+        self.order(groups, DRAW)
         left, others = {*groups}, []
         while left:
             for group in self.answered():
@@ -222,13 +233,12 @@ class LaneWorkers(abc.ABC):
         """New episodes in all lanes, whoever was under way; their first observations are in `first` afterwards."""
         self.settle()
         if self.expecting:
-            row = self.row()
-            for flag in (row.done, row.terminated, row.truncated):
+            for flag in self.row().flags:
                 flag[:] = False  # of steps that were broken off
         everyone = range(self.spec.lanes)
         self.seed(everyone, seeds)
-        self.ring(range(len(self.bounds)), BEGIN, everyone)
-        while self._away:
+        self.order(range(len(self.bounds)), BEGIN, everyone)
+        while self._pending:
             self.answered()
         self.cut.clear()  # everybody has begun anew
 
@@ -248,23 +258,23 @@ class LaneWorkers(abc.ABC):
         self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
         left, since = set(self._at_hand(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            if self._comebacks and not self._at_hand([group]):
+            if self._restarting and not self._at_hand([group]):
                 continue  # lost just now, with another of its process
-            self._away[group] = since
+            self._pending[group] = since
             try:
                 self._ping(group, self._token)
             except ReapError as error:
                 self._lose(self._unit_of(group), error)
-        while left or self._comebacks:
+        while left or self._restarting:
             now = time.monotonic()
             found = self._answers(self._patience(now))
-            self._note_comebacks([group for group, token in found if not token])
+            self._note_restarted([group for group, token in found if not token])
             for group in [group for group, token in found if token == self._token]:
                 left.discard(group)
-                self._away.pop(group, None)
+                self._pending.pop(group, None)
             self._check_silence(now)
             left.intersection_update(self._at_hand(left))
-        self._away.clear()
+        self._pending.clear()
         self.cut.clear()
         self.lost.clear()
 
@@ -278,13 +288,12 @@ class LaneWorkers(abc.ABC):
             lost = self._groups_of(unit)
             lanes = [lane for group in lost for lane in range(*self.bounds[group])]
             for group in lost:
-                self._away.pop(group, None)
+                self._pending.pop(group, None)
             self.lost += lost
             self.cut.difference_update(lanes)
             self._retire(unit)
             if self.expecting:
-                row = self.row()
-                for flag in (row.done, row.terminated, row.truncated):
+                for flag in self.row().flags:
                     flag[lanes] = False  # of a step that was broken off
             if self.on_failure.action == "drop":
                 self.dropped.update(lanes)
@@ -292,33 +301,33 @@ class LaneWorkers(abc.ABC):
                 if len(self.dropped) == self.spec.lanes:
                     raise error
                 return
-            now, before = time.monotonic(), self._comebacks.get(unit)
+            now, before = time.monotonic(), self._restarting.get(unit)
             tries, since = (0, now) if before is None else (before.tries + 1, before.since)
             if (why := self.budget.refusal(tries)) is not None:
                 raise refused(error, why)
-            self._comebacks[unit] = Comeback(error, since, tries, {*lost})
+            self._restarting[unit] = Restarting(error, since, tries, {*lost})
             self._lives[unit] = self._lives.get(unit, 0) + 1
             known = {lane: self._last_seeds[lane] for lane in lanes if lane in self._last_seeds}
             self._seed(lanes, [restart_seed(known[n], self._lives[unit]) if n in known else UNSEEDED for n in lanes])
-            self._away.update(dict.fromkeys(lost, now + BOOT))
+            self._pending.update(dict.fromkeys(lost, now + BOOT))
             try:
                 self._start_again(unit)
             except WorkerError as again:  # there is no room for another
                 self._lose(unit, again)
 
-    def _note_comebacks(self, answered: Sequence[int]) -> None:
+    def _note_restarted(self, answered: Sequence[int]) -> None:
         """Of those that have answered, groups that were started again have begun new episodes."""
         for group in answered:
             unit = self._unit_of(group)
-            comeback = self._comebacks.get(unit)
-            if comeback is None or group not in comeback.left:
+            restarting = self._restarting.get(unit)
+            if restarting is None or group not in restarting.left:
                 continue
             self.cut.update(range(*self.bounds[group]))
-            comeback.left.remove(group)
-            if not comeback.left:
-                del self._comebacks[unit]
-                seconds = time.monotonic() - comeback.since
-                self.on_failure.report(WorkerFailure(unit, comeback.cause, "restart", self.budget.count, seconds))
+            restarting.left.remove(group)
+            if not restarting.left:
+                del self._restarting[unit]
+                seconds = time.monotonic() - restarting.since
+                self.on_failure.report(WorkerFailure(unit, restarting.cause, "restart", self.budget.count, seconds))
 
     def _unit_of(self, group: int) -> int:
         """The number of the thread or process of a group."""
@@ -352,7 +361,7 @@ class LaneWorkers(abc.ABC):
         """End everybody. May be called twice."""
 
     @abc.abstractmethod
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None: ...
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None: ...
 
     @abc.abstractmethod
     def _ping(self, group: int, token: int) -> None:

@@ -15,39 +15,31 @@ import contextlib
 import dataclasses
 import functools
 import os
-import select
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from reap._system import silence
 from reap._system.affinity import Cores
-from reap._system.conversation import ChildGone, ChildSilent, Conversation
 from reap._system.fork_server.client import enough_room
 from reap._system.forks import guard, refuse_all
 from reap._system.interrupts import Interrupts
-from reap._system.messages import until_ready
 from reap._system.pickling import pack
-from reap._system.processes import BOOT, DEADLINE, LAST_STEP, Child, StartMethod, end
-from reap._system.remote_errors import Raised
+from reap._system.processes import BOOT, DEADLINE, LAST_STEP, StartMethod, end
 from reap._system.stacks import all_at_once
 from reap._system.threads import LINGER, see_to
 from reap._system.worker_log import record
+from reap.core.columns.batch_columns import layout_by_hand
 from reap.core.env import Env, Rows
-from reap.core.policy import RandomActions
 from reap.core.resume import CannotResume, packed, unpacked
-from reap.core.rollout import columns_of
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
     BEGIN,
-    CALL,
     DONE,
     DRAW,
-    ORDER,
     PING,
     PONG,
     REBUILT,
@@ -57,20 +49,19 @@ from reap.envs.parallel.env_child import (
     EnvChild,
     LanesChild,
     LooseValues,
-    Traits,
     choices,
     firsts_in,
     loose_leaves,
     serve,
 )
+from reap.envs.parallel.env_process import EnvProcess
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
-from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerError, WorkerSilent
+from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, WorkerError
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
 
 _TOKENS = 200
-E = TypeVar("E", bound=ReapError)
 
 
 def _alone(things: Sequence[Any]) -> Any:
@@ -81,48 +72,6 @@ def _alone(things: Sequence[Any]) -> Any:
 def _bare(action: Mapping[Key, Leaf]) -> dict[Key, Leaf]:
     """How actions look, without what they may be."""
     return {key: Leaf(leaf.shape, leaf.dtype) for key, leaf in action.items()}
-
-
-def _logged(name: str, error: E) -> E:
-    """The error for a child that has failed, which the log tells of, too."""
-    error.at(worker=name)
-    record("death", name, "%s", str(error).partition("\n")[0])
-    return error
-
-
-class EnvProcess:
-    """A child process and its lanes, `[first, last)` of all."""
-
-    def __init__(self, number: int, child: Child, order_fd: int, reply: int) -> None:
-        self.number, self.child, self.order_fd, self.reply = number, child, order_fd, reply
-        self.talk = Conversation(child)
-        self.told = select.poll()  # something was written to `reply`, or nobody is there who could
-        self.told.register(reply, select.POLLIN)
-        self.logged = False  # it is in the log that it is silent
-        self.spec: EnvSpec
-        self.traits: Traits
-        self.first = self.last = 0
-        self.restarts = 0  # how many have been in its place before it
-        self.owes = False  # a step was sent, its answer has not come; or it is not known
-        self.silent = False  # it took too long
-        self.met = self.ended = False
-
-    def log_silence(self, name: str) -> None:
-        """Nothing came from it for a long time, and it is waited for: say so, once for what it was asked."""
-        if not self.logged:
-            self.logged = True
-            silence.log(f"worker {name}", silence.LOGGED_AFTER, self.child.ask_stack())
-
-    def end(self) -> None:
-        """End it at once: it has failed, whatever it may still be doing. May be called twice."""
-        if self.ended:
-            return
-        self.ended = True
-        self.child.signal(signal.SIGKILL)
-        self.child.line.close()
-        for fd in (self.order_fd, self.reply):
-            os.close(fd)
-        end([self.child], patience=0.0, deadline=DEADLINE)
 
 
 class ProcessLanes(Env):
@@ -139,16 +88,16 @@ class ProcessLanes(Env):
         start_method: StartMethod = "forkserver",
         threads: int = 1,
         limit: int | None = None,
-        host: Callable[..., EnvChild] = LanesChild,
-        wires: Callable[[int, int], Sequence[int]] | None = None,
+        child: Callable[..., EnvChild] = LanesChild,
+        more_fds: Callable[[int, int], Sequence[int]] | None = None,
         cores: Sequence[Cores] | None = None,
-        cells: bool = False,
+        objects: bool = False,
         on_failure: FailurePolicy | None = None,
         budget: RestartBudget | None = None,
     ) -> None:
-        self._timeout, self._limit, self._host = timeout, limit, host
-        self._wires = wires  # further descriptors for a child: of its number, and that of its envs
-        self._cells = cells  # whether texts and objects may be observed: then lanes come one answer at a time
+        self._timeout, self._limit, self._child = timeout, limit, child
+        self._more_fds = more_fds  # further descriptors for a child: of its number, and that of its envs
+        self._objects = objects  # whether texts and objects may be observed: then lanes come one answer at a time
         self._cores = cores  # where each child runs; None: anywhere
         self._on_failure = on_failure or FailurePolicy()
         self._budget = budget or RestartBudget(self._on_failure)  # one that is given is also somebody else's
@@ -161,8 +110,8 @@ class ProcessLanes(Env):
         self._makers, self._start_method, self._threads = makers, start_method, threads
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
         self._files: list[SharedFile] = []
-        self.remotes: list[EnvProcess] = []
-        self._owner, self._failed = os.getpid(), False
+        self.processes: list[EnvProcess] = []
+        self._owner = os.getpid()
         self._action: dict[Key, Leaf] | None = None
         self._by_hand: Slot | None = None
         self._end, self._places = 0, 0
@@ -184,57 +133,46 @@ class ProcessLanes(Env):
             self._files.append(SharedFile(name))
         self._slots, self._firsts, self._control = self._files
         for n in range(len(self._makers)):
-            self.remotes.append(self._start(n))
-        for n in range(len(self.remotes)):
+            self.processes.append(self._start(n))
+        for n in range(len(self.processes)):
             self._budget.build(n, functools.partial(self._meet, n))
         self._join()
-        for remote in self.remotes:
-            self._call(remote, "begin", remote.first, self.spec.lanes)
-            record("start", self._name(remote), "worker %s is there", self._name(remote))
+        for process in self.processes:
+            self._call(process, "begin", process.first, self.spec.lanes)
+            record("start", process.name, "worker %s is there", process.name)
 
     def _meet(self, n: int) -> None:
         """Hear what the first process in a place is like, or another, if that one has failed."""
-        remote = self.remotes[n]
-        if remote.met:
-            remote.end()
-            remote = self.remotes[n] = self._start(n)
-            self._failed = False
-        remote.met = True
-        remote.spec, remote.traits = self._answer(remote, grace=BOOT)
+        process = self.processes[n]
+        if process.failed:
+            process.kill()
+            process = self.processes[n] = self._start(n)
+        process.spec, process.traits = process.answer(grace=BOOT)
 
     def _start(self, n: int) -> EnvProcess:
-        makers, start, threads = self._makers[n], self._start_method, self._threads
-        make = functools.partial(self._host, makers=makers, limit=self._limit)
+        makers = self._makers[n]
+        make = functools.partial(self._child, makers=makers, limit=self._limit)
         if self._budget.policy.action == "restart" and self._rebuilds:
             make = functools.partial(make, rebuild=True)
         cores = None if self._cores is None else self._cores[n]
         target = pack(
-            functools.partial(serve, make=make, threads=threads, cores=cores),
+            functools.partial(serve, make=make, threads=self._threads, cores=cores),
             "create_env_fn",
             {
                 "create_env_fn": _alone([maker[0] for maker in makers]),
                 "create_env_kwargs": _alone([maker[1] for maker in makers]),
             },
         )
-        with contextlib.ExitStack() as ours, contextlib.ExitStack() as handed:
-            theirs, order_fd = os.pipe()
-            handed.callback(os.close, theirs)
-            ours.callback(os.close, order_fd)
-            reply, answer = os.pipe()
-            handed.callback(os.close, answer)
-            ours.callback(os.close, reply)
-            fds = [theirs, answer, *(file.fd for file in self._files)]
-            fds += self._wires(n, len(makers)) if self._wires is not None else ()
-            child = Child(target, fds=fds, start=start, name=f"reap-lanes-{n}")
-            ours.pop_all()
-        return EnvProcess(n, child, order_fd, reply)
+        fds = [file.fd for file in self._files]
+        fds += self._more_fds(n, len(makers)) if self._more_fds is not None else ()
+        return EnvProcess.start(n, target, fds, self._start_method, self._timeout)
 
     def _join(self) -> None:
-        self.spec, bounds = joint_spec([remote.spec for remote in self.remotes])
-        self.traits = joint_traits([remote.traits for remote in self.remotes])
+        self.spec, bounds = joint_spec([process.spec for process in self.processes])
+        self.traits = joint_traits([process.traits for process in self.processes])
         self.has_after_step, self.draws = self.traits
         self._loose = loose_leaves(self.spec)
-        if self._loose and not self._cells:
+        if self._loose and not self._objects:
             keys = list(self.spec.observation)
             raise UsageError(
                 f"{', '.join(show(keys[n]) for n in self._loose)} has no fixed shape (text, an object or ragged), so "
@@ -243,8 +181,8 @@ class ProcessLanes(Env):
             )
         if self.tells_cuts:  # a step in which a process fails is no frame of its lanes
             self.spec = dataclasses.replace(self.spec, rows="skipping")
-        for remote, (first, last) in zip(self.remotes, bounds):
-            remote.first, remote.last = first, last
+        for process, (first, last) in zip(self.processes, bounds):
+            process.first, process.last = first, last
         lanes = self.spec.lanes
         self._keys = RowKeys(self.spec)
         layout = Layout(self.spec.observation, 1, lanes, batched=True)
@@ -254,21 +192,21 @@ class ProcessLanes(Env):
         self._fresh = np.zeros(lanes, bool)  # ended and begun anew; the first observation waits in `first`
 
     def stacks(self) -> dict[str, str]:
-        return all_at_once({f"worker {self._name(remote)}": remote.child.ask_stack for remote in self.remotes})
+        return all_at_once({f"worker {process.name}": process.child.ask_stack for process in self.processes})
 
     # ---- talking --------------------------------------------------------------------------------------------------
 
-    def order(self, remote: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
+    def order(self, process: EnvProcess, what: int, lanes: Sequence[int] | None) -> None:
         """Let a child do something on the row everybody sees, with some of its lanes or all; not waited for."""
-        self.choose(remote.first, remote.last, lanes)
+        self.choose(process.first, process.last, lanes)
         place = self.place(what)  # before the order: the slot may have to be made, which asks everybody
-        remote.owes = True
-        self._ring(remote, what, place)
+        process.owes = True
+        process.order(what, place)
 
-    def ping(self, remote: EnvProcess, token: int) -> None:
+    def ping(self, process: EnvProcess, token: int) -> None:
         """Let a child answer with this token when it has done all it was told."""
-        remote.owes = False
-        self._ring(remote, PING, 0, token)
+        process.owes = False
+        process.order(PING, 0, token)
 
     def choose(self, first: int, last: int, lanes: Sequence[int] | None) -> None:
         """Of the lanes from `first` to `last`, which are meant; None: nobody will ask."""
@@ -284,153 +222,76 @@ class ProcessLanes(Env):
         """The number of the slot everybody sees; new episodes need none."""
         return 0 if what == BEGIN else self._exchange().place or 0
 
-    def _ring(self, remote: EnvProcess, what: int, place: int = 0, step: int = 0) -> None:
-        self.write(remote, ORDER.pack(what, place, step))
-
-    def write(self, remote: EnvProcess, orders: bytes) -> None:
-        """Orders, as the child reads them."""
-        try:
-            os.write(remote.order_fd, orders)
-        except BrokenPipeError:
-            raise self.gone(remote) from None
-
-    def gone(self, remote: EnvProcess) -> ReapError:
-        """Why a child does not answer: what it said last, or how it ended."""
-        self._failed = True
-        remote.talk.hear()
-        if not remote.talk.inbox:
-            remote.child.gone(1.0)
-            remote.talk.hear()
-        for message in remote.talk.inbox:
-            if isinstance(message, Raised):
-                return _logged(self._name(remote), self.named(message.unpack(), remote))
-        return _logged(self._name(remote), remote.child.death())
-
-    def _name(self, remote: EnvProcess) -> str:
-        lanes = f"lanes {remote.first} to {remote.last - 1}" if remote.last else "lanes"
-        return f"of {lanes}{remote.child.label}"
-
-    def named(self, error: ReapError, remote: EnvProcess) -> ReapError:
-        if error.lane is not None:
-            error.lane += remote.first
-        return error.at(worker=self._name(remote))
-
-    def _wait(self, remote: EnvProcess, fd: int) -> None:
-        if self._timeout is None:
-            while not remote.told.poll(1000 * silence.LOGGED_AFTER):
-                remote.log_silence(self._name(remote))
-        elif not until_ready([fd, remote.child.sentinel], within=self._timeout):
-            raise self.silence_of(remote)
-
-    def silence_of(self, remote: EnvProcess) -> WorkerSilent:
-        """The error for a child that has not answered for too long."""
-        self._failed = True
-        remote.silent = True
-        return _logged(self._name(remote), remote.child.silence(self._timeout or 0.0, self._timeout))
-
-    def finish(self, remote: EnvProcess) -> None:
-        """Wait for the byte a child owes for a step."""
-        self._wait(remote, remote.reply)
-        self.take(remote)
-
-    def _settle(self, remote: EnvProcess) -> None:
+    def _settle(self, process: EnvProcess) -> None:
         """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
 
         So it is asked something it was never asked before: who has answered that has answered all that came before.
         """
         self._token = self._token % _TOKENS + 1
-        self._ring(remote, PING, 0, self._token)
+        process.order(PING, 0, self._token)
         while True:
-            self._wait(remote, remote.reply)
-            if self._read(remote) == self._token:
+            process.wait()
+            if self._read(process) == self._token:
                 break
-        remote.owes = False  # not before: this may be broken off too
+        process.owes = False  # not before: this may be broken off too
 
-    def take(self, remote: EnvProcess) -> int:
+    def take(self, process: EnvProcess) -> int:
         """The byte a child owes, which is there: 0, or the token of what it was asked."""
-        token = self._read(remote)
-        remote.owes = remote.logged = False
+        token = self._read(process)
+        process.owes = process.logged = False
         return token
 
-    def _read(self, remote: EnvProcess) -> int:
+    def _read(self, process: EnvProcess) -> int:
         if not self._loose:
-            return self._byte(remote)
+            return self._byte(process)
         with Interrupts().held():  # the byte and what belongs to it are taken together
-            token = self._byte(remote)
+            token = self._byte(process)
             if not token:
-                self._put_cells(remote, self._answer(remote))
+                self._put_objects(process, process.answer())
             return token
 
-    def _byte(self, remote: EnvProcess) -> int:
-        data = os.read(remote.reply, 1)
+    def _byte(self, process: EnvProcess) -> int:
+        data = os.read(process.reply, 1)
         if data == REBUILT:
-            self.rebuilt += self.count_rebuilt(remote)
+            self.rebuilt += self.count_rebuilt(process)
             return 0
         if data != DONE and (not data or data[0] < PONG):
-            raise self.gone(remote)
+            raise process.gone()
         return 0 if data == DONE else data[0] - PONG
 
-    def count_rebuilt(self, remote: EnvProcess) -> list[int]:
+    def count_rebuilt(self, process: EnvProcess) -> list[int]:
         """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
         with Interrupts().held():  # what is heard is also counted
-            told, cut = self._answer(remote)
+            told, cut = process.answer()
             for raised, seconds in told:
-                self._budget.count_rebuilt(remote.number, self.named(raised.unpack(), remote), seconds)
-            return [remote.first + lane for lane in cut]
+                self._budget.count_rebuilt(process.number, process.named(raised.unpack()), seconds)
+            return [process.first + lane for lane in cut]
 
-    def _put_cells(self, remote: EnvProcess, told: LooseValues) -> None:
+    def _put_objects(self, process: EnvProcess, told: LooseValues) -> None:
         """Texts and objects of lanes that were stepped, or begun, where their numbers are."""
-        lanes = [remote.first + lane for lane in told.lanes]
+        lanes = [process.first + lane for lane in told.lanes]
         for n, (stepped, first) in zip(self._loose, told.leaves):
             self.first[n][lanes] = first
             if stepped is not None:
                 self.shared_row().next[n][lanes] = stepped
 
-    def _answer(self, remote: EnvProcess, call: int | None = None, grace: float = 0.0) -> Any:
-        """The answer to a call; None: the next message, whatever it is."""
-        within = (silence.LOGGED_AFTER if self._timeout is None else self._timeout) + grace
-        try:
-            while True:
-                try:
-                    return remote.talk.next(within) if call is None else remote.talk.answer(call, within)
-                except ChildSilent:
-                    if self._timeout is not None:
-                        raise
-                    remote.log_silence(self._name(remote))
-        except (ChildGone, ChildSilent) as end:
-            error = self.gone(remote) if isinstance(end, ChildGone) else self.silence_of(remote)
-            raise error from error.__cause__
-        except ReapError as error:
-            self._failed = self._failed or remote.talk.failed
-            self.named(error, remote)
-            raise
-
-    def _call(self, remote: EnvProcess, name: str, *arguments: Any) -> Any:
-        if remote.owes:
-            self._settle(remote)
-        return self._answer(remote, self._ask(remote, name, *arguments))
+    def _call(self, process: EnvProcess, name: str, *arguments: Any) -> Any:
+        if process.owes:
+            self._settle(process)
+        return process.answer(process.ask(name, *arguments))
 
     def _tell_all(self, name: str, *arguments: Any) -> None:
         """Call every process; one that fails meanwhile, and may be replaced, learns of it then."""
-        for remote in self.remotes:
-            if remote not in self._lost:
+        for process in self.processes:
+            if process not in self._lost:
                 try:
-                    self._call(remote, name, *arguments)
+                    self._call(process, name, *arguments)
                 except WorkerError as error:
-                    self._lose(remote, error)
-
-    def _ask(self, remote: EnvProcess, name: str, *arguments: Any) -> int:
-        """Send a message; returns the number its answer will have."""
-        with Interrupts().held():  # the order pipe and what it rings for belong together
-            self._ring(remote, CALL)
-            return remote.talk.ask(name, *arguments)
+                    self._lose(process, error)
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def make_slot(self, layout: Layout, index: int) -> Slot:
-        return self._shared_slot(layout, index)
-
-    def _shared_slot(self, layout: Layout, index: int) -> Slot:
         start, self._end = self._end, self._end + -(-layout.nbytes // 4096) * 4096
         with layout.needing_memory():
             block = self._slots.map(self._end)[start : start + layout.nbytes]
@@ -449,9 +310,7 @@ class ProcessLanes(Env):
         """A slot of one step both sides see, for steps on rows they do not; kept while actions look the same."""
         if self._by_hand is None:
             assert self._action is not None
-            policy = RandomActions(self._action)
-            columns = columns_of(self.spec, policy, ids=False, mask=False, version=False)
-            self._by_hand = self._shared_slot(Layout(columns, 1, self.spec.lanes, batched=True), 0)
+            self._by_hand = self.make_slot(layout_by_hand(self.spec, self._action), 0)
         return self._by_hand
 
     def shared_row(self) -> Row:
@@ -486,49 +345,50 @@ class ProcessLanes(Env):
     def begin(self, lanes: Sequence[int], seeds: Mapping[int, int] | None) -> None:
         """New episodes in `lanes`; first observations are in `first` when this returns."""
         asked = []
-        for remote in self.remotes:
-            own = [lane for lane in lanes if remote.first <= lane < remote.last]
+        for process in self.processes:
+            own = [lane for lane in lanes if process.first <= lane < process.last]
             if own:
                 try:
-                    if remote.owes:
-                        self._settle(remote)
+                    if process.owes:
+                        self._settle(process)
                 except ReapError as error:
-                    self._lose(remote, error)
+                    self._lose(process, error)
                     continue
                 theirs = None if seeds is None else [seeds[lane] for lane in own]
-                asked.append((remote, self._ask(remote, "reset", [lane - remote.first for lane in own], theirs)))
-        for remote, number in asked:
+                asked.append((process, process.ask("reset", [lane - process.first for lane in own], theirs)))
+        for process, number in asked:
             try:
-                self._answer(remote, number)
+                process.answer(number)
             except ReapError as error:
-                self._lose(remote, error)
+                self._lose(process, error)
         if self._lost:  # their lanes begin anew, those that were not asked too
             self._cut = [lane for lane in self._replace_lost() if lane not in lanes]
 
     def draw(self, row: Row) -> None:
         shared = row if row.place is not None else self.shared_row()
         assert shared.place is not None
-        for remote in self.remotes:
+        for process in self.processes:
             try:
-                if remote.owes:
-                    self._settle(remote)
-                remote.owes = True
-                self._ring(remote, DRAW, *shared.place)
+                if process.owes:
+                    self._settle(process)
+                process.owes = True
+                process.order(DRAW, *shared.place)
             except ReapError as error:
-                self._lose(remote, error)
-        self.finish_all()
+                self._lose(process, error)
+        self._finish_all()
         if shared is not row:
             for mine, theirs in zip(row.action, shared.action):
                 mine[...] = theirs
 
-    def finish_all(self) -> None:
+    def _finish_all(self) -> None:
         """Wait for everybody who was sent something."""
-        for remote in self.remotes:
-            if remote.owes:
+        for process in self.processes:
+            if process.owes:
                 try:
-                    self.finish(remote)
+                    process.wait()
+                    self.take(process)
                 except ReapError as error:
-                    self._lose(remote, error)
+                    self._lose(process, error)
 
     def after_step(self, row: Row) -> None:
         """What every lane sees next lies in `first` with the answer."""
@@ -548,22 +408,21 @@ class ProcessLanes(Env):
         place, step = shared.place
         all_of_them = len(lanes) == self.spec.lanes
         if not all_of_them:
-            self._some[:] = False
-            self._some[list(lanes)] = True
-        for remote in self.remotes:
-            if remote in self._lost:
+            self.choose(0, self.spec.lanes, lanes)
+        for process in self.processes:
+            if process in self._lost:
                 continue
             try:
-                if remote.owes:
-                    self._settle(remote)
-                if all_of_them or self._some[remote.first : remote.last].any():
-                    remote.owes = True
-                    self._ring(remote, STEP if all_of_them else SOME, place, step)
+                if process.owes:
+                    self._settle(process)
+                if all_of_them or self._some[process.first : process.last].any():
+                    process.owes = True
+                    process.order(STEP if all_of_them else SOME, place, step)
             except ReapError as error:
-                self._lose(remote, error)
+                self._lose(process, error)
 
     def recv(self) -> list[int]:
-        self.finish_all()
+        self._finish_all()
         _, row = self._sent
         shared = self._shared
         if shared is not row:
@@ -575,7 +434,7 @@ class ProcessLanes(Env):
             cut = sorted({*cut, *self._cut, *self.rebuilt})
             self._cut, self.rebuilt = [], []
         if cut or self._dropped:
-            self._skip(row, [*cut, *self._dropped])
+            row.leave_out([*cut, *self._dropped])
         done = row.done
         if not done.any() and not cut:
             return []
@@ -583,36 +442,26 @@ class ProcessLanes(Env):
         ended: list[int] = np.flatnonzero(done).tolist()
         return sorted({*ended, *cut}) if cut else ended
 
-    def step(self, lanes: Sequence[int], row: Row) -> list[int]:
-        self.send(lanes, row)
-        return self.recv()
-
     def _copy(self, shared: Row, row: Row) -> None:
         lanes, _ = self._sent
         at: Any = slice(None) if len(lanes) == self.spec.lanes else list(lanes)
-        for mine, theirs in zip((*row.next[: len(shared.next)], *row.rewards), (*shared.next, *shared.rewards)):
-            mine[at] = theirs[at]
-        for mine, theirs in (
-            (row.done, shared.done),
-            (row.terminated, shared.terminated),
-            (row.truncated, shared.truncated),
-        ):
+        arrays = (*row.next[: len(shared.next)], *row.rewards, *row.flags)
+        for mine, theirs in zip(arrays, (*shared.next, *shared.rewards, *shared.flags)):
             mine[at] = theirs[at]
 
     def open_state(self) -> Any:
-        each = [self._call(remote, "open_state") for remote in self.remotes]
-        for remote, one in zip(self.remotes, each):
+        each = [self._call(process, "open_state") for process in self.processes]
+        for process, one in zip(self.processes, each):
             if isinstance(one, str):
-                raise CannotResume(f"env process {self._name(remote)}: {one}")
+                raise CannotResume(f"env process {process.name}: {one}")
         return {"each": each, "fresh": torch.from_numpy(self._fresh.copy()), "first": packed(self.first)}
 
     def load_open_state(self, state: Any) -> None:
-        if len(state["each"]) != len(self.remotes):
-            raise CorruptState(
-                f"this state is of {len(state['each'])} env processes, here are {len(self.remotes)}; nothing was loaded"
-            )
-        for remote, one in zip(self.remotes, state["each"]):
-            self._call(remote, "load_open_state", one)
+        if len(state["each"]) != len(self.processes):
+            here, there = len(self.processes), len(state["each"])
+            raise CorruptState(f"this state is of {there} env processes, here are {here}; nothing was loaded")
+        for process, one in zip(self.processes, state["each"]):
+            self._call(process, "load_open_state", one)
         self._fresh[...] = state["fresh"].numpy()
         for mine, kept in zip(self.first, unpacked(state["first"])):
             mine[...] = kept
@@ -625,12 +474,12 @@ class ProcessLanes(Env):
     def dropped(self) -> Sequence[int]:
         return self._dropped
 
-    def _lose(self, remote: EnvProcess, error: ReapError) -> None:
+    def _lose(self, process: EnvProcess, error: ReapError) -> None:
         """A process has failed in a step: it is replaced when the others have answered. By hand, nobody would know."""
         if self._budget.policy.action == "raise" or (self.tells_cuts and self.driver is None):
             raise error
-        remote.owes = False
-        self._lost[remote] = error
+        process.owes = False
+        self._lost[process] = error
 
     def take_lost(self) -> dict[EnvProcess, ReapError]:
         """Processes that have failed while all were told something, and why; for whoever replaces them."""
@@ -639,29 +488,27 @@ class ProcessLanes(Env):
 
     def _replace_lost(self) -> list[int]:
         """Put others in the place of processes that failed, or go on without; returns the lanes that begin anew."""
-        lost, self._lost = self._lost, {}
         cut: list[int] = []
-        for remote, error in lost.items():
-            lanes = range(remote.first, remote.last)
-            self.retire(remote)
+        for process, error in self.take_lost().items():
+            lanes = range(process.first, process.last)
+            self.retire(process)
             if self._on_failure.action == "drop":
                 self._dropped += lanes
-                self._on_failure.report(WorkerFailure(remote.number, error, "drop", self._budget.count, 0.0))
+                self._on_failure.report(WorkerFailure(process.number, error, "drop", self._budget.count, 0.0))
             else:
-                self._budget.replace(remote.number, error, functools.partial(self._start_again, remote))
+                self._budget.replace(process.number, error, functools.partial(self._start_again, process))
                 self._fresh[list(lanes)] = True
                 cut += lanes
-        if not self.remotes:
+        if not self.processes:
             raise error
-        self._failed = False
         return sorted(cut)
 
     def _start_again(self, before: EnvProcess) -> None:
         """Another process in the place of one, which knows all that the one before it knew; its lanes begin anew."""
         new = self.start_again(before)
         try:
-            spec, _ = self._answer(new, grace=BOOT)
-            self._answer(new, self.introduce(new, spec))
+            spec, _ = new.answer(grace=BOOT)
+            new.answer(self.introduce(new, spec))
             own = range(new.first, new.last)
             known = [self._last_seeds[lane] for lane in own if lane in self._last_seeds]
             seeds = [restart_seed(seed, new.restarts) for seed in known]
@@ -670,12 +517,11 @@ class ProcessLanes(Env):
             self.retire(new)
             raise
 
-    def retire(self, remote: EnvProcess) -> None:
+    def retire(self, process: EnvProcess) -> None:
         """A process has failed, or is not wanted any more: whatever it is doing, it ends."""
-        if remote in self.remotes:
-            self.remotes.remove(remote)
-        remote.end()
-        self._failed = False
+        if process in self.processes:
+            self.processes.remove(process)
+        process.kill()
 
     def start_again(self, before: EnvProcess) -> EnvProcess:
         """Start another process in the place of one, and wait for nothing; what it says first is what it is like."""
@@ -683,8 +529,8 @@ class ProcessLanes(Env):
             new = self._start(before.number)
         new.first, new.last, new.restarts = before.first, before.last, before.restarts + 1
         new.spec, new.traits = before.spec, before.traits
-        self.remotes.append(new)
-        self.remotes.sort(key=lambda remote: remote.number)
+        self.processes.append(new)
+        self.processes.sort(key=lambda process: process.number)
         return new
 
     def introduce(self, new: EnvProcess, spec: EnvSpec) -> int:
@@ -692,21 +538,12 @@ class ProcessLanes(Env):
         joint_spec([new.spec, spec])
         if spec.lanes != new.last - new.first:
             raise SpecMismatch(f"it has {spec.lanes} lanes, and the one before it had {new.last - new.first}")
-        number = self._ask(new, "begin", new.first, self.spec.lanes)
+        number = new.ask("begin", new.first, self.spec.lanes)
         if self._action is not None:
-            number = self._ask(new, "expect", _bare(self._action))
+            number = new.ask("expect", _bare(self._action))
         for slot in self._announced:
-            number = self._ask(new, "slot", *slot)
+            number = new.ask("slot", *slot)
         return number
-
-    def _skip(self, row: Row, lanes: list[int]) -> None:
-        """This step is no frame of these lanes."""
-        if row.mask is not None:
-            row.mask[lanes] = False
-        for array in (*row.next, *row.rewards):
-            array[lanes] = 0
-        for flag in (row.done, row.terminated, row.truncated):
-            flag[lanes] = False
 
     # ---- the end --------------------------------------------------------------------------------------------------
 
@@ -717,15 +554,13 @@ class ProcessLanes(Env):
             self._close()
 
     def _close(self) -> None:
-        children, self.remotes = [remote for remote in self.remotes if not remote.ended], []
-        for remote in children:
-            if remote.silent:
-                remote.child.signal(signal.SIGTERM)
-            os.close(remote.order_fd)
-            os.close(remote.reply)
-            remote.child.line.close()
-        gone = functools.partial(end, [remote.child for remote in children], patience=LAST_STEP, deadline=DEADLINE)
-        see_to(gone, LINGER if self._failed else None)
+        children, self.processes = [process for process in self.processes if not process.ended], []
+        for process in children:
+            if process.silent:
+                process.child.signal(signal.SIGTERM)
+            process.hang_up()
+        gone = functools.partial(end, [process.child for process in children], patience=LAST_STEP, deadline=DEADLINE)
+        see_to(gone, LINGER if any(process.failed for process in children) else None)
         for file in self._files:
             file.close()
 

@@ -17,14 +17,15 @@ from reap._system.interrupts import Interrupts
 from reap._system.remote_errors import Raised
 from reap.core.slot import Row
 from reap.envs.parallel.env_child import BEGIN, FDS, ORDER, PING
+from reap.envs.parallel.env_process import EnvProcess
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers
-from reap.envs.parallel.process_lanes import EnvProcess, ProcessLanes
+from reap.envs.parallel.process_lanes import ProcessLanes
 from reap.envs.parallel.threaded_env_child import ANSWER, RAISED, REBUILT_IN_PLACE, ThreadedChild
 from reap.errors import ReapError, UsageError
 from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
-MOST_HANDS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
+MOST_THREADS = (MOST_FDS - FDS) // 2  # threads of one process: each has a pipe
 _MOMENT = 100e-6  # seconds in which it does not pay to fall asleep
 
 
@@ -36,7 +37,7 @@ class ProcessWorkers(LaneWorkers):
         started ──► says what it is like ──► is told of memory and actions ──► answers ──► begins ──► like the others
     """
 
-    _cells = True  # whether its lanes can bring texts and objects
+    _objects = True  # whether its lanes can bring texts and objects
 
     def __init__(
         self,
@@ -51,27 +52,27 @@ class ProcessWorkers(LaneWorkers):
         with enough_room("processes for the lanes"):  # before there is something to close
             self._selector = selectors.DefaultSelector()
         try:
-            self._lanes = ProcessLanes(makers, timeout=timeout, cells=self._cells, budget=self.budget, **options)
+            self._lanes = ProcessLanes(makers, timeout=timeout, objects=self._objects, budget=self.budget, **options)
         except BaseException:
             self._selector.close()
             raise
         self.spec, self.traits, self.first = self._lanes.spec, self._lanes.traits, self._lanes.first
-        self.bounds = [(remote.first, remote.last) for remote in self._lanes.remotes]
-        self._remotes = list(self._lanes.remotes)
+        self.bounds = [(process.first, process.last) for process in self._lanes.processes]
+        self._processes = list(self._lanes.processes)
         self._told: dict[int, int] = {}  # of processes that come back: the number of the last call, once it was made
-        for n, remote in enumerate(self._remotes):
-            self._selector.register(remote.reply, selectors.EVENT_READ, n)
+        for n, process in enumerate(self._processes):
+            self._selector.register(process.reply, selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._lanes.expects(action):
             return
-        if self._comebacks:
+        if self._restarting:
             self.settle()
         self._lanes.expect(action)
         self._lanes.shared_row()  # made now: everybody is asked, and nobody is under way
         self.expecting = True
-        for remote, error in self._lanes.take_lost().items():
-            self._lose(remote.number, error)
+        for process, error in self._lanes.take_lost().items():
+            self._lose(process.number, error)
 
     def row(self) -> Row:
         return self._lanes.shared_row()
@@ -79,11 +80,11 @@ class ProcessWorkers(LaneWorkers):
     def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._lanes.seed(lanes, seeds)
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
-        self._lanes.order(self._remotes[group], what, lanes)
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+        self._lanes.order(self._processes[group], what, lanes)
 
     def _ping(self, group: int, token: int) -> None:
-        self._lanes.ping(self._remotes[group], token)
+        self._lanes.ping(self._processes[group], token)
 
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -93,7 +94,7 @@ class ProcessWorkers(LaneWorkers):
                 if number < 0:
                     self._hear_newcomer(~number)
                 else:
-                    found.append((number, self._lanes.take(self._remotes[number])))
+                    found.append((number, self._lanes.take(self._processes[number])))
                     if self._lanes.rebuilt:
                         self.cut.update(self._lanes.rebuilt)
                         self._lanes.rebuilt.clear()
@@ -105,59 +106,59 @@ class ProcessWorkers(LaneWorkers):
     # ---- failures -------------------------------------------------------------------------------------------------
 
     def _retire(self, unit: int) -> None:
-        remote = self._remotes[unit]
-        if not remote.ended:
-            for fd in (remote.reply, remote.child.line.fileno()):
+        process = self._processes[unit]
+        if not process.ended:
+            for fd in (process.reply, process.child.line.fileno()):
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(fd)
         self._told.pop(unit, None)
-        self._lanes.retire(remote)
+        self._lanes.retire(process)
 
     def _start_again(self, unit: int) -> None:
-        remote = self._remotes[unit] = self._lanes.start_again(self._remotes[unit])
+        process = self._processes[unit] = self._lanes.start_again(self._processes[unit])
         events = selectors.EVENT_READ | selectors.EVENT_WRITE  # what it is to run may be more than goes at once
-        self._selector.register(remote.child.line.fileno(), events, ~unit)
+        self._selector.register(process.child.line.fileno(), events, ~unit)
 
     def _hear_newcomer(self, unit: int) -> None:
         """Go on with the introduction of a process that was started again, as far as it has answered."""
-        remote = self._remotes[unit]
-        line = remote.child.line
+        process = self._processes[unit]
+        line = process.child.line
         with Interrupts().held():  # what was heard is also answered
             if line.flush():
                 self._selector.modify(line.fileno(), selectors.EVENT_READ, ~unit)
-            gone = remote.talk.hear()
-            while remote.talk.inbox:
-                message = remote.talk.inbox.popleft()
+            gone = process.talk.hear()
+            while process.talk.inbox:
+                message = process.talk.inbox.popleft()
                 value = message.value if isinstance(message, Answer) else message
                 if isinstance(value, Raised):
-                    raise self._lanes.named(value.unpack(), remote)
+                    raise process.named(value.unpack())
                 if not isinstance(message, Answer):
-                    self._told[unit] = self._lanes.introduce(remote, value[0])
-                    self._away.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
+                    self._told[unit] = self._lanes.introduce(process, value[0])
+                    self._pending.update(dict.fromkeys(self._groups_of(unit), time.monotonic()))
                 elif message.call == self._told[unit]:
                     self._begin(unit)
                     return
             if gone:
-                raise self._lanes.gone(remote)
+                raise process.gone()
 
     def _begin(self, unit: int) -> None:
         """Let the lanes of a process that knows everything begin."""
-        remote = self._remotes[unit]
-        self._selector.unregister(remote.child.line.fileno())
-        self._selector.register(remote.reply, selectors.EVENT_READ, unit)
+        process = self._processes[unit]
+        self._selector.unregister(process.child.line.fileno())
+        self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
-            self._ring_for(group, BEGIN, range(*self.bounds[group]))
+            self._order_group(group, BEGIN, range(*self.bounds[group]))
 
     # ---- who it is ------------------------------------------------------------------------------------------------
 
     def _process_of(self, group: int) -> EnvProcess:
-        return self._remotes[group]
+        return self._processes[group]
 
     def _stack_of(self, group: int) -> str:
         return self._process_of(group).child.ask_stack()
 
     def _silence_of(self, group: int, timeout: float) -> ReapError:
-        return self._lanes.silence_of(self._process_of(group))
+        return self._process_of(group).silence()
 
     def close(self) -> None:
         self._selector.close()
@@ -167,40 +168,40 @@ class ProcessWorkers(LaneWorkers):
 class ThreadedProcessWorkers(ProcessWorkers):
     """Lanes in threads of child processes: every env is a group of its own (see threaded_env_child.py)."""
 
-    _cells = False
+    _objects = False
 
     def __init__(self, makers: Makers, **options: Any) -> None:
-        self._doors: list[int] = []  # of each group: where orders for it are written
+        self._order_fds: list[int] = []  # of each group: where orders for it are written
         self._ours: dict[int, list[int]] = {}  # the same, by process
         self._theirs: list[int] = []  # the other ends
         self._first_of: list[int] = []  # of each process: its first group
         self._unit: list[int] = []  # of each group: the number of its process
         self._brisk = False  # whether the last answer came within a moment
         try:
-            super().__init__(makers, host=ThreadedChild, wires=self._make_doors, **options)
-            self._hang_up(self._theirs)
+            super().__init__(makers, child=ThreadedChild, more_fds=self._make_order_pipes, **options)
+            self._close(self._theirs)
             bounds: list[tuple[int, int]] = []
-            for remote, own in zip(self._remotes, makers):
-                each, rest = divmod(remote.last - remote.first, len(own))
+            for process, own in zip(self._processes, makers):
+                each, rest = divmod(process.last - process.first, len(own))
                 if rest:
                     self.close()
                     raise UsageError("envs that share a process, each in a thread of its own, need as many lanes each")
                 self._first_of.append(len(bounds))
-                firsts = range(remote.first, remote.last, each)
+                firsts = range(process.first, process.last, each)
                 bounds += [(first, first + each) for first in firsts]
-                self._unit += [remote.number] * len(own)
-                self._doors += self._ours[remote.number]
+                self._unit += [process.number] * len(own)
+                self._order_fds += self._ours[process.number]
         except BaseException:
-            self._hang_up(self._theirs)
-            self._hang_up_all()
+            self._close(self._theirs)
+            self._close_pipes()
             raise
         self.bounds = bounds
 
-    def _make_doors(self, process: int, envs: int) -> Sequence[int]:
+    def _make_order_pipes(self, unit: int, envs: int) -> Sequence[int]:
         """A pipe for each env of a process, both ends: the child itself must be able to send its threads home."""
         made: list[int] = []
-        own = self._ours.setdefault(process, [])
-        self._hang_up(own)  # of one that was there before it
+        own = self._ours.setdefault(unit, [])
+        self._close(own)  # of one that was there before it
         for _ in range(envs):
             theirs, ours = os.pipe()
             self._theirs.append(theirs)  # each at once: the next may be one too many
@@ -209,13 +210,13 @@ class ThreadedProcessWorkers(ProcessWorkers):
         return made
 
     @staticmethod
-    def _hang_up(ends: list[int]) -> None:
-        while ends:
-            os.close(ends.pop())
+    def _close(fds: list[int]) -> None:
+        while fds:
+            os.close(fds.pop())
 
-    def _hang_up_all(self) -> None:
-        for ends in self._ours.values():
-            self._hang_up(ends)
+    def _close_pipes(self) -> None:
+        for fds in self._ours.values():
+            self._close(fds)
 
     def _unit_of(self, group: int) -> int:
         return self._unit[group]
@@ -226,52 +227,52 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     def _retire(self, unit: int) -> None:
         super()._retire(unit)
-        self._hang_up(self._ours[unit])
+        self._close(self._ours[unit])
         for group in self._groups_of(unit):
-            self._doors[group] = -1
+            self._order_fds[group] = -1
 
     def _start_again(self, unit: int) -> None:
         try:
             super()._start_again(unit)
         finally:
-            self._hang_up(self._theirs)
+            self._close(self._theirs)
         first = self._first_of[unit]
-        self._doors[first : first + len(self._ours[unit])] = self._ours[unit]
+        self._order_fds[first : first + len(self._ours[unit])] = self._ours[unit]
 
-    def ring(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
+    def order(self, groups: Sequence[int], what: int, lanes: Sequence[int] | None = None) -> None:
         """Straight to the thread: nobody in its process hands the order on."""
         now = time.monotonic()
         if now > self._look_at:
             self._log_silence()
-        if self.cut or self.dropped or self._comebacks:
+        if self.cut or self.dropped or self._restarting:
             groups = self._at_hand(groups)
-        self._away.update(dict.fromkeys(groups, now))
+        self._pending.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            if self._comebacks and not self._at_hand([group]):
+            if self._restarting and not self._at_hand([group]):
                 continue  # lost just now, with another of its process: the newcomer knows of no order yet
             try:
-                self._order(group, order)
+                self._write(group, order)
             except ReapError as error:
                 self._lose(self._unit[group], error)
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         self._lanes.choose(*self.bounds[group], lanes)
-        self._order(group, ORDER.pack(what, self._lanes.place(what), 0))
+        self._write(group, ORDER.pack(what, self._lanes.place(what), 0))
 
-    def _order(self, group: int, order: bytes) -> None:
-        if (door := self._doors[group]) < 0:
+    def _write(self, group: int, order: bytes) -> None:
+        if (fd := self._order_fds[group]) < 0:
             return  # it has just been lost, with another of its process
         try:
-            os.write(door, order)
+            os.write(fd, order)
         except BrokenPipeError:
-            raise self._lanes.gone(self._process_of(group)) from None
+            raise self._process_of(group).gone() from None
 
     def _ping(self, group: int, token: int) -> None:
-        self._order(group, ORDER.pack(PING, 0, token))
+        self._write(group, ORDER.pack(PING, 0, token))
 
     def _written(self, wait: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         """Processes that have written something. Where answers come thick and fast, nobody falls asleep in between.
@@ -295,34 +296,34 @@ class ThreadedProcessWorkers(ProcessWorkers):
     def _answers(self, wait: float | None) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         for key, _ in self._written(wait):
-            process = key.data
+            unit = key.data
             try:
-                if process < 0:
-                    process = ~process
-                    self._hear_newcomer(process)
+                if unit < 0:
+                    unit = ~unit
+                    self._hear_newcomer(unit)
                     continue
                 data = os.read(key.fd, ANSWER.size * len(self._unit))
                 whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))
                 if not whole or any(number == RAISED for number, _ in whole):
-                    raise self._lanes.gone(self._remotes[process])
+                    raise self._processes[unit].gone()
                 for n, (number, token) in enumerate(whole):
                     if token == REBUILT_IN_PLACE:
-                        self.cut.update(self._lanes.count_rebuilt(self._remotes[process]))
+                        self.cut.update(self._lanes.count_rebuilt(self._processes[unit]))
                         whole[n] = number, 0
             except ReapError as error:
-                self._lose(process, error)
+                self._lose(unit, error)
                 break  # further descriptors may be of the same process, which are closed
-            first = self._first_of[process]
+            first = self._first_of[unit]
             found += [(first + number, token) for number, token in whole]
         return found
 
     def _process_of(self, group: int) -> EnvProcess:
-        return self._remotes[self._unit[group]]
+        return self._processes[self._unit[group]]
 
     def close(self) -> None:
         super().close()
-        self._hang_up_all()
+        self._close_pipes()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
-            self._hang_up_all()
+            self._close_pipes()

@@ -23,9 +23,8 @@ import numpy as np
 from reap._system.fork_server.child import wake_in_time
 from reap._system.interrupts import Interrupts
 from reap._system.processes import DEADLINE, SOON
+from reap.core.columns.batch_columns import current_for, layout_by_hand
 from reap.core.env import Env
-from reap.core.policy import RandomActions
-from reap.core.rollout import columns_of, current_for
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
     BEGIN,
@@ -41,7 +40,7 @@ from reap.envs.parallel.env_child import (
     built,
 )
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
-from reap.errors import ReapError, SpecMismatch, WorkerRaised, WorkerSilent
+from reap.errors import ReapError, SpecMismatch, WorkerSilent, as_raised
 from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
 
@@ -82,7 +81,7 @@ class LaneGroup:
         try:
             self.env = self._built()
         except BaseException as error:
-            self.answers.put((self.number, _told(error), 0))
+            self.answers.put((self.number, _as_exception(error), 0))
             return False
         self.answers.put((self.number, None, 0))
         return True
@@ -97,7 +96,7 @@ class LaneGroup:
         except self.lets_out:
             raise
         except BaseException as error:
-            self.answers.put((self.number, _told(error), 0))
+            self.answers.put((self.number, _as_exception(error), 0))
         else:
             rebuilt = self.rebuilt
             told = rebuilt.take() if rebuilt is not None and rebuilt.told else None
@@ -143,7 +142,7 @@ class LaneGroup:
         return f"of {lanes} ({self.where})"
 
     def stack(self) -> str:
-        """Where its thread is right now."""
+        """Return where its thread is right now."""
         raise NotImplementedError
 
     def let_end(self, timeout: float) -> bool:
@@ -190,7 +189,7 @@ class InlineEnv(LaneGroup):
         self._build()
 
     def put(self, order: Any) -> None:
-        """Do it."""
+        """Do what is asked at once; None: close the env."""
         if order is not None:
             self.obey(order)
         elif hasattr(self, "env") and not self.closed:
@@ -198,7 +197,7 @@ class InlineEnv(LaneGroup):
             self.env.close()
 
     def get(self) -> None:
-        """Nobody waits for orders here."""
+        """Return nothing: nobody waits for orders here."""
 
     def let_end(self, timeout: float) -> bool:
         return True
@@ -207,13 +206,9 @@ class InlineEnv(LaneGroup):
         return "(in this process: it is stepped by whoever asks for it)"
 
 
-def _told(error: BaseException) -> Exception:
-    """sys.exit() and the like end no thread: somebody waits for its answer."""
-    if isinstance(error, Exception):
-        return error
-    told = WorkerRaised(f"the env raised {error!r}")
-    told.__cause__ = error
-    return told
+def _as_exception(error: BaseException) -> Exception:
+    """Return what an env raised as an `Exception`: somebody waits for it, also where it is `sys.exit()` or the like."""
+    return error if isinstance(error, Exception) else as_raised("the env raised", error)
 
 
 class ThreadWorkers(LaneWorkers):
@@ -266,7 +261,7 @@ class ThreadWorkers(LaneWorkers):
 
     def _start(self, n: int, kind: type[LaneGroup], makers: Any, limit: int | None, orders: Orders) -> None:
         """Start a thread, and wait until its env is there."""
-        self._away[n] = time.monotonic()
+        self._pending[n] = time.monotonic()
         self.threads[n:] = [kind(n, makers, limit, self.queue, orders, rebuild=self._rebuild)]
         self.answered()
 
@@ -274,16 +269,15 @@ class ThreadWorkers(LaneWorkers):
         if self._action == dict(action):
             return
         self._action = None  # until everybody has understood
-        columns = columns_of(self.spec, RandomActions(action), ids=False, mask=False, version=False)
-        whole = Slot(Layout(columns, 1, self.spec.lanes, batched=True))
+        whole = Slot(layout_by_hand(self.spec, action))
         keys = RowKeys(self.spec)
-        if self._comebacks:
+        if self._restarting:
             self.settle()
         for worker in self.threads:
             worker.env.expect(action)
             worker.action = dict(action)
             spec = worker.env.spec
-            layout = Layout(columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
+            layout = Layout(whole.layout.columns, 1, spec.lanes, batched=spec.batched, look=spec.look)
             own = Slot(layout, 0, {key: array[:, worker.first : worker.last] for key, array in whole.arrays.items()})
             (worker.row,) = own.cut(keys, worker.into)
         (self._row,) = whole.cut(keys, self.first)
@@ -297,7 +291,7 @@ class ThreadWorkers(LaneWorkers):
     def _seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._seeds[list(lanes)] = UNSEEDED if seeds is None else seeds
 
-    def _ring_for(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
+    def _order_group(self, group: int, what: int, lanes: Sequence[int] | None) -> None:
         worker = self.threads[group]
         own = None if lanes is None else [lane for lane in lanes if worker.first <= lane < worker.last]
         worker.orders.put((what, own, 0))
@@ -345,11 +339,8 @@ class ThreadWorkers(LaneWorkers):
         self.threads[unit].orders.put((REBUILD, None, 0))
 
     @staticmethod
-    def _named(error: Exception, worker: LaneGroup) -> ReapError:
-        if not isinstance(error, ReapError):
-            told = WorkerRaised(f"the env raised {error!r}")
-            told.__cause__ = error
-            error = told
+    def _named(raised: Exception, worker: LaneGroup) -> ReapError:
+        error = as_raised("the env raised", raised)
         if error.lane is not None:
             error.lane += worker.first
         return error.at(worker=worker.name)

@@ -34,21 +34,21 @@ REBUILT_IN_PLACE = -1  # in the place of a token: a message says which envs have
 class OrderPipe:
     """A pipe in which a thread finds its orders, from the parent; and, when all end, from here."""
 
-    def __init__(self, host: ThreadedChild, number: int, theirs: int, ours: int) -> None:
-        self._host, self._number, self._from, self._to = host, number, theirs, ours
+    def __init__(self, child: ThreadedChild, number: int, theirs: int, ours: int) -> None:
+        self._child, self._number, self._from, self._to = child, number, theirs, ours
 
     def get(self) -> tuple[int, Sequence[int] | None, int] | None:
-        """The next order; None: to end."""
+        """Wait for the next order; None: to end."""
         what, place, token = ORDER.unpack(os.read(self._from, ORDER.size))
-        return None if what == END else self._host.order(self._number, what, place, token)
+        return None if what == END else self._child.order(self._number, what, place, token)
 
     def put(self, order: None) -> None:
-        """Send the thread home."""
+        """Tell the thread to end."""
         os.write(self._to, ORDER.pack(END, 0, 0))
 
 
 class ThreadedChild(EnvChild):
-    """Lanes of a child, in threads."""
+    """The lanes of a child process, each env of them in a thread."""
 
     def __init__(
         self, connection: Connection, fds: Sequence[int], *, makers: Any, limit: int | None, rebuild: bool = False
@@ -63,7 +63,7 @@ class ThreadedChild(EnvChild):
         self._pipe = _Answers(connection, self._reply, [first for first, _ in lane_workers.bounds])
 
     def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
-        """What a thread is to do, asked by itself."""
+        """Return what a thread is to do; it asks when it has read its order."""
         thread, lanes = self._lane_workers.threads[number], None
         if what in (SOME, BEGIN):
             lanes = (thread.first + np.flatnonzero(self._some[thread.first : thread.last])).tolist()
@@ -102,7 +102,7 @@ class _Answers:
         self._lock = threading.Lock()
 
     def put(self, answer: tuple[int, Exception | Rebuilt | None, int]) -> None:
-        """Called by the threads."""
+        """Send an answer to the parent; called by the threads."""
         number, error, token = answer
         with contextlib.suppress(OSError):  # nobody is there any more, and so will we not be
             self._put(number, error, token)

@@ -36,7 +36,7 @@ class _Move:
         return getattr(type(env), self._name)(env, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """A copy of the env has no lanes."""
+        """Pickle as the plain method: a copy of the env has no lanes."""
         env = self._env()
         return functools.partial, (getattr(type(env), self._name), env)
 
@@ -49,7 +49,7 @@ def handed_out(env: Any, lanes: Env) -> Any:
 
 
 def taken_back(env: Any) -> None:
-    """It is nobody's lanes any more."""
+    """Put the methods of its class back: nobody collects from it any more."""
     for name in _MOVES:
         if isinstance(vars(env).get(name), _Move):
             del vars(env)[name]

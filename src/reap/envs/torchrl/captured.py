@@ -15,9 +15,11 @@ leaves the env to TorchRL's step. One that is changed between two rollouts is re
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, MethodType
 from typing import Any
 
 import gymnasium as gym
@@ -27,12 +29,14 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from reap._foreign import torchrl_internals
+from reap.core.capture.chance import position, probe_generator, put_back
 from reap.core.capture.recorder import NotCaptured, foreign, unrecorded
 from reap.core.capture.replay import Captured
 from reap.core.env import Env, Rows
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.slot import FLAGS, Row
+from reap.envs.adapters.gymnasium import GymLanes
 from reap.envs.torchrl.by_hand import replaced
 from reap.envs.torchrl.rows import Columns, TorchRLRows
 from reap.errors import reraise
@@ -42,6 +46,7 @@ Array = np.ndarray[Any, Any]
 
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
+Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
@@ -74,6 +79,12 @@ def captured_whole(part: Any) -> bool:
     return where.startswith("torch.nn") or (where.startswith("torchrl.envs.transforms") and kind.__name__ in TRANSFORMS)
 
 
+def has_own_method(part: Any) -> bool:
+    """Whether somebody put a method of his own in the place of one of a transform's."""
+    held = vars(part).items()
+    return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
+
+
 def _calls_a_function(primer: Any) -> bool:
     """Whether a primer asks a function of the user's for its values."""
     values = [getattr(primer, "default_value", None)]
@@ -91,7 +102,8 @@ class Base:
 
     def __init__(self, env: Any, lanes: Env) -> None:
         self.env, self.lanes = env, lanes
-        self.size = tuple(env.batch_size)
+        self._gym = lanes if isinstance(lanes, GymLanes) else None
+        self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
         self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
@@ -105,7 +117,7 @@ class Base:
         self.first: list[Tensor] = []  # what each lane's last reset returned, by these keys
         self._begun: list[Array] = []  # the same memory, by these keys
         self._into: list[Array] = []  # and as the lanes write it
-        self._rows: list[tuple[Row, tuple[Array, ...]]] = []
+        self._rows: list[Room] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = -1
         self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
@@ -170,7 +182,7 @@ class Base:
         """Make room for a step's results, twice: the last one's are still looked at when the next are written.
 
         Of several calls in one step only the last is looked at later. The others have room of their own, but for
-        observations that nobody reads, like the frames an Atari game skips.
+        observations that nobody reads, like the frames an Atari game skips: where nobody reads any, none is made.
         """
         if self._planned is not self.asked:  # recorded since
             dims = len(self.size)
@@ -179,16 +191,19 @@ class Base:
             self._shapes = [(self.lanes.spec.lanes, *a.shape[dims:]) for a in self.asked]
             self._planned = self.asked
         self.lanes.expect(self._action)
+        if self._gym is not None and self._gym.checked:
+            self._gym.leave_out_checks()
         observation = self.lanes.spec.observation
         unread = {key: leaf.column(self.lanes.spec.lanes) for key, leaf in observation.items()}
         skipped = []
         for read in self.read[:-1]:
             looked_at = {as_key(key) for key, is_read in zip(self.keys, read) if is_read}
-            skipped.append(self._room({key: array for key, array in unread.items() if key not in looked_at}))
+            common = {key: array for key, array in unread.items() if key not in looked_at}
+            skipped.append(self._room(common, seen=len(common) < len(unread)))
         self._rows = [*skipped, self._room({}), *skipped, self._room({})]
         self._turn = -1
 
-    def _room(self, common: Mapping[Key, Array]) -> tuple[Row, tuple[Array, ...]]:
+    def _room(self, common: Mapping[Key, Array], *, seen: bool = True) -> Room:
         """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
         spec, row = self.lanes.spec, Row()
         leaves = {**spec.observation, **spec.reward}
@@ -203,20 +218,23 @@ class Base:
         results = [t.reshape(*self.size, *t.shape[1:]) for t in tensors]
         if [(t.shape, t.dtype) for t in results] != [(t.shape, t.dtype) for t in self.stepped]:
             raise NotCaptured(f"TorchRL's {type(self.env).__name__} returns other shapes or types than its env")
-        return row, tuple(t.numpy() for t in results)
+        step: Callable[..., list[int]] = self.lanes.step
+        if not seen and self._gym is not None:
+            step = functools.partial(step, unseen=True)
+        return row, tuple(t.numpy() for t in results), step
 
     def step(self, *actions: Array) -> tuple[Array, ...]:
         """One step of all lanes. What is returned is written over by the next step but one."""
         if self.given:
             return tuple(value.numpy().copy() for value in self.given)
         self._turn = (self._turn + 1) % len(self._rows)
-        row, results = self._rows[self._turn]
+        row, results, step = self._rows[self._turn]
         row.done[:] = row.terminated[:] = row.truncated[:] = False
         self._act(row, actions)
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
         try:
-            self.lanes.step(range(self.lanes.spec.lanes), row)
+            step(self._all, row)
         finally:
             for lock in self.locks:
                 lock.acquire()
@@ -250,6 +268,8 @@ class CapturedRows(TorchRLRows):
         self._root_keys: list[Any] = []
         super().__init__(env, root, columns)
         self._bases, self._transformed = bases, transformed
+        inner = [env for base in bases for env in (base.env, *torchrl_internals.serial_envs(base.env))]
+        self._stepped = [env, *transformed, *inner]  # TorchRL's envs whose steps are not called
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
@@ -295,7 +315,7 @@ class CapturedRows(TorchRLRows):
             base.lanes.load_open_state(lanes)
             for mine, value in zip(base.first, first):
                 mine.copy_(value)  # lanes write into this memory
-        self._unused, self._began, self._ended = False, False, list(state["ended"])
+        self.unseen, self._began, self._ended = False, False, list(state["ended"])
 
     def wrap_policy(self, policy: TensorDictPolicy) -> Policy:
         return policy if self.captures else super().wrap_policy(policy)
@@ -322,8 +342,14 @@ class CapturedRows(TorchRLRows):
 
     def _overridden(self) -> bool:
         """Whether somebody put a method of his own in the place of one that would not be called."""
-        envs = [self.env, *self._transformed, *(base.env for base in self._bases)]
-        return any(replaced(env, torchrl_internals.MOVES) for env in envs)
+        moves = torchrl_internals.MOVES
+        touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
+        return any(replaced(env, moves) for env in touched)
+
+    def _unknown(self) -> str | None:
+        """Which of the transforms, as they are now, cannot be captured."""
+        parts = (part for t in self._transforms() for part in t.modules())
+        return next((type(part).__name__ for part in parts if not captured_whole(part) or has_own_method(part)), None)
 
     def _rebound(self) -> bool:
         assert self._captured is not None
@@ -400,7 +426,7 @@ class CapturedRows(TorchRLRows):
         which = lanes[0] if len(lanes) == 1 else lanes
         for at, array in zip(self._shown_at, into):  # they have begun anew already
             array[which] = leaves[at].reshape(array.shape)[which]
-        self._unused, self._ended = False, []
+        self.unseen, self._ended = False, []
         return None
 
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -474,12 +500,12 @@ class CapturedRows(TorchRLRows):
             reset.runs[lanes] = reset.captured.run, base.due
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
-            state = torch.get_rng_state()
+            before = position()
             try:
                 reset.proved = reset.captured.agrees(probe)
             finally:
                 base.given = ()
-                torch.set_rng_state(state)
+                put_back(before)
             if not reset.proved:
                 self._alike = False
                 return False
@@ -547,6 +573,8 @@ class CapturedRows(TorchRLRows):
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
+        if (unknown := self._unknown()) is not None:  # put there since
+            raise NotCaptured(f"{unknown} is none of the transforms reap can replay")
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
         own -= self.spec.observation.keys()  # a policy may write over what an env carries
@@ -650,14 +678,14 @@ def _in_place_of(verb: str, stand_ins: Mapping[Base, Callable[..., Any]]) -> Ite
 
 def _varied(values: Sequence[Tensor], by: int) -> list[Tensor]:
     """Other values of the same kinds: a step that is captured must be the same for these."""
-    varied = []
+    varied, chance = [], probe_generator(by)
     for value in values:
         if value.dtype is torch.bool:
-            varied.append(torch.rand(value.shape) < 0.5)
+            varied.append(torch.rand(value.shape, generator=chance) < 0.5)
         elif value.dtype.is_floating_point:
-            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype))
+            varied.append(value + by * torch.randn(value.shape, dtype=value.dtype, generator=chance))
         elif value.dtype is torch.uint8:
-            varied.append(torch.randint_like(value, 256))
+            varied.append(torch.randint(256, value.shape, dtype=value.dtype, generator=chance))
         else:  # a one-hot action stays one
             varied.append(value + by if value.numel() and int(value.max()) > 1 else value.clone())
     return varied

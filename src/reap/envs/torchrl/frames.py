@@ -20,7 +20,7 @@ from reap.core.env import Rows
 from reap.core.policies.exploration import exploring
 from reap.core.policies.outputs import by_name
 from reap.core.policies.recurrent_state import carry_of
-from reap.core.policies.signature import match, takes_tensordict, told
+from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomPolicy
 from reap.core.slot import FLAGS, FRAME, Row
@@ -78,7 +78,9 @@ class TorchRLFrames(TorchRLEnv):
         call = model
         if not isinstance(model, TensorDictModuleBase) and not takes_tensordict(model):
             keys = [as_key(key) for key in self.env.observation_spec.keys(True, True)]
-            call = _on_columns(told(model, kind), match(model, keys), [as_key(key) for key in self.env.action_keys])
+            call = _on_columns(
+                bind_exploration(model, kind), match(model, keys), [as_key(key) for key in self.env.action_keys]
+            )
         try:
             with untouched(model), torch.no_grad(), exploring(kind):
                 first = self.root.clone()

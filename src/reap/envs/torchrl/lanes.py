@@ -26,10 +26,10 @@ from reap._system.pickling import before_packing
 from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
-from reap.envs.torchrl.by_hand import handed_out, taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, watching_resets
+from reap.envs.torchrl.by_hand import replaced, taken_back
+from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, has_own_method, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
-from reap.envs.torchrl.rows import TorchRLCells, TorchRLEnv, TorchRLRows, columns_of, give_spec, not_rebuilt
+from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -104,7 +104,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
                 base.lanes.close()  # TorchRL's own workers do what is left
     if root is None:
         root = env.reset()
-    columns = columns_of(env, root)
+    columns = torchrl_columns(env, root)
     made = TorchRLFrames(env, root) if columns is None else TorchRLRows(env, root, columns)
     made.left = left
     return made
@@ -113,7 +113,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
 def _captured(env: Any, bases: Sequence[Base], transformed: Sequence[Any]) -> Env | None:
     """A transformed env whose transforms can be captured, if all it reports has its place in a row."""
     root = watching_resets(bases, env.reset)
-    columns = columns_of(env, root)
+    columns = torchrl_columns(env, root)
     if columns is not None and "done" in columns.flags and not columns.ends:
         return CapturedRows(env, root, columns, bases, transformed)
     return None
@@ -123,7 +123,7 @@ def torchrl_cells(env: Env) -> Env:
     """An env whose frames would be kept whole, with texts and objects as columns where that is all they need."""
     if not isinstance(env, TorchRLFrames) or env.spec.batched:
         return env
-    columns = columns_of(env.env, env.root, cells=True)
+    columns = torchrl_columns(env.env, env.root, cells=True)
     return env if columns is None else TorchRLCells(env.env, env.root, columns)
 
 
@@ -138,7 +138,7 @@ def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
     if type(env) is TransformedEnv:
         transformed.append(env)
         for part in env.transform.modules():
-            if not captured_whole(part):
+            if not captured_whole(part) or has_own_method(part):
                 return f"{type(part).__name__} is none of the transforms reap can replay"
         return _not_inside(env.base_env, bases, transformed)
     if type(env) is SerialEnv:
@@ -195,7 +195,7 @@ def _limited(env: Any, limit: int, count: Key) -> Any:
     return TransformedEnv(env, StepCounter(max_steps=limit, step_count_key=count[0]))
 
 
-class WrappedGym(GymLanes):
+class WrappedGym(OfTorchRL, GymLanes):
     """The Gymnasium envs inside TorchRL's; closing and state are the outer env's."""
 
     def __init__(self, outer: Any, envs: Sequence[gym.Env[Any, Any]], *, categorical: bool, batched: bool) -> None:
@@ -203,10 +203,6 @@ class WrappedGym(GymLanes):
         self.spec = replace(self.spec, look=replace(self.spec.look, contiguous=True))  # as from TorchRL's collectors
         self.outer = outer
         self._expected: Mapping[Key, Leaf] | None = None
-
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.outer, self)
 
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
         lanes = super().joined(others)
@@ -218,12 +214,6 @@ class WrappedGym(GymLanes):
             return
         super().expect(action)
         self._expected = action
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.outer)
-
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.outer)
@@ -244,7 +234,7 @@ def _gymnasium(env: Any) -> Env | None:
     else:
         return None
     raw = [found for child in inside if (found := _bare(child, (GymEnv, GymWrapper))) is not None]
-    if len(raw) < len(inside):
+    if len(raw) < len(inside) or any(replaced(one, torchrl_internals.MOVES) for one in (env, *inside)):
         return None
     kinds = {torchrl_internals.takes_categories(child) for child in inside}
     categorical = kinds.pop() if len(kinds) == 1 else None
@@ -254,8 +244,7 @@ def _gymnasium(env: Any) -> Env | None:
         lanes = WrappedGym(env, raw, categorical=categorical, batched=not one)
     except UsageError:  # spaces only TorchRL can read, or envs that differ
         return None
-    fake = env.fake_tensordict()
-    return lanes if _looks(lanes.spec.observation, lanes.spec.action) == _looks_of(fake, len(env.batch_size)) else None
+    return lanes if looks_like(lanes.spec, env) else None
 
 
 def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
@@ -273,16 +262,3 @@ def _bare(env: Any, kinds: tuple[Any, ...]) -> gym.Env[Any, Any] | None:
         return None
     skip = int(getattr(env, "frame_skip", 1) or 1)
     return FrameSkip(inner, skip) if skip > 1 else inner
-
-
-def _looks(observation: Mapping[Any, Any], action: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: (leaf.shape, leaf.dtype) for key, leaf in {**observation, **action}.items()}
-
-
-def _looks_of(fake: TensorDictBase, dims: int) -> dict[Any, Any]:
-    """Shapes and dtypes of the root of a TensorDict, flags left out."""
-    found = {}
-    for key, value in fake.exclude("next", "done", "terminated", "truncated").items(True, True):
-        path = (key,) if isinstance(key, str) else key
-        found[path] = (tuple(value.shape[dims:]), value.dtype if isinstance(value, torch.Tensor) else None)
-    return found

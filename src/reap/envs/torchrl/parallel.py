@@ -20,18 +20,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
 
 from reap._foreign import torchrl_internals
 from reap.core.capture.recorder import NotCaptured
-from reap.core.policy import RandomActions
-from reap.core.rollout import columns_of
-from reap.core.slot import Layout, Row, RowKeys
+from reap.core.columns.batch_columns import layout_by_hand
+from reap.core.slot import Row, RowKeys
 from reap.envs.parallel.process_lanes import ProcessLanes
-from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, handed_out, replaced, taken_back
+from reap.envs.torchrl.by_hand import SEEDED_BY_RESET, replaced, taken_back
 from reap.envs.torchrl.captured import Array, Base
-from reap.envs.torchrl.rows import give_spec, not_rebuilt
+from reap.envs.torchrl.rows import OfTorchRL, looks_like
 from reap.errors import UsageError, WorkerError, WrongState
 from reap.spec import Key, Leaf, as_key, show_keys
 
@@ -110,22 +107,22 @@ def _started(env: Any, processes: int, seeds: Sequence[int | None], running: boo
     shares: list[Any] = [recipes[a:b] for a, b in itertools.pairwise(bounds)]
     start = "spawn" if torchrl_internals.is_spawned(env) else "forkserver"
     try:
-        return ParallelLanes(env, shares, host=TorchRLChild, start_method=start, threads=env.num_sub_threads)
+        return ParallelLanes(env, shares, child=TorchRLChild, start_method=start, threads=env.num_sub_threads)
     except NotTakenOver:
         raise
     except (UsageError, WorkerError) as cause:  # what only a fork could take along, envs that differ: TorchRL may try
         raise NotTakenOver(f"in a process of reap's its envs could not be made: {cause}") from cause
 
 
-class ParallelLanes(ProcessLanes):
+class ParallelLanes(OfTorchRL, ProcessLanes):
     """The workers of TorchRL's `outer`, as lanes."""
 
     _rebuilds = False
 
     def __init__(self, outer: Any, shares: Sequence[Any], **options: Any) -> None:
-        self.outer: Any = None  # before there is something to close
+        self.outer = None  # before there is something to close
         super().__init__(shares, **options)
-        if _looks(self.spec.observation, self.spec.action) != _looks_of(outer):
+        if not looks_like(self.spec, outer):
             self.close()
             raise NotTakenOver("its workers' results have other shapes or types than it says")
         self.outer = outer
@@ -134,7 +131,7 @@ class ParallelLanes(ProcessLanes):
         self.spec = replace(self.spec, look=look)  # as from TorchRL's collectors
         self._each = self.spec.lanes // outer.num_workers  # lanes of a worker
         self.draws = False
-        self._of = [(remote, n) for remote, share in zip(self.remotes, shares) for n in range(len(share))]
+        self._of = [(process, n) for process, share in zip(self.processes, shares) for n in range(len(share))]
         self._asked: dict[int, tuple[Any, int]] = {}  # by worker: a command of TorchRL's and its number
         self.stepped_by: str | None = None  # how the last step was made: in a "row", or by TorchRL's "command"
         self._captures = True
@@ -177,18 +174,18 @@ class ParallelLanes(ProcessLanes):
             data = root.clone()
             if passed is not None:
                 data.set("next", shared.get("next").select(*passed).clone())
-        remote, number = self._of[worker]
-        if remote.owes:
-            self._settle(remote)
+        process, number = self._of[worker]
+        if process.owes:
+            self._settle(process)
         if command in _MOVES:
             self._fresh[worker * self._each : (worker + 1) * self._each] = False
             self.stepped_by = "command" if command.startswith("step") else None
-        self._asked[worker] = command, self._ask(remote, "torchrl", number, command, data)
+        self._asked[worker] = command, process.ask("torchrl", number, command, data)
 
     def heard(self, worker: int) -> Any:
         """The answer of a worker, which is waited for; results of steps and resets go to where TorchRL looks."""
         command, number = self._asked.pop(worker)
-        (value,) = self._answer(self._of[worker][0], number)
+        (value,) = self._of[worker][0].answer(number)
         env = self.outer
         shared = env.shared_tensordicts[worker]
         if command == "reset":
@@ -217,15 +214,8 @@ class ParallelLanes(ProcessLanes):
     def captures(self, captures: bool) -> None:
         if captures != self._captures:
             self._captures = captures
-            for remote in self.remotes:
-                self._call(remote, "capture", captures)
-
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.outer, self)
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.outer)
+            for process in self.processes:
+                self._call(process, "capture", captures)
 
     def set_policy_keys(self, outputs: Sequence[Key]) -> None:
         told = [key for key in outputs if key in self._carried]
@@ -238,8 +228,8 @@ class ParallelLanes(ProcessLanes):
         observed = list(self.spec.observation)
         self._passed_at = [(list(outputs).index(key), observed.index(key[1:])) for key in passed]
         if passed != self._passed:
-            for remote in self.remotes:
-                self._call(remote, "policy_keys", passed)
+            for process in self.processes:
+                self._call(process, "policy_keys", passed)
             self._passed = passed
 
     def looks_at(self, outputs: Collection[Key]) -> Collection[Key]:
@@ -249,12 +239,9 @@ class ParallelLanes(ProcessLanes):
         """Of what a policy writes, next values of what the workers carry from step to step: recurrent states."""
         return [key for key in outputs if key[0] == "next" and key[1:] in self._carried]
 
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
-
     def explain(self) -> str:
-        inside = self._call(self.remotes[0], "explain")
-        return f"TorchRL's ParallelEnv in {len(self.remotes)} env processes of reap's; there {inside}"
+        inside = self._call(self.processes[0], "explain")
+        return f"TorchRL's ParallelEnv in {len(self.processes)} env processes of reap's; there {inside}"
 
     def send(self, lanes: Sequence[int], row: Row) -> None:
         self.stepped_by = "row"
@@ -380,8 +367,7 @@ class ParallelBase(Base):
         action = {key: Leaf(tuple(a.shape[dims:]), a.dtype) for key, a in zip(keys, self.asked)}
         self.lanes.expect(action)
         if self._memory is None or self._memory[0] != action:
-            columns = columns_of(spec, RandomActions(action), ids=False, mask=False, version=False)
-            slot = self.lanes.make_slot(Layout(columns, 2, spec.lanes, batched=True), 0)
+            slot = self.lanes.make_slot(layout_by_hand(spec, action, 2), 0)
             self._memory = action, list(slot.cut(RowKeys(spec), self.lanes.first)), slot.arrays
         _, rows, arrays = self._memory
         self._rows = []
@@ -392,22 +378,8 @@ class ParallelBase(Base):
             kinds = [(t.shape, t.dtype) for t in map(torch.from_numpy, results)]
             if kinds != [(t.shape, t.dtype) for t in self.stepped]:
                 raise NotCaptured("TorchRL's ParallelEnv returns other shapes or types than its envs")
-            self._rows.append((row, results))
+            self._rows.append((row, results, self.lanes.step))
 
     def _act(self, row: Row, actions: Sequence[Array]) -> None:
         for mine, given in zip(row.action, actions):  # in memory that the processes share
             mine[...] = given.reshape(mine.shape)
-
-
-def _looks(observation: Mapping[Key, Leaf], action: Mapping[Key, Leaf]) -> dict[Key, Any]:
-    return {key: (leaf.shape, leaf.dtype) for key, leaf in {**observation, **action}.items()}
-
-
-def _looks_of(env: Any) -> dict[Key, Any]:
-    """Shapes and dtypes of what TorchRL says its env is like, flags left out."""
-    fake: TensorDictBase = env.fake_tensordict().exclude("next", "done", "terminated", "truncated")
-    dims = len(env.batch_size)
-    return {
-        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
-        for key, value in fake.items(True, True)
-    }

@@ -116,7 +116,7 @@ class TorchRLChild(EnvChild):
             part.captures = captures
 
     def do_explain(self) -> str:
-        """Who steps the lanes here."""
+        """Say who steps the lanes here."""
         return self._parts[0].explain()
 
     def do_torchrl(self, worker: int, command: Any, data: Any) -> Any:
@@ -212,13 +212,12 @@ def _obeyed(env: Any, lanes: Env, command: Any, data: Any) -> Any:
             found = env.reset(given, **keywords)
         _moved(lanes, found)
         return found
-    if command == "step":
-        stepped = env.step(data)
-        root = torchrl_internals.next_root(env, stepped)
-        _moved(lanes, root)
-        return stepped.get("next"), root
-    if command == "step_and_maybe_reset":
-        stepped, root = env.step_and_maybe_reset(data)
+    if command in ("step", "step_and_maybe_reset"):
+        if command == "step":
+            stepped = env.step(data)
+            root = torchrl_internals.next_root(env, stepped)
+        else:
+            stepped, root = env.step_and_maybe_reset(data)
         _moved(lanes, root)
         return stepped.get("next"), root
     if command == "seed":

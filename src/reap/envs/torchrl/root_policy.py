@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reap.core.policy import PolicyAround, TensorDictPolicy
+from reap.core.policy import PolicyWrapper, TensorDictPolicy
 from reap.core.slot import Row
 from reap.spec import as_key
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reap.envs.torchrl.rows import TorchRLRows
 
 
-class RootPolicy(PolicyAround):
+class RootPolicy(PolicyWrapper):
     """`policy` acts on the root of `env`, whose own keys are those it has now."""
 
     policy: TensorDictPolicy

@@ -19,12 +19,12 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor, nn
 
 from reap._foreign import torchrl_internals
-from reap.core.columns.object_columns import own
+from reap.core.columns.batch_columns import RESERVED
+from reap.core.columns.object_columns import private_copy
 from reap.core.env import Env, Rows
 from reap.core.policies.as_policy import waits_for_spec
 from reap.core.policy import Policy, TensorDictPolicy
 from reap.core.resume import CannotResume
-from reap.core.rollout import RESERVED
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
@@ -44,7 +44,7 @@ class Columns:
     inner: dict[Key, tuple[int, ...]]
 
 
-def columns_of(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
+def torchrl_columns(env: Any, root: TensorDictBase, *, cells: bool = False) -> Columns | None:
     """The columns of an env, or None if it reports something that has no fixed place in a row.
 
     `cells`: texts and objects are columns, too, of references.
@@ -119,6 +119,17 @@ def _leaves(td: TensorDictBase, dims: int, cells: bool) -> tuple[dict[Key, Leaf]
     return (leaves, inner) if walk(td, ()) else None
 
 
+def looks_like(spec: EnvSpec, env: Any) -> bool:
+    """Whether observations and actions have the shapes and dtypes that TorchRL's env says."""
+    fake: TensorDictBase = env.fake_tensordict().exclude("next", *FLAGS)
+    dims = len(env.batch_size)
+    theirs = {
+        as_key(key): (tuple(value.shape[dims:]), value.dtype if isinstance(value, Tensor) else None)
+        for key, value in fake.items(True, True)
+    }
+    return theirs == {key: (leaf.shape, leaf.dtype) for key, leaf in {**spec.observation, **spec.action}.items()}
+
+
 def give_spec(model: Any, env: Any) -> None:
     """Exploration modules and random policies that were made without a spec wait for that of TorchRL's env."""
     if waits_for_spec(model):
@@ -128,33 +139,40 @@ def give_spec(model: Any, env: Any) -> None:
             part.spec = env.full_action_spec if len(env.action_keys) > 1 else env.action_spec
 
 
-def not_rebuilt() -> str:
-    """Why an env inside one of TorchRL's is not made anew where it raises."""
-    return (
-        "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot be "
-        "told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
-    )
+class OfTorchRL(Env):
+    """What lanes of a TorchRL env say of it, whoever steps them; `outer` is the env as its owner knows it."""
+
+    outer: Any
+
+    @property
+    def as_given(self) -> Any:
+        return handed_out(self.outer, self)
+
+    def bind_policy(self, model: Any) -> None:
+        give_spec(model, self.outer)
+
+    def not_rebuilt(self) -> str:
+        return (
+            "TorchRL's env object holds what it was made of, with seeds, transforms and workers of its own, and cannot "
+            "be told that one of them is another; give the factories to reap.envs.ParallelEnv(on_failure=) or SerialEnv"
+        )
 
 
-class TorchRLEnv(Env):
+class TorchRLEnv(OfTorchRL):
     """What both ways of stepping a TorchRL env have in common: its root, resets, seeds, state."""
 
     draws = True
     left: str | None = None  # why it is left to TorchRL, where that can be told
 
     def __init__(self, env: Any, root: TensorDictBase, spec: EnvSpec) -> None:
-        self.env, self.root, self.spec = env, root, spec
-        self._unused = True  # the root is of a reset nobody has seen
+        self.env = self.outer = env
+        self.root, self.spec = root, spec
+        self.unseen = True  # whether its root is of a reset that nobody has seen
         self._ended: list[int] = []  # lanes TorchRL has reset by itself in the last step
-
-    @property
-    def unseen(self) -> bool:
-        """Whether its first reset, when it was made, has not been used yet."""
-        return self._unused
 
     def moved_to(self, root: TensorDictBase) -> None:
         """Somebody has moved the env by TorchRL's own methods: it stands there now."""
-        self.root, self._unused, self._ended = root, False, []
+        self.root, self.unseen, self._ended = root, False, []
 
     def __getattr__(self, name: str) -> Any:
         """What is not here is TorchRL's: paths like `env.transform[0]` lead where they do there."""
@@ -162,24 +180,17 @@ class TorchRLEnv(Env):
             raise AttributeError(name)
         return getattr(self.env, name)
 
-    @property
-    def as_given(self) -> Any:
-        return handed_out(self.env, self)
-
-    def bind_policy(self, model: Any) -> None:
-        give_spec(model, self.env)
-
     def begin(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """New episodes in `lanes`, unless TorchRL has begun them already."""
         whole, driver = len(lanes) == self.spec.lanes, self.driver
         try:
             if seeds is not None:
                 self.root = seeded_reset(self.env, int(seeds[0]), static=len(seeds) > 1 and seeds[0] == seeds[1])
-            elif not (self._unused and whole) and not (isinstance(lanes, list) and lanes == self._ended):
+            elif not (self.unseen and whole) and not (isinstance(lanes, list) and lanes == self._ended):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
             raise raised_by("env.reset raised", cause) from cause
-        self._unused, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
+        self.unseen, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
         """The root, with marks where it is to be reset."""
@@ -208,9 +219,6 @@ class TorchRLEnv(Env):
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         pass
-
-    def not_rebuilt(self) -> str:
-        return not_rebuilt()
 
     def close(self) -> None:
         taken_back(self.env)
@@ -347,7 +355,7 @@ class TorchRLCells(TorchRLRows):
         if key not in self._cells:
             return super()._fit(key, value, shape)
         cell = np.full(1, None, object)
-        cell[0] = own(value.data if is_non_tensor(value) else value)
+        cell[0] = private_copy(value.data if is_non_tensor(value) else value)
         return cell
 
 

@@ -1,9 +1,10 @@
-"""What runs inside a remote worker: one loop, or a collector's processes."""
+"""`collector_class`: what runs inside a remote worker, one loop or a collector's processes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from reap.arguments import count
 from reap.backends.nested_workers import NestedWorkers
 from reap.collectors.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.single import Collector
@@ -23,10 +24,9 @@ _NAMES = {kind.__name__: name for kind, name in _KINDS.items()} | {
 }
 
 
-def team_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
+def nested_workers_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
     """What `collector_class` and `num_workers_per_collector` ask for; None: a worker and nothing else."""
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UsageError(f"num_workers_per_collector must be a whole number ≥ 1, got {workers!r}")
+    count("num_workers_per_collector", workers)
     kind = _kind("single" if collector_class is None else collector_class)
     if kind == "single":
         if workers > 1:
@@ -39,7 +39,7 @@ def team_for(collector_class: Any, workers: Any) -> NestedWorkers | None:
 
 
 def _kind(given: Any) -> str:
-    """Which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
+    """Return which of "single", "sync" and "async" is meant by that word, or by a collector, reap's or TorchRL's."""
     if isinstance(given, type):
         for base in given.__mro__:
             theirs = base.__module__.startswith("torchrl.") and base.__name__ in _NAMES

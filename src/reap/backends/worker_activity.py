@@ -1,0 +1,53 @@
+"""What workers elsewhere are doing right now, as far as that can be seen from here.
+
+No worker is asked, so that it works for one that is stuck, and from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reap._system.stacks import all_at_once
+from reap.backends.base import Transport, WorkerActivity
+from reap.backends.worker_handle import WorkerHandle
+
+
+def activity_of(workers: Sequence[WorkerHandle], transport: Transport) -> list[WorkerActivity]:
+    """Return what each worker is doing; of one on another machine without the number of its process."""
+    found = []
+    for worker in workers:
+        if worker.connection is not None and hasattr(worker, "info"):
+            near = getattr(worker.child, "ask_stacks", dict) is not dict  # a process of this machine
+            pid = worker.child.pid if near else None
+            found.append(WorkerActivity(worker.index, _doing(worker, transport), pid, worker.info.lanes))
+    return found
+
+
+def _doing(worker: WorkerHandle, transport: Transport) -> str:
+    if worker.dropped or worker.joining is not None:
+        return "has failed, and was dropped" if worker.dropped else "is being started again"
+    place = transport.position(worker)
+    if worker.info.layout.lanes == 1:
+        place.pop("lane", None)
+    if place:
+        return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
+    if worker.asked is not None:
+        return "answers a call"
+    return "collects" if worker.working else "waits"
+
+
+def stacks_of(workers: Sequence[WorkerHandle]) -> dict[str, str]:
+    """Return where each worker, and each process of its lanes, is right now, by name."""
+    asked: dict[str, Callable[[], Any]] = {}
+    for worker in workers:
+        if worker.connection is not None and not worker.child.gone():
+            asked[f"worker {worker.name}"] = worker.child.ask_stack
+            asked[f"worker {worker.name}, below"] = getattr(worker.child, "ask_stacks", dict)
+    found: dict[str, str] = {}
+    for name, told in all_at_once(asked).items():
+        if isinstance(told, dict):
+            found |= {f"{name.removesuffix(', below')}, {process}": stack for process, stack in told.items()}
+        else:
+            found[name] = told or "(it does not answer)"
+    return found
