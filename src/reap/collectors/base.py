@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -155,13 +155,18 @@ class BaseCollector(IterableDataset[TensorDict]):
                 return
             yield batch
 
-    def next(self) -> TensorDict | None:
-        """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
+    def next(self) -> TensorDict | Any:  # None is for those who ask at the end: type checkers do not insist on it
+        """Return the next batch; None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
 
     def progress(
-        self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+        self,
+        total: int | None = None,
+        *,
+        display: Literal["tqdm", "rich", "plain", "none"] | None = None,
+        logger: Any = None,
+        file: Any = None,
     ) -> Iterator[TensorDict]:
         """Iterate over batches and show how far it is: frames, frames per second, return, lag.
 
@@ -407,7 +412,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self.is_running()  # counts what is made in the background, and raises what went wrong there
         return self._backend.episodes.records()
 
-    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+    def stats(self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate") -> dict[str, Any]:
         """Counts so far, the last hundred episodes of all workers, and where the time went; see docs/statistics.md.
 
         Args:

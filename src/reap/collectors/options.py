@@ -162,7 +162,7 @@ class Options:
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
     trajs_per_write: int | None = None
-    traj_format: str | None = None
+    traj_format: Literal["padded", "cat"] | None = None
     replay_buffer: Any = None
     extend_buffer: bool = True
     compact_obs: bool = False
@@ -181,7 +181,7 @@ class Options:
     trust_policy: bool | None = None
     deterministic: bool = False
     capture: bool = True
-    cat_results: str | int | None = None
+    cat_results: Literal["stack"] | int | None = None
     update_at_each_batch: bool = False
     preemptive_threshold: float | None = None
     max_lag: int | None = None
