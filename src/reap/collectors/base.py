@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -133,6 +133,12 @@ class BaseCollector(IterableDataset[TensorDict]):
                 f"whole batches are random",
                 stacklevel=depth,
             )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"a {type(self).__name__} cannot be copied: it holds envs, and threads or processes; make another one, and "
+            f"give it this one's state_dict()"
+        )
 
     # ---- iterating ------------------------------------------------------------------------------------------------
 
@@ -313,6 +319,9 @@ class BaseCollector(IterableDataset[TensorDict]):
         Other episodes begin anew, with trajectory ids that nobody has seen.
         """
         self._check_open()
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise WrongArgument(f"state_dict must be what state_dict() returned, a mapping, got {kind}")
         needed = {"frames", "iter", "traj_pool"}
         if self._runner is not None:
             raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
