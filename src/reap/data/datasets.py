@@ -105,6 +105,8 @@ class Dataset(Sequence[TensorDict]):
 class Recording:
     """Writes the episodes of batches it is given, as they end. See `record`."""
 
+    format: Format
+
     def __init__(
         self,
         path: Any,
@@ -332,7 +334,7 @@ def _place(path: Any) -> Path:
     raise WrongArgument(f"path must be a directory or a file, got {path!r}")
 
 
-def _format_of(path: Path, given: str | None) -> str:
+def _format_of(path: Path, given: str | None) -> Any:
     if given is not None:
         if given not in _FORMATS:
             raise UsageError(
