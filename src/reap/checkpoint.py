@@ -24,10 +24,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from reap import __version__
 from reap._system.checked_files import FULL, load_tensors, locked, read_manifest, save_tensors, sync, write_manifest
+from reap.collectors.base import BaseCollector
 from reap.core.resume import without_pickles
 from reap.errors import CorruptState, NoSpace, ReapError, UsageError, WrongArgument
 
@@ -37,11 +39,12 @@ _NAME = re.compile(r"checkpoint-(\d{8,})")
 
 
 class Loaded(NamedTuple):
-    """What was loaded: which checkpoint, and the values that were saved beside the objects."""
+    """What was loaded: which checkpoint, the values saved beside the objects, and the objects that were not given."""
 
     path: Path
     number: int
     values: dict[str, Any]
+    left_out: tuple[str, ...] = ()
 
 
 def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
@@ -49,7 +52,9 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
 
     >>> save("run", collector=collector, policy=policy, optimizer=optimizer, step=step)
 
-    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. Returns its directory.
+    A part is whatever has a `state_dict`, or a value made of numbers, texts and tensors. All are of one moment: a
+    collector that runs in the background rests while the states are taken, and goes on before they are written.
+    Returns its directory.
     """
     root = _directory(path)
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
@@ -57,13 +62,10 @@ def save(path: Any, *, keep: int = 2, **parts: Any) -> Path:
     if not parts:
         raise UsageError("nothing to save: give the parts by name, as in save(path, collector=collector)")
     objects = [name for name, part in parts.items() if callable(getattr(part, "state_dict", None))]
-    for name, part in parts.items():
-        if name not in objects and not _plain(part):
-            raise WrongArgument(
-                f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and "
-                f"tensors"
-            )
-    states = {name: part.state_dict() if name in objects else part for name, part in parts.items()}
+    values = {name: _value(name, part) for name, part in parts.items() if name not in objects}
+    collectors = [part for part in parts.values() if isinstance(part, BaseCollector) and part.is_running()]
+    taken = _states({name: parts[name] for name in objects}, collectors)
+    states = {name: taken[name] if name in objects else values[name] for name in parts}
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root) as handle:
@@ -94,7 +96,8 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
     >>> done = load("run", collector=collector, policy=policy, optimizer=optimizer, trusted=True)
     >>> step = done.values["step"]
 
-    Parts that were saved and are not given are left out. An error names what is wrong, and nothing is loaded then.
+    Objects that were saved and are not given are named in `left_out` of what is returned. An error names what is wrong,
+    and nothing is loaded then.
     """
     place, about, states = _newest(_directory(path))
     objects = about["objects"]
@@ -121,7 +124,8 @@ def load(path: Any, *, trusted: bool = False, **parts: Any) -> Loaded:
             raise
         now = f"{', '.join(lost)} could not be put back as before" if lost else "nothing was loaded"
         raise UsageError(f"{done[-1]} does not take what {place} has for it: {cause}; {now}") from cause
-    return Loaded(place, about["number"], {name: state for name, state in states.items() if name not in objects})
+    values = {name: state for name, state in states.items() if name not in objects}
+    return Loaded(place, about["number"], values, tuple(name for name in objects if name not in parts))
 
 
 def _put_back(part: Any, state: Any) -> bool:
@@ -151,12 +155,36 @@ def _directory(path: Any) -> Path:
     return Path(path)
 
 
-def _plain(value: Any) -> bool:
+def _states(objects: Mapping[str, Any], running: Sequence[BaseCollector]) -> dict[str, Any]:
+    """Return the state of each, while these collectors rest: no row is written between the first and the last."""
+    if running:
+        with running[0].pause():
+            return _states(objects, running[1:])
+    return {name: part.state_dict() for name, part in objects.items()}
+
+
+def _value(name: str, part: Any) -> Any:
+    try:
+        return _plain(part)
+    except TypeError:
+        raise WrongArgument(
+            f"{name} is a {type(part).__name__}: it has no state_dict, and is not made of numbers, texts and tensors"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return the value as one that is read without executing anything: NumPy's scalars, which are not, as Python's."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Mapping):
-        return all(isinstance(key, (str, int)) and _plain(one) for key, one in value.items())
+        if not all(isinstance(key, (str, int)) for key in value):
+            raise TypeError
+        return {_plain(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+        return [_plain(one) for one in value] if isinstance(value, list) else tuple(map(_plain, value))
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+        return value
+    raise TypeError
 
 
 def _write(place: Path, number: int, states: Mapping[str, Any], objects: Sequence[str]) -> None:

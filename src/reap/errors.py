@@ -24,10 +24,15 @@ Messages say who, what, where, what next.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from typing_extensions import Self
+
+_REAP = f"{Path(__file__).parent}/"  # where our own code is
 
 
 class ReapError(Exception):
@@ -147,3 +152,11 @@ def raised_by(what: str, cause: BaseException) -> WorkerRaised:
     error = WorkerRaised(f"{what} {cause!r}").with_traceback(cause.__traceback__)
     error.__cause__ = cause
     return error
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the user's own line: the nearest on the stack that is not reap's."""
+    frame, depth = sys._getframe(1), 2  # a level of 1 would be the line below
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_REAP):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, category, stacklevel=depth)

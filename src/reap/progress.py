@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TextIO
 
 from reap.arguments import one_of, whole
-from reap.errors import missing
+from reap.errors import WrongArgument, missing, warn
 
 _DISPLAYS = ("tqdm", "rich", "plain", "none")
 _EVERY = 10.0  # seconds between two plain lines
@@ -34,6 +34,8 @@ def progress(
     """Iterate over a collector's batches and show how far it is; see `BaseCollector.progress`."""
     whole("total", total, least=1, none=True)
     one_of("display", display, _DISPLAYS, none=True)
+    if logger is not None and not callable(getattr(logger, "log", None)):
+        raise WrongArgument(f"logger needs a method log(step, scalars), as those of reap.loggers, got {logger!r}")
     end = float(collector.options.total) if total is None else float(total)
     return _batches(collector, end, display or _usual(file), logger, sys.stderr if file is None else file)
 
@@ -43,6 +45,11 @@ def _batches(collector: Any, end: float, display: str, logger: Any, file: TextIO
     first = collector.stats()["frames"]
     with _DISPLAY[display](None if end == float("inf") else int(end), first, file) as show:
         if first >= end:
+            if end != collector.options.total:  # that was not asked for here
+                warn(
+                    f"there is nothing to collect: {first:,} frames are made, and the total of {int(end):,} counts "
+                    f"from the collector's beginning; for more, give a larger one"
+                )
             return
         for batch in collector:
             scalars = clock.numbers(collector.stats(), batch)

@@ -10,8 +10,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.registration import EnvSpec as Registered
 
-from reap.errors import SpecMismatch, UsageError, missing
+from reap.errors import MissingDependency, SpecMismatch, UsageError, missing
 
 _FPS = 30  # where an env does not say how fast it is
 
@@ -96,7 +97,7 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         if self._episodes and len(self._episodes[-1]) == 1:
             self._episodes.pop()  # nobody has played it
         if len(self._episodes) < self._wanted:
-            self._episodes.append([self.env.render()])
+            self._episodes.append([self._look()])
         else:
             self._wanted = 0  # what follows is not wanted
         return out
@@ -104,8 +105,16 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         out = self.env.step(action)
         if self._wanted:
-            self._episodes[-1].append(self.env.render())
+            self._episodes[-1].append(self._look())
         return out
+
+    def _look(self) -> Any:
+        try:
+            return self.env.render()
+        except gym.error.DependencyNotInstalled as cause:
+            raise MissingDependency(
+                f"{self.env} cannot draw itself: {cause}; pip install 'reap[video]' brings pygame, with which most draw"
+            ) from cause
 
     def dump(self, path: Any, fps: float | None = None) -> Path:
         """Write the episodes since `begin`, one after another, and forget them."""
@@ -114,18 +123,27 @@ class FilmedEnv(gym.Wrapper[Any, Any, Any, Any]):
         return write_video(path, frames, fps or self.fps)
 
 
-def filmed(env: Any, wanted_by: str = "record_video") -> FilmedEnv:
-    """Return a Gymnasium env, an id or a factory of one, as an env that films itself; errors say who wanted it."""
-    made = env() if callable(env) and not isinstance(env, gym.Env) else env
-    if isinstance(made, str):
+def filmed(env: Any, wanted_by: str = "record_video") -> Any:
+    """Return a registered Gymnasium env, an env or a factory of one, as an env that films itself.
+
+    Of an env of reap's with several lanes the first one is filmed. Errors say who wanted it.
+    """
+    made = env() if callable(env) and (isinstance(env, type) or not hasattr(env, "reset")) else env
+    if isinstance(made, Registered):
         made = gym.make(made, render_mode="rgb_array")
     if isinstance(made, FilmedEnv):
         return made
-    if not isinstance(made, gym.Env):
+    if isinstance(made, gym.Env):
+        return FilmedEnv(made, wanted_by)
+    lanes = getattr(made, "lanes_env", made)
+    if not hasattr(lanes, "wrap_first"):
         raise UsageError(
-            f"{wanted_by}: videos are made of Gymnasium envs; this is {type(made).__name__}, which reap cannot draw"
+            f"{wanted_by}: videos are made of Gymnasium envs in one process; reap cannot draw {type(made).__name__}. "
+            f"Give a Gymnasium id, an env made with render_mode='rgb_array', or a GymEnv or SerialEnv of such"
         )
-    return FilmedEnv(made, wanted_by)
+    if not films_of(lanes):
+        lanes.wrap_first(lambda first: FilmedEnv(first, wanted_by))
+    return made
 
 
 def films_of(lanes: Any) -> Sequence[FilmedEnv]:

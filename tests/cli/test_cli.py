@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -136,6 +137,20 @@ def test_doctor(capsys):
     told = capsys.readouterr().out
     assert torch.__version__.split("+")[0] in told
     assert "cores" in told
+
+
+def test_doctor_tells_of_a_missing_pygame(capsys, monkeypatch):
+    def version(name):
+        if name == "pygame":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert "av is installed without pygame" in told
+    assert "pip install 'reap[video]'" in told
+    assert "pip install 'reap[pettingzoo]'" in told
 
 
 @pytest.mark.timeout(120)

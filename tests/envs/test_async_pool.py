@@ -228,7 +228,7 @@ def test_a_death_ends_a_wait_before_its_time(threads):
         pool.reset()
         pool.step(actions([0, 0, 0]))
         pool.async_step_send(actions([0, 0, 0]))
-        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*SIGKILL"):
+        with pytest.raises(WorkerDied, match=r"of lane 1 .*SIGKILL"):
             pool.async_step_recv(min_get=3, timeout=60)
         pool.close()
         del pool
@@ -294,7 +294,7 @@ def until_it_fails(pool):
 def test_an_env_that_raises_is_named(backend):
     with no_leaks():
         pool = AsyncEnvPool(faulty("raise"), backend=backend)
-        with pytest.raises(WorkerRaised, match=r"lanes 1 to 1.*lane 1.*an injected fault") as caught:
+        with pytest.raises(WorkerRaised, match=r"of lane 1.*lane 1.*an injected fault") as caught:
             until_it_fails(pool)
         assert isinstance(caught.value.__cause__, RuntimeError)
         pool.close()
@@ -313,7 +313,7 @@ def test_an_env_that_cannot_be_built_is_named(backend):
 def test_a_process_that_dies_is_named():
     with no_leaks():
         pool = AsyncEnvPool(faulty("kill"), backend="multiprocessing")
-        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*SIGKILL"):
+        with pytest.raises(WorkerDied, match=r"of lane 1 .*SIGKILL"):
             until_it_fails(pool)
         pool.close()
         del pool
@@ -325,7 +325,7 @@ def test_a_process_that_hangs_is_named_while_the_others_go_on():
         pool.reset()
         pool.step(actions([0, 0, 0]))
         pool.async_step_send(actions([0, 0, 0]))
-        with pytest.raises(WorkerSilent, match=r"(?s)lanes 1 to 1 .*sent nothing for 2\.0 s .*faults\.py"):
+        with pytest.raises(WorkerSilent, match=r"(?s)of lane 1 .*sent nothing for 2\.0 s .*faults\.py"):
             while True:  # the others answer whatever the one does
                 lanes = pool.async_step_recv()["env_index"].tolist()
                 assert 1 not in lanes
@@ -349,8 +349,8 @@ def test_a_thread_that_hangs_is_named_and_left_behind_with_a_warning(monkeypatch
     pool.reset()
     pool.async_step_send(actions([0, 0]))
     assert pool.async_step_recv()["env_index"].tolist() == [0]
-    with pytest.raises(WorkerSilent, match=r"(?s)lanes 1 to 1 .*sent nothing for 1\.0 s .*stuck\.wait"):
+    with pytest.raises(WorkerSilent, match=r"(?s)of lane 1 .*sent nothing for 1\.0 s .*stuck\.wait"):
         pool.async_step_recv()
-    with pytest.warns(RuntimeWarning, match=r"(?s)lanes 1 to 1 .*is still inside its env"):
+    with pytest.warns(RuntimeWarning, match=r"(?s)of lane 1 .*is still inside its env"):
         pool.close()
     stuck.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import gymnasium as gym
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from reap.core.wrapped import Wrapped
-from reap.envs import GymEnv, SerialEnv, TorchEnv
+from reap.envs import EnvPoolEnv, GymEnv, SerialEnv, TorchEnv
 from reap.testing import CountingEnv, check_env
 
 
@@ -284,6 +285,27 @@ class Walk:
         return self.x, over.float(), over, torch.zeros_like(over)
 
 
+class ResetsInside(Walk):
+    """Calls its own reset, and begins at random."""
+
+    def reset(self, mask):
+        self.x = torch.where(mask.unsqueeze(1), torch.rand(2, 1, generator=self.generator), self.x)
+        return self.x
+
+    def step(self, action):
+        _, reward, over, cut = super().step(action)
+        return self.reset(over), reward, over, cut
+
+
+class ResetsInPlace(Walk):
+    """Puts lanes that ended back home without a call."""
+
+    def step(self, action):
+        _, reward, over, cut = super().step(action)
+        self.x = torch.where(over.unsqueeze(1), 0.0, self.x)
+        return self.x, reward, over, cut
+
+
 class WalksIntoNothing(Walk):
     def step(self, action):
         x, *rest = super().step(action)
@@ -343,6 +365,8 @@ def closes_badly():
 BROKEN_ROWS = {
     "nan": (lambda: TorchEnv(WalksIntoNothing()), "'observation' has NaN in it"),
     "seed": (lambda: TorchEnv(WalksUnseeded()), r"Two copies with the same seed \(7\) and actions differ"),
+    "resets": (lambda: TorchEnv(ResetsInside()), r"resets itself inside step.*reap calls reset\(mask\)"),
+    "unwrapped": (Walk, r"Walk, which is no kind of env that reap knows; .*wrap it, TorchEnv\(Walk\(…\)\)"),
     "shared": (lambda: TorchEnv(WalksTogether()), "Copies share state"),
     "chain": (Drifts, "the row of step 0 ends with another 'observation' than the next row"),
     "flags": (NeverOver, "done'.* is not what terminated and truncated say together"),
@@ -404,6 +428,11 @@ def test_good_envs_of_every_kind_pass(name):
     assert check_env(GOOD[name], steps=100) == []
 
 
+def test_last_observations_that_are_first_ones_are_remarked():
+    (remark,) = check_env(lambda: TorchEnv(ResetsInPlace()))
+    assert "If the env resets itself inside step, the true last one is lost" in remark
+
+
 def test_what_cannot_be_seeded_is_remarked():
     dm_env = pytest.importorskip("dm_env")
 
@@ -426,3 +455,10 @@ def test_what_cannot_be_seeded_is_remarked():
     (remark,) = check_env(Days)
     assert remark.startswith("It takes no seed: ")
     assert "Days cannot be seeded from outside" in remark
+
+
+def test_nothing_is_said_of_the_collector_that_tries_an_asynchronous_pool():
+    pytest.importorskip("envpool")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="frames_per_batch")
+        check_env(lambda: EnvPoolEnv("CartPole-v1", num_envs=4, batch_size=2), steps=40)

@@ -140,8 +140,8 @@ class Broken(CountingEnv):
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ("raise", WorkerRaised, r"worker of lanes 1 to 1 \(pid \d+\), lane 1, step 2: .*boom"),
-        ("kill", WorkerDied, r"worker of lanes 1 to 1 \(pid \d+\), step 2: was killed by SIGKILL"),
+        ("raise", WorkerRaised, r"worker of lane 1 \(pid \d+\), lane 1, step 2: .*boom"),
+        ("kill", WorkerDied, r"worker of lane 1 \(pid \d+\), step 2: was killed by SIGKILL"),
         ("hang", WorkerSilent, r"(?s)sent nothing for 0.5 s.*time.sleep|sent nothing for 0.5 s.*in step"),
     ],
 )
@@ -247,7 +247,7 @@ def test_ready_lanes_report_faults():
     with no_leaks():
         env = ParallelEnv(2, [lambda: GymEnv(CountingEnv((9,), 0)), lambda: GymEnv(Dies((9,), 1))], ready=1)
         c = Collector(env, EchoPolicy(), frames_per_batch=80)
-        with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*exited with code 3"):
+        with pytest.raises(WorkerDied, match=r"of lane 1 .*exited with code 3"):
             c.next()
         del c, env
     with pytest.raises(UsageError, match="ready must lie between 1 and 1"):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from reap.collectors import Collector
-from reap.envs import PettingZooEnv, SerialEnv
+from reap.collectors import Collector, Evaluator
+from reap.envs import GymEnv, PettingZooEnv, SerialEnv, TorchEnv, TorchPendulum
 from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
+from reap.testing import check_env
 from tests import example_count
 from tests.envs.worlds import PLAN, Town
 
@@ -237,3 +238,96 @@ def test_plain_policies_of_a_group_name_what_they_read_by_its_last_part():
     assert torch.equal(batch["agents", "action"], batch[KEY].sum(-1, keepdim=True) * batch["agents", "mask"][..., None])
     plain = Collector(Town(PLAN), lambda sight: sight.sum(-1, keepdim=True), frames_per_batch=28).next()
     assert torch.equal(plain["agents", "action"], plain[KEY].sum(-1, keepdim=True))
+
+
+def test_a_class_is_not_an_env():
+    class Game:
+        possible_agents = ("a",)
+
+        def observation_space(self, agent):
+            raise AssertionError("it was called as if it were an env")
+
+    with pytest.raises(WrongArgument, match="takes an env, got the class Game: call it"):
+        PettingZooEnv(Game)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_an_evaluator_finds_the_reward_of_a_group(backend):
+    plan = [[(0, 3)], [(0, 1)]]
+
+    def make():
+        return PettingZooEnv(Town(plan))
+
+    def still(observation, mask):
+        return torch.zeros(*observation.shape[:-1], 1)
+
+    with Evaluator(make, still, num_trajectories=2, backend=backend) as evaluator:
+        found = evaluator.evaluate()
+    returns = [1 + 2 + 3 + 4, 1 + 2 + 2 / 8]
+    assert found["eval/reward"] == sum(returns) / 2
+    with (
+        Evaluator(make, still, num_trajectories=2, reward_keys=("next", "gold"), backend=backend) as evaluator,
+        pytest.raises(UsageError, match=r"no \('next', 'gold'\); name .* reward_keys=.*'next', 'agents', 'reward'"),
+    ):
+        evaluator.evaluate()
+
+
+class Stayers(Town):
+    """Lists its agents after their end; `lasts[i]` is the last step of agent i, whose flag is True from then on."""
+
+    def __init__(self, lasts, *, plan=None, silent=()):
+        super().__init__(plan or [[(0, 99)] for _ in lasts])
+        self.lasts, self.silent = lasts, silent
+
+    def step(self, actions):
+        seen, rewards, _, _, _ = super().step(actions)
+        over = {name: self.t >= self.lasts[int(name[1:])] for name in actions}
+        for name in self.silent:
+            del rewards[name]
+        return seen, rewards, over, dict.fromkeys(over, False), {}
+
+
+def test_a_group_ends_when_every_agent_has_though_all_are_listed():
+    c = Collector(Stayers([4, 2]), group_policy(), frames_per_batch=12)
+    batch = c.next()
+    assert batch["next", "done"][:, 0].tolist() == [False, False, False, True] * 3
+    assert batch["next", "terminated"][:, 0].tolist() == [False, False, False, True] * 3
+    assert batch[KEY][:, 0, 2].tolist() == [0, 1, 2, 3] * 3
+    assert batch["agents", "mask"].all()
+    assert batch["next", "agents", "mask"][3::4].any() == False  # noqa: E712
+    assert (batch["collector", "traj_ids"] == torch.arange(3).repeat_interleave(4)).all()
+
+
+def test_agents_as_lanes_end_though_all_are_listed():
+    env = PettingZooEnv(Stayers([3, 3]), mode="lanes")
+    batch = Collector(env, lambda observation: torch.zeros(2, 1), frames_per_batch=12).next()
+    assert batch["next", "done"][..., 0].tolist() == [[False, False, True] * 2] * 2
+    assert batch["observation"][..., 2].tolist() == [[0, 1, 2] * 2] * 2
+    env = PettingZooEnv(Stayers([3, 1]), mode="lanes")  # the second is called back, step by step, until the first ends
+    batch = Collector(env, lambda observation: torch.zeros(2, 1), frames_per_batch=12).next()
+    assert batch["next", "done"][..., 0].tolist() == [[False, False, True] * 2, [True] * 6]
+    assert batch["observation"][..., 2].tolist() == [[0, 1, 2] * 2] * 2
+    env = PettingZooEnv(Stayers([3, 1], plan=[[(0, 99)], [(0, 0)]]), mode="lanes")  # the second leaves as it should
+    batch = Collector(env, lambda observation: torch.zeros(2, 1), frames_per_batch=12).next()
+    assert batch["next", "done"][0, :, 0].tolist() == [False, False, True] * 2
+    assert batch["observation"][0, :, 2].tolist() == [0, 1, 2] * 2
+    assert batch["collector", "mask"][1].tolist() == [True, False, False] * 2
+
+
+@pytest.mark.parametrize("mode", ["group", "lanes"])
+def test_check_env_remarks_what_agents_lack(mode):
+    def remarks(**options):
+        return check_env(lambda: PettingZooEnv(Stayers([4, 4], **options), mode=mode), steps=20)
+
+    assert any("stay in env.agents" in one and "'a0'" in one for one in remarks())
+    assert any("no reward for 'a1'" in one for one in remarks(silent=["a1"]))
+    assert check_env(lambda: PettingZooEnv(Town(PLAN), mode=mode), steps=20) == []
+
+
+def test_lanes_are_not_joined_and_the_way_is_told():
+    with pytest.raises(UsageError, match=r"PettingZooEnv\(mode='lanes'\) has lanes.*MultiSyncCollector.*mode='group'"):
+        SerialEnv(2, lambda: PettingZooEnv(Town(PLAN), mode="lanes"))
+    with pytest.raises(UsageError, match=r"TorchEnv has lanes.*MultiSyncCollector\(\[make_env\] \* 3.*ParallelEnv\(3"):
+        SerialEnv(3, lambda: TorchEnv(TorchPendulum(2)))
+    with pytest.raises(UsageError, match="one kind, got GymEnv, PettingZooEnv$"):
+        SerialEnv(2, [lambda: GymEnv("CartPole-v1"), lambda: PettingZooEnv(Town(PLAN))])

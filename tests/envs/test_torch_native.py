@@ -122,3 +122,42 @@ def test_torch_env_with_an_offset_and_a_state():
     batch = Collector(TorchEnv(inner), lambda observation: torch.tensor([0, 2]), frames_per_batch=4).next()
     assert inner.got.tolist() == [5, 7]
     assert batch["observation"].shape == (2, 2, 3)
+
+
+def _step_with(change):
+    class Wrong(CountingTorch):
+        def step(self, action):
+            return change(*super().step(action))
+
+    return Wrong([(3,), (2,)])
+
+
+WRONG_STEPS = {
+    "three values": (lambda o, r, te, tr: (o, r, te | tr), "it returned 3 values"),
+    "one value": (lambda o, r, te, tr: o, "it returned a Tensor"),
+    "floats": (lambda o, r, te, tr: (o, r, te.float(), tr), r"it returned terminated as float32\[2\]"),
+    "a plain bool": (lambda o, r, te, tr: (o, r, te, False), "it returned truncated as a bool"),
+    "too few rewards": (lambda o, r, te, tr: (o, r[:1], te, tr), r"it returned reward as float32\[1\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_a_step_that_cannot_be_read_is_told_with_what_it_should_be(name):
+    change, got = WRONG_STEPS[name]
+    wanted = r"env.step must return \(observation, reward, terminated, truncated\), tensors of 2 lanes, both flags bool"
+    with pytest.raises(SpecMismatch, match=f"step [01]: {wanted}; {got}"):
+        Collector(TorchEnv(_step_with(change)), EchoPolicy(), frames_per_batch=8).next()
+
+
+def test_a_reset_that_cannot_be_read_is_told():
+    class Gymnasiums(CountingTorch):
+        def reset(self, mask):
+            return super().reset(mask), {}
+
+    with pytest.raises(SpecMismatch, match="env returned 'observation' as a tuple, not as a tensor"):
+        Collector(TorchEnv(Gymnasiums([(3,)])), EchoPolicy(), frames_per_batch=8).next()
+
+
+def test_an_env_in_torch_given_as_it_is():
+    with pytest.raises(WrongArgument, match=r"got CountingTorch; .*wrap it, TorchEnv\(CountingTorch\(…\)\)"):
+        Collector(CountingTorch([(3,)]), EchoPolicy(), frames_per_batch=8)

@@ -15,6 +15,7 @@ from reap.collectors.distributed import DistributedSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, TorchEnv
 from reap.envs.transforms import (
+    CastObservation,
     ClipReward,
     FlattenObservation,
     FrameStack,
@@ -27,7 +28,7 @@ from reap.envs.transforms import (
     TimeLimit,
     TransformedEnv,
 )
-from reap.errors import SpecMismatch, UsageError, WrongArgument
+from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument
 from reap.testing import CountingEnv, EchoPolicy
 from tests.envs.device_worlds import CountingDevice
 
@@ -196,6 +197,54 @@ def test_flattening_is_a_view_of_the_same_numbers():
     assert torch.equal(batch["a"][0, 1], torch.arange(6.0) + 1)
     assert torch.equal(batch["next", "a"][1, 2], torch.arange(6.0) + 3)
     assert torch.equal(batch["b"][:, :, 0], torch.tensor([[0.0, 1, 2, 0]] * 2))
+
+
+class Doubles(CountingEnv):
+    """Observes thirds in float64, and a number of steps."""
+
+    observation_space = gym.spaces.Dict(
+        {"a": gym.spaces.Box(-9, 9, (2,), np.float64), "steps": gym.spaces.Box(0, 99, (1,), np.int64)}
+    )
+
+    def _observation(self):
+        return {"a": np.array([self.t / 3, self.lane / 7]), "steps": np.array([self.t])}
+
+
+def test_what_is_cast_is_cast_everywhere():
+    def played(*casts):
+        makers = [partial(Doubles, one, lane) for lane, one in enumerate(LENGTHS)]
+        env = TransformedEnv(SerialEnv(3, makers), *casts)
+        return Collector(env, lambda a, steps: a[..., :1].float(), frames_per_batch=36).next()
+
+    raw, cast = played(), played(CastObservation())
+    assert raw["a"].dtype == torch.float64
+    for key in ("a", ("next", "a")):
+        assert cast[key].dtype == torch.float32
+        assert torch.equal(cast[key], raw[key].float())
+    assert cast["steps"].dtype == torch.int64
+    named = played(CastObservation(torch.float16, keys=["steps"]))
+    assert torch.equal(named["next", "steps"], raw["next", "steps"].half())
+    assert named["a"].dtype == torch.float64
+    with pytest.raises(WrongArgument, match="dtype must be one of torch's"):
+        CastObservation("float32")
+
+
+def test_a_network_of_another_dtype_is_told_what_to_cast():
+    def env():
+        return SerialEnv(2, [partial(Doubles, (3,), lane) for lane in range(2)])
+
+    class Actor(torch.nn.Linear):
+        def forward(self, a, steps):
+            return super().forward(a)
+
+    words = r"'a' float64\[2, 2\].*parameters are float32, the observation is float64: cast the one.*CastObservation"
+    with pytest.raises(WorkerRaised, match=words):
+        Collector(env(), Actor(2, 1), frames_per_batch=4)
+    for one, policy in ((TransformedEnv(env(), CastObservation()), Actor(2, 1)), (env(), Actor(2, 1).double())):
+        Collector(one, policy, frames_per_batch=4).next()
+    with pytest.raises(WorkerRaised) as told:
+        Collector(TransformedEnv(env(), CastObservation()), Actor(3, 1), frames_per_batch=4)
+    assert "CastObservation" not in str(told.value)
 
 
 class Pictures(CountingEnv):

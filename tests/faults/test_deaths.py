@@ -321,6 +321,6 @@ def test_lanes_that_are_asked_to_end_by_a_signal_are_told_as_that():
     env = ParallelEnv(2, [healthy(), healthy(1)])
     c = Collector(env, EchoPolicy(), frames_per_batch=8)
     os.kill(env.lanes_env.processes[1].child.pid, signal.SIGTERM)
-    with pytest.raises(WorkerDied, match=r"lanes 1 to 1 .*was ended by SIGTERM \(somebody"):
+    with pytest.raises(WorkerDied, match=r"of lane 1 .*was ended by SIGTERM \(somebody"):
         while True:
             c.next()

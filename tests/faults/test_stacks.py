@@ -34,11 +34,11 @@ def taking(collector):
     [
         (lambda gate: collect(KINDS[0], [healthy(), gated(gate)], frames_per_batch=80), "worker 1 (pid"),
         (lambda gate: collect(KINDS[0], [gated_lanes(gate)], frames_per_batch=80), "worker 0 (pid"),
-        (lambda gate: Collector(gated_lanes(gate), EchoPolicy(), frames_per_batch=80), "worker of lanes 1 to 1 (pid"),
+        (lambda gate: Collector(gated_lanes(gate), EchoPolicy(), frames_per_batch=80), "worker of lane 1 (pid"),
         (lambda gate: Collector(gated(gate), EchoPolicy(), frames_per_batch=80), "worker 0 (in this process)"),
         (
             lambda gate: AsyncBatchedCollector([gated(gate)], EchoPolicy(), frames_per_batch=80),
-            "worker of lanes 0 to 0",
+            "worker of lane 0",
         ),
     ],
     ids=["workers", "lanes of a worker", "lanes", "here", "threads"],
@@ -68,7 +68,7 @@ def test_lanes_in_processes_that_are_silent_are_logged_too(log):
     collector.next()
     collector.shutdown()
     (told,) = log.told
-    assert "lanes 1 to 1" in told
+    assert "of lane 1" in told
     assert "worlds.py" in told
 
 

@@ -7,12 +7,13 @@ import importlib.util
 import io
 import json
 import math
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from reap.errors import WrongArgument
+from reap.errors import WrongArgument, WrongState
 from reap.loggers import CSVLogger, JSONLLogger, SeveralLoggers, TensorBoardLogger
 
 VIDEO = np.arange(5 * 16 * 24 * 3, dtype=np.uint8).reshape(5, 16, 24, 3)
@@ -189,3 +190,32 @@ def test_what_is_no_number_is_told(tmp_path):
         pytest.raises(WrongArgument, match="scalars holds 'loss', which is no number"),
     ):
         logger.log(0, {"loss": torch.zeros(3)})
+
+
+def test_a_loss_with_its_graph_is_a_number(tmp_path):
+    loss = torch.ones(3, requires_grad=True).sum()
+    with CSVLogger(tmp_path) as logger, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logger.log(1, {"loss": loss})
+    assert (tmp_path / "log.csv").read_text().splitlines()[1].endswith(",3.0")
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+def test_a_closed_logger_writes_nothing(tmp_path, kind):
+    logger = kind(tmp_path)
+    logger.log(0, {"a": 1})
+    logger.close()
+    logger.close()
+    (file,) = tmp_path.iterdir()
+    before = file.read_text()
+    with pytest.raises(WrongState, match=f"this {kind.__name__} is closed"):
+        logger.log(1, {"new": 1})
+    assert file.read_text() == before
+
+
+def test_arguments_in_another_order_are_named(tmp_path):
+    with CSVLogger(tmp_path) as logger:
+        with pytest.raises(WrongArgument, match="scalars must be a mapping from names.*got 0"):
+            logger.log({"a": 1.0}, 0)
+        with pytest.raises(WrongArgument, match="step must be a whole number.*got {'a': 1.0}"):
+            logger.log({"a": 1.0})

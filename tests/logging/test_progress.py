@@ -10,7 +10,7 @@ import torch
 
 from reap.collectors import Collector, MultiSyncCollector
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.errors import UsageError
+from reap.errors import UsageError, WrongArgument
 from reap.loggers import JSONLLogger
 from reap.testing import CountingEnv
 
@@ -73,4 +73,15 @@ def test_wrong_arguments_are_told_at_once():
         collector.progress(0)
     with pytest.raises(UsageError, match="display"):
         collector.progress(display="bar")
+    with pytest.raises(WrongArgument, match="logger needs a method log.*got 'runs'"):
+        collector.progress(150, logger="runs")
     collector.shutdown()
+
+
+def test_a_total_counts_from_the_beginning():
+    with Collector(CountingEnv, None, frames_per_batch=50) as collector:
+        assert len(list(collector.progress(100, display="none"))) == 2
+        assert len(list(collector.progress(200, display="none"))) == 2
+        with pytest.warns(UserWarning, match="200 frames are made, and the total of 100 counts from the") as told:
+            assert list(collector.progress(100, display="none")) == []
+        assert told[0].filename == __file__

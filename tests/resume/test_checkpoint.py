@@ -11,6 +11,7 @@ import shutil
 import signal
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +20,8 @@ from torch import nn
 
 from reap import checkpoint
 from reap._system.checked_files import write_manifest
-from reap.collectors import Collector
+from reap.collectors import Collector, MultiAsyncCollector
+from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import CorruptState, NoSpace, UsageError, WrongArgument
 from reap.testing.faults import full_disk
@@ -241,3 +243,56 @@ def test_one_that_does_not_fit_holds_on_to_nothing(tmp_path):
     del part
     gc.collect()
     assert gone() is None
+
+
+def running(kind):
+    def make():
+        return SerialEnv(2, lambda: GymEnv("CartPole-v1"))
+
+    buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=8)
+    env = [make, make] if kind is MultiAsyncCollector else make()
+    return kind(env, None, frames_per_batch=20, total_frames=60_000, replay_buffer=buffer), buffer
+
+
+class Looks:
+    """A part that looks, while it is saved, whether the collector rests."""
+
+    def __init__(self, collector):
+        self.collector, self.rests = collector, []
+
+    def state_dict(self):
+        self.rests.append(self.collector.paused_without(-1))
+        return {}
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiAsyncCollector])
+def test_a_collector_in_the_background_is_saved_with_its_buffer_at_one_moment(tmp_path, kind):
+    collector, buffer = running(kind)
+    collector.start()
+    try:
+        buffer.sample()
+        looks = Looks(collector)
+        checkpoint.save(tmp_path, buffer=buffer, looks=looks, collector=collector)
+        assert looks.rests == [True]
+        assert not collector.paused_without(-1), "it goes on by itself"
+    finally:
+        collector.async_shutdown()
+    collector, buffer = running(kind)
+    with collector:
+        checkpoint.load(tmp_path, collector=collector, buffer=buffer, trusted=True)
+        assert collector.stats()["frames"] == buffer.write_count > 0
+
+
+def test_objects_that_are_left_out_are_told(tmp_path):
+    one = parts()
+    checkpoint.save(tmp_path, step=3, **one)
+    assert checkpoint.load(tmp_path, policy=one["policy"]).left_out == ("collector", "optimizer")
+    assert checkpoint.load(tmp_path, **one).left_out == ()
+
+
+def test_scalars_of_numpy_are_values(tmp_path):
+    values = {"best": np.float32(0.5), "mean": np.float64(3), "seen": [np.int64(2), {np.str_("on"): np.bool_(True)}]}
+    checkpoint.save(tmp_path, **values)
+    found = checkpoint.load(tmp_path).values
+    assert found == {"best": 0.5, "mean": 3.0, "seen": [2, {"on": True}]}
+    assert type(found["mean"]) is float

@@ -220,7 +220,7 @@ def test_an_env_in_a_process_that_cannot_say_begins_anew():
     with collects(lambda: ParallelEnv(2, lambda: GymEnv(Secretive())))() as first:
         first.next()
         state = through_a_file(first.state_dict())
-        assert "lanes 0 to 0" in state["resume"]["why"]
+        assert "of lane 0" in state["resume"]["why"]
         assert "Secretive cannot be pickled" in state["resume"]["why"]
         first.load_state_dict(state)
         assert (first.next()["observation"][:, 0] == 0).all()

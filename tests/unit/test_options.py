@@ -14,10 +14,10 @@ from tensordict import TensorDict
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule, TensorDictModule
 from torch import nn
 
-from reap.collectors import Collector
+from reap.collectors import Collector, Evaluator
 from reap.collectors.utils import split_trajectories
 from reap.envs import GymEnv, SerialEnv
-from reap.errors import UsageError
+from reap.errors import UsageError, WrongArgument
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same
 from reap.testing.backend import LENGTHS, counting_lanes
 from tests import example_count
@@ -618,3 +618,24 @@ def test_warnings_point_at_the_caller():
     with pytest.warns(DeprecationWarning) as caught:
         Collector(CountingEnv(), frames_per_batch=4, exploration_mode="mode")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "words"),
+    [
+        (
+            Collector,
+            {"num_workers": 2},
+            r"'num_workers'; worker processes are MultiSyncCollector.* num_collectors=2\)$",
+        ),
+        (Collector, {"timeout": 3}, r"'timeout': it is for collectors with.*ParallelEnv\(…, timeout=…\)$"),
+        (Collector, {"cat_results": 0}, "'cat_results': it is for collectors with worker processes$"),
+        (Collector, {"frame_per_batch": 3}, "'frame_per_batch'; did you mean 'frames_per_batch'"),
+        (Evaluator, {"num_episodes": 3}, "'num_episodes'; did you mean 'num_trajectories'"),
+        (Evaluator, {"max_step": 3}, "'max_step'; did you mean 'max_steps'"),
+    ],
+)
+def test_the_option_that_is_meant_is_named(kind, given, words):
+    options = {"frames_per_batch": 4} | given
+    with pytest.raises(WrongArgument, match=words):
+        kind(CountingEnv, EchoPolicy(), **options)

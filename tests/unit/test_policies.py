@@ -595,3 +595,16 @@ def test_a_policy_that_changes_its_ways_later_is_called_from_then_on(monkeypatch
         GAINS.pop()
     assert torch.equal(batch["action"], batch["observation"][..., :1] * 3)
     assert "its replay gave other numbers in a later rollout" in c.explain()
+
+
+def test_a_plain_function_is_called_once_before_the_first_frame():
+    calls = []
+
+    def policy(observation):
+        calls.append(observation.shape)
+        return observation[..., :1]
+
+    with Collector(CountingEnv(), policy, frames_per_batch=4) as collector:
+        assert len(calls) == 1
+        collector.next()
+        assert len(calls) == 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
 
 from reap.collectors import AsyncBatchedCollector, Collector
+from reap.core.policies.as_policy import PolicyWarning
 from reap.envs import GymEnv, SerialEnv
 from reap.errors import UsageError
 from reap.testing import CountingEnv
@@ -142,11 +145,11 @@ def test_losing_the_carry_is_an_error():
         def forward(self, observation, seen):
             return observation[..., :1]
 
-    with pytest.raises(UsageError, match=r"\('next', 'seen'\).*are expected"):
+    with pytest.raises(UsageError, match=r"the new carry, \['seen'\] are expected"):
         Collector(lanes(), Forgets(), frames_per_batch=12)
     lost = TensorDictModule(lambda o, h: o[..., :1], ["observation", "seen"], ["action"])
     lost.carry = {"seen": torch.zeros(1)}
-    with pytest.raises(UsageError, match="declares the carry.*does not write"):
+    with pytest.raises(UsageError, match="declares the carry.*does not give"):
         Collector(lanes(), lost, frames_per_batch=12)
     undeclared = TensorDictModule(lambda o: (o[..., :1], o), ["observation"], ["action", ("next", "h")])
     with pytest.raises(UsageError, match="nothing says how that begins.*carry ="):
@@ -269,3 +272,102 @@ def test_memory_that_begins_elsewhere_and_random_frames():
     c = Collector(CountingEnv((50,)), policy, frames_per_batch=4, init_random_frames=4)
     c.next()
     assert c.next()["seen"][:, 0].tolist() == [5, 6, 7, 8]
+
+
+class OnItself(nn.Module):
+    """Keeps something on itself, in one of several ways; an LSTM's state is a tuple, with the layers first."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.h, self.calls, self.seen = what, None, 0, None
+        self.cell, self.lstm, self.norm = nn.GRUCell(3, 8), nn.LSTM(3, 8, 2), nn.BatchNorm1d(3)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, observation):
+        self.calls += 1
+        if self.what == "state":
+            self.h = self.cell(observation, self.h)
+            return self.head(self.h)
+        if self.what == "lstm":
+            out, self.h = self.lstm(observation[None], self.h)
+            return self.head(out[0])
+        if self.what == "look":
+            self.seen = self.cell(observation)  # for somebody who wants to see it; it does not act by it
+            return self.head(self.seen)
+        if self.what == "norm":
+            return self.head(self.cell(self.norm(observation)))
+        mean = observation.mean(0)  # statistics, of as many numbers as there are lanes
+        self.seen = mean if self.seen is None else 0.9 * self.seen + 0.1 * mean
+        return self.head(self.cell(observation - self.seen))
+
+
+@pytest.mark.parametrize("what", ["state", "lstm"])
+def test_state_that_a_policy_keeps_on_itself_is_warned_of(what):
+    policy = OnItself(what)
+    with pytest.warns(
+        PolicyWarning, match="OnItself keeps its state on itself, as h: it is not begun anew.*carry"
+    ) as told:
+        collector = Collector(lanes(), policy, frames_per_batch=12)
+    assert [one.filename for one in told] == [__file__], "the line of who made it"
+    assert policy.h is None
+    assert policy.calls == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collector.next()
+
+
+@pytest.mark.parametrize("what", ["look", "norm", "statistics"])
+def test_what_else_a_policy_keeps_on_itself_is_its_own(what):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Collector(lanes(), OnItself(what), frames_per_batch=12).next()
+
+
+class Two(nn.Module):
+    """Has two states, `h` and `c`."""
+
+    carry = {"h": torch.zeros(1), "c": torch.zeros(1)}
+
+    def __init__(self, gives=lambda action, h, c: (action, h, c)):
+        super().__init__()
+        self.gives = gives
+
+    def forward(self, observation, h, c):
+        return self.gives(observation[..., :1], h + 1, c + 2)
+
+
+class OneOfTwo(Two):
+    carry = {"h": torch.zeros(1)}
+
+
+class NoneOfTwo(Two):
+    carry = None
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "words"),
+    [
+        (NoneOfTwo(), {}, r"observations \['observation'\]\. .* carry = {'h': first value of one lane}"),
+        (OneOfTwo(), {}, r"its carry \['h'\]\. .* carry = {'c': first value of one lane}"),
+        (Two(lambda a, h, c: {"action": a, "h": h}), {}, r"carry \['c'\] but does not give.*under its own name"),
+        (Two(lambda a, h, c: (a, h)), {}, r"\['action'\], and then the new carry, \['h', 'c'\] are expected"),
+        (
+            Two(lambda a, h, c: (a, h)),
+            {"out_keys": ["action"]},
+            r"2 tensors; out_keys says \['action'\], and then the new carry, \['h', 'c'\]",
+        ),
+    ],
+)
+def test_errors_say_what_to_do_with_states(policy, options, words):
+    with pytest.raises(UsageError, match=words):
+        Collector(lanes(), policy, frames_per_batch=12, **options)
+
+
+@pytest.mark.parametrize("named", [["action", "value"], ["action", "value", "h", "c"], ["action", "value", "h"]])
+def test_out_keys_may_name_the_states(named):
+    policy = Two(lambda action, h, c: (action, action + 7, h, c))
+    batch = Collector(lanes(), policy, frames_per_batch=24, out_keys=named).next()
+    t = batch["observation"][..., 2:]
+    assert torch.equal(batch["h"], t)
+    assert torch.equal(batch["next", "c"], 2 * t + 2)
+    assert torch.equal(batch["value"], batch["action"] + 7)

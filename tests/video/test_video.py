@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -14,8 +19,10 @@ pytest.importorskip("av")
 
 from reap.collectors import Evaluator, record_video
 from reap.core.policies.as_policy import PolicyWarning
-from reap.envs import SerialEnv
-from reap.errors import UsageError
+from reap.core.resume import generators, set_generators
+from reap.envs import GymEnv, SerialEnv, TorchEnv, TorchPendulum
+from reap.envs.transforms import ScaleReward, TransformedEnv
+from reap.errors import MissingDependency, UsageError
 from reap.loggers import JSONLLogger
 from reap.video import as_frames, read_video, write_video
 
@@ -113,8 +120,95 @@ def test_what_deterministic_meant_is_told():
 def test_envs_that_cannot_be_drawn_are_told(tmp_path):
     with pytest.raises(UsageError, match="render_mode='rgb_array'"):
         record_video(Gray(render_mode=None), still, tmp_path / "x.mp4")
-    with pytest.raises(UsageError, match="videos are made of Gymnasium envs; this is SerialEnv"):
+    with pytest.raises(UsageError, match="render_mode='rgb_array'"):
+        record_video(GymEnv(Gray(render_mode=None)), still, tmp_path / "x.mp4")
+    with pytest.raises(UsageError, match="has 2 lanes: give a factory of a single one"):
         record_video(SerialEnv(2, Gray), still, tmp_path / "x.mp4")
+    with pytest.raises(UsageError, match="cannot draw TorchEnv. Give a Gymnasium id, an env made with render_mode"):
+        record_video(TorchEnv(TorchPendulum(1)), still, tmp_path / "x.mp4")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GymEnv(Gray()),
+        lambda: SerialEnv(1, lambda: GymEnv(Gray())),
+        lambda: TransformedEnv(GymEnv(Gray()), ScaleReward(2.0)),
+    ],
+    ids=["GymEnv", "SerialEnv", "TransformedEnv"],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_envs_of_reap_are_filmed(tmp_path, make, finished):
+    found = record_video(make() if finished else make, still, tmp_path / "play.mp4", episodes=2, max_steps=8)
+    frames = read_video(found["video"])
+    wanted = [8 * step for step in [*range(9), *range(9)]]
+    assert np.abs(frames.mean((1, 2, 3)) - wanted).max() < 3
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_an_evaluator_films_the_first_of_several_lanes(tmp_path, backend):
+    def make():
+        lengths = iter((5, 9))
+        return SerialEnv(2, lambda: GymEnv(Gray(length=next(lengths))))
+
+    with Evaluator(make, still, num_trajectories=4, video_dir=tmp_path, backend=backend) as evaluator:
+        for step in range(2):
+            assert len(read_video(evaluator.evaluate(step=step)["eval/video"])) == 6
+
+
+def test_a_seed_leaves_the_programs_generators_alone(tmp_path):
+    def drawn():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    def noisy(observation):
+        return torch.rand_like(observation)
+
+    before = generators()
+    wanted = [drawn() for _ in range(2)]
+    set_generators(before)
+    found = []
+    for _ in range(2):
+        record_video(Gray, noisy, tmp_path / "play.mp4", seed=7, max_steps=3, deterministic=False)
+        found.append(drawn())
+    assert found == wanted
+
+
+_FRESH = """
+import sys
+from reap.collectors import Evaluator, record_video
+film, backend, place = sys.argv[1:]
+if film == "record_video":
+    record_video("ALE/Pong-v5", None, place + "/eval_0.mp4", max_steps=3)
+else:
+    import torch
+    act = lambda pixels: torch.nn.functional.one_hot(torch.tensor(2), 6)
+    with Evaluator("ALE/Pong-v5", act, num_trajectories=1, max_steps=3, video_dir=place, backend=backend) as e:
+        e.evaluate()
+"""
+
+
+@pytest.mark.parametrize(("film", "backend"), [("record_video", ""), ("Evaluator", "thread"), ("Evaluator", "process")])
+def test_atari_ids_need_no_import(tmp_path, film, backend):
+    pytest.importorskip("ale_py")
+    program = tmp_path / "program.py"
+    program.write_text(f"if __name__ == '__main__':\n{textwrap.indent(_FRESH, '    ')}")
+    command = [sys.executable, str(program), film, backend, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert len(read_video(tmp_path / "eval_0.mp4")) == 4
+
+
+def test_a_missing_renderer_is_told_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)  # importing it fails
+    with pytest.raises(MissingDependency, match=r"pygame is not installed.*; pip install 'reap\[video\]'"):
+        record_video("CartPole-v1", None, tmp_path / "x.mp4")
+
+
+@pytest.mark.parametrize("extra", ["video", "pettingzoo"])
+def test_the_extras_that_need_pygame_bring_it(extra):
+    lines = (Path(__file__).parents[2] / "pyproject.toml").read_text().splitlines()
+    (brought,) = [line for line in lines if line.startswith(f"{extra} = [")]
+    assert '"pygame>=2"' in brought
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from reap import __version__
 
 _LIBRARIES = (
     *("torch", "tensordict", "gymnasium", "numpy", "torchrl", "ray", "envpool", "pettingzoo", "mujoco", "ale-py"),
-    *("jax", "minari", "h5py", "pyarrow", "tensorboard", "wandb", "mlflow-skinny", "av", "tqdm", "rich"),
+    *("jax", "minari", "h5py", "pyarrow", "tensorboard", "wandb", "mlflow-skinny", "av", "pygame", "tqdm", "rich"),
 )
 _DESCRIPTORS = 1024  # a worker takes about ten, a lane in a process three
 _SHARED = 1 << 30
+_NONE = "–"  # the version of what is not installed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,10 @@ def _troubles(cores: int, descriptors: int, shared: int | None) -> Iterator[str]
             yield f"{name}={value} on {cores} cores: threads will wait for each other; set it to {cores} or less"
     if torch.get_num_threads() > cores:
         yield f"torch computes with {torch.get_num_threads()} threads on {cores} cores: torch.set_num_threads({cores})"
+    for name, needs in (("av", "videos of Gymnasium's classic envs"), ("pettingzoo", "many of PettingZoo's envs")):
+        if _version(name) != _NONE and _version("pygame") == _NONE:
+            extra = {"av": "video"}.get(name, name)
+            yield f"{name} is installed without pygame, which {needs} need: pip install 'reap[{extra}]'"
     if os.environ.get("CUDA_VISIBLE_DEVICES") and not torch.cuda.is_available():
         yield "CUDA_VISIBLE_DEVICES is set, but torch finds no GPU: is this torch built for the CPU alone?"
 
@@ -80,7 +85,7 @@ def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "–"
+        return _NONE
 
 
 def _gib(size: int) -> str:

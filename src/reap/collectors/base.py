@@ -180,7 +180,8 @@ class BaseCollector(IterableDataset[TensorDict]):
         ...     train(batch)
 
         Args:
-            total: stop after so many frames; None: `total_frames`.
+            total: stop when the collector has made so many frames in all, those before this call included; None:
+                `total_frames`.
             display: "tqdm", "rich", "plain" (a line every ten seconds) or "none"; None: what suits this terminal.
             logger: one of `reap.loggers`, which is told the same numbers after each batch.
             file: where it is shown; None: stderr.

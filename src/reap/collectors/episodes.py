@@ -35,6 +35,7 @@ from reap.video import films_of
 from reap.weights.local import load
 
 _PATIENCE = 1_000_000  # frames without a single end before saying that there will never be one
+_TOLD = ("done", "reward")  # kept wherever they are: of a group of agents they are below its name
 _OWN_COUNT: Key = ("evaluator_step_count",)  # where max_steps is counted if the env counts steps itself
 
 
@@ -118,8 +119,8 @@ class EpisodePlayer:
         made = real.numpy()
         wanted[made] = self._quota.counted(lane.reshape(-1).cpu().numpy()[made], over.numpy()[made])
         if keys is not None:
-            flags = [key for key in batch.keys(True, True) if as_key(key)[0] == "next" and as_key(key)[-1] == "done"]
-            batch = batch.select(*keys, *flags, TRAJ_IDS, ENV_INDEX, strict=False)
+            told = [key for key in map(as_key, batch.keys(True, True)) if key[0] == "next" and key[-1] in _TOLD]
+            batch = batch.select(*keys, *told, TRAJ_IDS, ENV_INDEX, strict=False)
         kept = torch.from_numpy(wanted).reshape(ids.shape).to(ids.device)
         whole.feed(batch.exclude(MASK).set(TRAJ_IDS, torch.where(kept, ids, -1)))
         return int(made.sum())

@@ -36,15 +36,18 @@ from reap.collectors.parts.background import ended_by
 from reap.core.capture.chance import beside_the_learner
 from reap.core.policies.signature import exploration_keywords
 from reap.core.policy import RandomPolicy
+from reap.core.resume import generators, set_generators
 from reap.core.slot import MASK, TRAJ_IDS
 from reap.envs.accept import is_env
+from reap.envs.gym_registry import for_workers
 from reap.errors import UsageError, WrongArgument, WrongState, nearest
 from reap.spec import AnyKey, Key, as_key, own_entry
-from reap.video import filmed
+from reap.video import FilmedEnv, filmed, films_of
 from reap.weights.local import copied
 
 _BUSY = ("skip", "error", "queue")
 _FRAMES = 1_000  # collected at a time, at most, unless told otherwise
+_REWARD: Key = ("next", "reward")
 _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
 
@@ -74,14 +77,17 @@ class Evaluator:
         frames_per_batch: frames collected at a time; None: `max_steps`, 1,000 at most.
         collector_kwargs: further options of the collector. `traj_format` says how `metrics_fn` sees the episodes.
         log_prefix: what the names of the metrics begin with.
-        reward_keys: where the reward is. Where an env sums it up itself (`RewardSum`), that is an episode's return.
+        reward_keys: where the reward is; by default the env's own, which of a PettingZoo group is ("next", "agents",
+            "reward"). An episode's return is the mean of its agents' returns. Where an env sums it up itself
+            (`RewardSum`), that is an episode's return.
         done_keys: accepted, and changes nothing: episodes end where trajectories do.
         device: where the policy acts.
         exploration_type: how the policy samples.
         metrics_fn: takes the episodes that were played, `[num_trajectories, longest]` with `("collector", "mask")`, or
             `[steps]` with `traj_format="cat"`; returns further metrics by name.
         dump_video: write what the video recorders of a TorchRL env have recorded.
-        video_dir: film each evaluation's first episode of a Gymnasium env: `<video_dir>/<log_prefix>_<step>.mp4`.
+        video_dir: film each evaluation's first episode of a Gymnasium env, which of several lanes is that of the first:
+            `<video_dir>/<log_prefix>_<step>.mp4`.
         logger: one of `reap.loggers`, which is told the metrics of each evaluation, and shown its video.
         on_result: called with the metrics of each evaluation, as a TensorDict, in the thread that evaluates. What it
             raises is logged, and ends nothing.
@@ -137,7 +143,7 @@ class Evaluator:
             raise WrongArgument(f"video_dir must be a directory, got {video_dir!r}")
         self._videos = None if video_dir is None else Path(video_dir)
         if self._videos is not None:
-            env = functools.partial(filmed, env, "video_dir")
+            env = functools.partial(filmed, for_workers(env), "video_dir")
         self._source = policy
         options: dict[str, Any] = {
             "frames_per_batch": frames_per_batch or min(max_steps or _FRAMES, _FRAMES),
@@ -370,7 +376,7 @@ class Evaluator:
         seconds = time.perf_counter() - began
         if self._postproc is not None:
             episodes = self._postproc(episodes)
-        returns, lengths = _scores(episodes, self._reward)
+        returns, lengths = _scores(episodes, _reward_in(episodes, self._reward))
         found: dict[str, Any] = {
             "reward": float(np.mean(returns)),
             "reward_std": float(np.std(returns, ddof=1)) if len(returns) > 1 else 0.0,
@@ -448,7 +454,8 @@ def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
     unknown = [name for name in later if name not in _Later.__annotations__]
     if unknown:
         known = inspect.signature(Evaluator).parameters.keys() - {"later"}
-        raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{nearest(unknown[0], known)}")
+        hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)
+        raise WrongArgument(f"Evaluator has no option {unknown[0]!r}{hint}")
     given = [name for name, value in later.items() if value is not None]
     if given or (isinstance(backend, str) and backend == "ray"):
         raise UsageError(f"Evaluator does not support {(given or ['backend=ray'])[0]}; 'thread' and 'process' play")
@@ -476,6 +483,19 @@ def _at_rest(policy: Any) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, modes):
             module.training = mode
+
+
+def _reward_in(episodes: TensorDictBase, wanted: Key) -> Key:
+    """Where the reward of these episodes is: at the key that was named, or by default at the only one there is."""
+    found = [key for key in map(as_key, episodes.keys(True, True)) if key[0] == "next" and key[-1] == _REWARD[-1]]
+    if any(episodes.get(key, None) is not None for key in (wanted, _SUMMED)):
+        return wanted
+    if wanted != _REWARD or len(found) != 1:
+        raise UsageError(
+            f"Evaluator: the episodes have no {wanted}; name the reward's key, reward_keys=…: there are "
+            f"{found or 'none'}"
+        )
+    return found[0]
 
 
 def _scores(episodes: TensorDictBase, reward: Key) -> tuple[list[float], list[float]]:
@@ -515,32 +535,49 @@ def record_video(
     >>> record_video("CartPole-v1", policy, "play.mp4")["reward"]
 
     Args:
-        env: a Gymnasium id, an env made with `render_mode="rgb_array"`, or a factory of one.
+        env: a Gymnasium id, an env made with `render_mode="rgb_array"`, a `GymEnv` of one, or a factory of either.
         policy: as for `Collector`; None plays random actions. It is asked for its deterministic action, in evaluation
             mode; a policy that samples all the same is told of in a warning.
         path: the mp4 file.
         episodes: how many, one after another in one video.
         max_steps: cut episodes after so many steps.
         deterministic: False: as it acts in training.
-        seed: of the env and of the policy's noise.
+        seed: of the env and of the policy's noise. The random generators of your program are put back afterwards.
         fps: frames per second; None: as the env says.
     """
     kind = InteractionType.DETERMINISTIC if deterministic else InteractionType.RANDOM
-    player = filmed(env)
+    before = None if seed is None else generators()
     playing = Evaluator(
-        player,
+        functools.partial(filmed, for_workers(env)),
         RandomPolicy() if policy is None else policy,
         num_trajectories=episodes,
         max_steps=max_steps,
         exploration_type=kind,
         log_prefix="video",
     )
-    with playing:
-        if seed is not None:
-            playing._player.collector.set_seed(seed)
-        player.begin(episodes)
-        found = playing.evaluate()
-        place = player.dump(path, fps)
+    try:
+        with playing:
+            film = _only_film(playing._player.collector)
+            if seed is not None:
+                playing._player.collector.set_seed(seed)
+            film.begin(episodes)
+            found = playing.evaluate()
+            place = film.dump(path, fps)
+    finally:
+        if before is not None:
+            set_generators(before)
     return {name.removeprefix("video/"): value for name, value in found.items() if name != "video/step"} | {
         "video": str(place)
     }
+
+
+def _only_film(collector: Any) -> FilmedEnv:
+    """The one lane that is filmed; an error where others would play episodes that nobody sees."""
+    lanes = collector.env
+    if lanes.spec.lanes > 1:
+        raise UsageError(
+            f"record_video films one env, and this one has {lanes.spec.lanes} lanes: give a factory of a single one, "
+            f"or Evaluator(video_dir=…), which films the first lane"
+        )
+    (film,) = films_of(lanes)
+    return film

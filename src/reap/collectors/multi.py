@@ -37,7 +37,7 @@ from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
 from reap.core.policy import without_steps
 from reap.envs.gym_registry import for_workers
-from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState, warn
 from reap.weights.local import by_worker, detached
 from reap.weights.strategy import extracted
 
@@ -129,7 +129,7 @@ class MultiCollector(BaseCollector):
         try:
             self._backend.start()
             for text in sorted({text for worker in self._backend.workers for text in worker.info.warnings}):
-                warnings.warn(text, PolicyWarning, stacklevel=2)
+                warn(text, PolicyWarning)
             self._begin()
             self._count_frames()
         except BaseException as error:

@@ -49,6 +49,10 @@ WORKERS_ONLY = frozenset(
         "start_method",
     }
 )
+_OF_PARALLEL_ENVS = ("timeout", "start_method", "num_sub_threads")  # of these, what `ParallelEnv` takes too
+# What somebody means whose word is near another one.
+_WORKERS = "; worker processes are MultiSyncCollector([make_env] * 2, …), or Collector(…, num_collectors=2)"
+_MEANT = {"num_workers": _WORKERS, "n_workers": _WORKERS}
 _FLAGS = (
     "capture",
     "deterministic",
@@ -412,13 +416,21 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     fields = {f.name for f in dataclasses.fields(Options)} - without
     for name in given:
         if name in without:
-            why = "it is for collectors with worker processes" if name in WORKERS_ONLY else "its lanes are not in step"
-            raise WrongArgument(f"{owner} has no option {name!r}: {why}")
+            raise WrongArgument(f"{owner} has no option {name!r}: {_why_without(name)}")
         if name not in fields:
-            raise WrongArgument(f"{owner} has no option {name!r}{nearest(name, fields)}")
+            hint = _MEANT.get(name) or nearest(name, fields)
+            raise WrongArgument(f"{owner} has no option {name!r}{hint}")
     if given.get("frames_per_batch") is None:
         raise WrongArgument(f"{owner} needs frames_per_batch: how many frames a batch holds")
     return Options(**given)
+
+
+def _why_without(name: str) -> str:
+    """Why a collector does not have an option that others have."""
+    if name not in WORKERS_ONLY:
+        return "its lanes are not in step"
+    also = ". An env that is stepped in processes takes it itself: ParallelEnv(…, {0}=…)" * (name in _OF_PARALLEL_ENVS)
+    return f"it is for collectors with worker processes{also.format(name)}"
 
 
 def listed(value: Any) -> bool:

@@ -19,6 +19,7 @@ from reap.envs.adapters.gymnasium_vector import VectorLanes
 from reap.envs.adapters.jax import JaxEnv, is_brax, is_gymnax
 from reap.envs.adapters.pettingzoo import PettingZooEnv, is_pettingzoo
 from reap.envs.adapters.puffer import PufferLibEnv, is_puffer
+from reap.envs.adapters.torch_native import TorchBatch
 from reap.envs.base import EnvBase
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.lanes import is_torchrl, torchrl_lanes
@@ -79,7 +80,9 @@ def _lanes(source: Any, kwargs: dict[str, Any]) -> Env:
         if isinstance(source, gym.vector.VectorEnv):
             return VectorLanes(source)
         return GymLanes([source]) if isinstance(source, gym.Env) else source
-    raise WrongArgument(f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}")
+    raise WrongArgument(
+        f"create_env_fn must be an env, a Gymnasium id or a factory, got {type(source).__name__}{torch_hint(source)}"
+    )
 
 
 def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -99,7 +102,8 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
 def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
     """Raise for what is called to make an env, and cannot be."""
     if isinstance(source, torch.nn.Module):
-        raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module: the env comes first, then the policy")
+        hint = torch_hint(source) or ": the env comes first, then the policy"
+        raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module{hint}")
     try:
         signature = inspect.signature(source)
     except (TypeError, ValueError):  # written in C
@@ -112,6 +116,12 @@ def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
             f"create_env_fn is called with {given}, which does not fit its parameters {signature}: {cause}; "
             f"create_env_kwargs gives them, and the policy is the argument after it"
         ) from None
+
+
+def torch_hint(thing: Any) -> str:
+    """What to do with an env written in torch that was given as it is; nothing for other things."""
+    torch_env = not isinstance(thing, type) and isinstance(thing, TorchBatch)
+    return f"; it looks like an env written in torch: wrap it, TorchEnv({type(thing).__name__}(…))" if torch_env else ""
 
 
 def is_env(source: Any) -> bool:

@@ -87,12 +87,47 @@ def joined(makers: Sequence[tuple[Any, Mapping[str, Any]]]) -> Env:
 def _joined(first: Env, *rest: Env) -> Env:
     kinds = {type(env) for env in (first, *rest)}
     join: Callable[..., Env] | None = getattr(first, "joined", None)
-    names = ", ".join(sorted(k.__name__ for k in kinds))
     if len(kinds) != 1:
+        names = ", ".join(sorted({_spoken(env) for env in (first, *rest)}))
         raise UsageError(f"SerialEnv joins envs of one kind, got {names}")
     single = [env for env in (first, *rest) if isinstance(env, TorchRLEnv) and not env.spec.batched]
     if len(single) == 1 + len(rest):
         return torchrl_joined(single)
     if join is None:
-        raise UsageError(f"SerialEnv joins single envs; {names} has lanes of its own already")
+        raise UsageError(_has_lanes(first, 1 + len(rest)))
     return join(rest)
+
+
+def _has_lanes(env: Env, count: int) -> str:
+    """Why an env is not joined with others, and how to play several of it."""
+    workers = f"MultiSyncCollector([make_env] * {count}, …) plays several, a worker each"
+    ways = {
+        "AgentLanes": f"{workers}; mode='group' can be joined",
+        "EnvPoolLanes": "num_envs= says how many lanes",
+        "EnvPoolReady": "num_envs= says how many lanes",
+    }
+    processes = "" if env.spec.rows != "whole" else f", ParallelEnv({count}, make_env) a process each"
+    way = ways.get(type(env).__name__, workers + processes)
+    lanes = f"{_spoken(env)} has lanes of its own already"
+    return f"SerialEnv joins single envs; {lanes}: give it to a collector as it is; {way}"
+
+
+def _spoken(env: Env) -> str:
+    """The name by which users know this kind of env."""
+    name = type(env).__name__
+    return _SPOKEN.get(name, name)
+
+
+_SPOKEN = {
+    "AgentLanes": "PettingZooEnv(mode='lanes')",
+    "EnvPoolLanes": "EnvPoolEnv",
+    "EnvPoolReady": "EnvPoolEnv",
+    "GroupLanes": "PettingZooEnv",
+    "GymLanes": "GymEnv",
+    "JaxLanes": "JaxEnv",
+    "ProcessLanes": "ParallelEnv",
+    "PufferLanes": "PufferLibEnv",
+    "TorchLanes": "TorchEnv",
+    "TurnLanes": "PettingZooEnv(mode='turns')",
+    "VectorLanes": "a Gymnasium VectorEnv",
+}

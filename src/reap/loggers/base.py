@@ -40,9 +40,16 @@ class Logger(ABC):
             videos: `[time, height, width, channels]` bytes, or floats between 0 and 1, by name.
             histograms: arrays or tensors of any shape, by name; their distribution is logged.
         """
+        for name, given in (("scalars", scalars), ("videos", videos), ("histograms", histograms)):
+            if given is not None and not isinstance(given, Mapping):
+                raise WrongArgument(f"{name} must be a mapping from names, as in log(step, scalars), got {given!r:.80}")
+        try:
+            step = int(step)
+        except (TypeError, ValueError, RuntimeError) as cause:
+            raise WrongArgument(f"step must be a whole number, as in log(step, scalars), got {step!r:.80}") from cause
         numbers = {name: as_number(name, value) for name, value in (scalars or {}).items() if value is not None}
         arrays = {name: as_values(value) for name, value in (histograms or {}).items()}
-        self._log(int(step), numbers, dict(videos or {}), {name: one for name, one in arrays.items() if one.size})
+        self._log(step, numbers, dict(videos or {}), {name: one for name, one in arrays.items() if one.size})
 
     @abstractmethod
     def _log(
@@ -63,7 +70,7 @@ class Logger(ABC):
 def as_number(name: str, value: Any) -> float:
     """A scalar of any kind as a float."""
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as cause:
         raise WrongArgument(f"scalars holds {name!r}, which is no number: {value!r:.80}") from cause
 

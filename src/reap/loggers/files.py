@@ -9,10 +9,11 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
+from reap.errors import WrongState
 from reap.loggers.base import Logger, summary_of
 from reap.video import write_video
 
@@ -34,6 +35,7 @@ class JSONLLogger(Logger):
         self._began = time.monotonic()
 
     def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
+        _check_open(self, self._file)
         row: dict[str, Any] = {"step": step, "seconds": round(time.monotonic() - self._began, 3)}
         # JSON has no NaN: readers stumble over one.
         row |= {name: value if math.isfinite(value) else str(value) for name, value in scalars.items()}
@@ -68,6 +70,7 @@ class CSVLogger(Logger):
         self._began = time.monotonic()
 
     def _log(self, step: int, scalars: dict[str, float], videos: dict[str, Any], histograms: Histograms) -> None:
+        _check_open(self, self._file)
         row: dict[str, Any] = {"step": step, "seconds": round(time.monotonic() - self._began, 3), **scalars}
         for name, values in histograms.items():
             row |= summary_of(name, values)
@@ -110,6 +113,13 @@ class SeveralLoggers(Logger):
         with contextlib.ExitStack() as stack:  # all of them, also where one cannot be closed
             for logger in self._loggers:
                 stack.callback(logger.close)
+
+
+def _check_open(logger: Logger, file: TextIO) -> None:
+    if file.closed:
+        raise WrongState(
+            f"this {type(logger).__name__} is closed; a new one of the same directory goes on with its file"
+        )
 
 
 def _video(directory: Path, name: str, step: int, video: Any, fps: float) -> Path:

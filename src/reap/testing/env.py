@@ -14,7 +14,7 @@ import gymnasium as gym
 
 from reap._system.pickling import pack
 from reap.envs import as_env
-from reap.envs.accept import is_env
+from reap.envs.accept import is_env, torch_hint
 from reap.envs.adapters.envpool import is_envpool
 from reap.errors import ReapError
 from reap.testing import generators
@@ -70,7 +70,9 @@ def _made(make_env: Callable[[], Any], wrong: list[str]) -> Any:
         wrong.append(f"The factory raised {cause!r}.")
         return None
     if not is_env(env):
-        wrong.append(f"The factory returned {type(env).__name__}, which is no kind of env that reap knows.")
+        wrong.append(
+            f"The factory returned {type(env).__name__}, which is no kind of env that reap knows{torch_hint(env)}."
+        )
         return None
     return env
 

@@ -18,6 +18,7 @@ from reap.envs import as_env
 from reap.errors import ReapError, UsageError
 from reap.spec import as_key, show
 from reap.testing import generators
+from reap.testing.calls import CallWatch
 
 _SEED = 7
 _BATCHES = 8  # few steps each, so that rows that follow one another lie in different batches too
@@ -38,11 +39,13 @@ def check_rows(
     if one is None:
         return
     first = one.all(wrong)
+    one.watch.tell(wrong, remarks)
     if first is None:
         return
     _chain(first, wrong)
     _flags(first, wrong)
     _numbers(first, wrong)
+    _finals(first, remarks)
     if _IDS in first and not _over(first).any():
         remarks.append(f"No episode ended in {steps} steps; if that is meant, consider max_frames_per_traj.")
     two = _Stream.of(lambda: other, steps, wrong, [])
@@ -61,9 +64,10 @@ class _Stream:
 
     def __init__(self, make: Callable[[], Any], steps: int, seed: int) -> None:
         env = as_env(make())
+        self.watch = CallWatch(env)
         per_batch = max(1, steps // _BATCHES)
         self._left = -(-steps // per_batch)
-        self._collector = Collector(env, frames_per_batch=env.spec.lanes * per_batch)
+        self._collector = Collector(env, frames_per_batch=env.spec.all_lanes * per_batch)
         self.refused: str | None = None
         generators.scatter(seed)
         try:
@@ -177,6 +181,25 @@ def _chain(columns: Columns, wrong: list[str]) -> None:
                         f"episode begins with; the env does not return its true successor."
                     )
                     return
+
+
+def _finals(columns: Columns, remarks: list[str]) -> None:
+    """Remark upon last observations that are all the first ones of the episodes that follow."""
+    if _IDS not in columns or _MASK in columns:
+        return
+    seen = [key for key in columns if ("next", *key) in columns and columns[key].is_floating_point()]
+    over = _over(columns)[:, :-1]
+    if over.sum() < 2 or not seen or over.all():
+        return
+    for key in seen:
+        ends, begins = columns[("next", *key)][:, :-1], columns[key][:, 1:]
+        varies = not bool((ends[~over] == begins[over][0]).all())
+        if not varies or not bool((ends[over] == begins[over]).all()):
+            return
+    remarks.append(
+        "Every episode's last observation is the first one of the next episode. If the env resets itself inside step, "
+        "the true last one is lost: return that one; reap resets."
+    )
 
 
 def _over(columns: Columns) -> Tensor:

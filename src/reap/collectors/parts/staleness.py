@@ -20,7 +20,6 @@ import ctypes
 import functools
 import operator
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from reap._foreign import torch_internals
+from reap.errors import warn
 
 _WATCHED = 256  # parameters, evenly among all
 _READ = 8  # of them a number each
@@ -138,10 +138,9 @@ class StalenessWatch:
         if len(self._left) < self._all:
             numbers = ", ".join(map(str, sorted(self._left)))
             who = f"worker {numbers} still acts" if len(self._left) == 1 else f"workers {numbers} still act"
-        warnings.warn(
+        warn(
             f"the policy has changed, but {who} with the weights it had when the collector was made: "
-            f"{how_long}. {self._remedy}",
-            stacklevel=3,
+            f"{how_long}. {self._remedy}"
         )
 
 

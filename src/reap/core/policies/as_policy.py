@@ -11,7 +11,6 @@ output looks different is an error that names the key.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from tensordict.nn import InteractionType, TensorDictModuleBase
+from torch import nn
 
 from reap.core.capture.chance import is_shared
 from reap.core.columns.object_columns import ObjectColumn
@@ -27,11 +27,12 @@ from reap.core.policies.call_policy import CallPolicy
 from reap.core.policies.exploration import FIXED, exploring
 from reap.core.policies.flat import flatten
 from reap.core.policies.flat_policy import FlatPolicy, NotFlat
+from reap.core.policies.kept_on_self import acts_by, assigned, attributes
 from reap.core.policies.signature import bind_exploration, match, takes_tensordict
 from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState, warn
 from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show, show_keys
 
 
@@ -118,11 +119,10 @@ def _tensordict_module(policy: Any, context: PolicyContext) -> Policy | None:
     made = _as_it_is(policy, context)
     lost = [key for key in _optional(policy, context.columns) if ("next", *key) in made.outputs]
     if lost:
-        warnings.warn(
+        warn(
             f"policy reads {show_keys(lost)}, which nobody provides, and writes its next value, which nobody "
             f"carries: it is None at every step. Write it under its own name, or declare it ({_DECLARE})",
             PolicyWarning,
-            stacklevel=2,
         )
     return made
 
@@ -216,27 +216,54 @@ def _probed(candidate: T, policy: Any, context: PolicyContext) -> T:
         raise _missing(absent, columns)
     first = [columns[key] if key in context.loose else columns[key].clone() for key in candidate.inputs]
     optional = _optional(policy, columns)
+    before, shapes = attributes(policy), {leaf.shape for leaf in context.spec.observation.values()}
     try:
         with untouched(policy), torch.no_grad(), exploring(kind):
             candidate.probe(tuple(first), size)
+            kept = assigned(policy, before, size, shapes)
     except (ReapError, NotFlat):
         raise
     except Exception as cause:
         if optional:
             raise _missing(optional, columns, cause) from cause
-        given = ", ".join(f"{show(k)} {list(v.shape)}" for k, v in zip(candidate.inputs, first))
-        raise WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}") from cause
+        raise _refused(policy, candidate.inputs, first, cause) from cause
     _check_outputs(candidate.outputs, context, optional)
+    if kept and not is_shared() and acts_by(policy, kept, lambda: [*_decided(candidate, first, context, 0).values()]):
+        names = ", ".join(".".join(filter(None, key)) for key in kept)
+        warn(
+            f"policy {type(policy).__name__} keeps its state on itself, as {names}: it is not begun anew with an "
+            f"episode, nor does it follow its lane. {_DECLARE[0].upper()}{_DECLARE[1:]}, takes it as a parameter and "
+            f"returns its new value (docs/policies.md, Memory)",
+            PolicyWarning,
+        )
     if kind in FIXED and type(policy).__name__ != "RandomPolicy" and _samples(policy, candidate, first, context):
-        warnings.warn(
+        warn(
             f"exploration_type is {kind.name}, but the policy's action changes with the random seed: it samples by "
             f"itself, or has dropout or noise in train mode. Give it a parameter `deterministic`, which is told True "
             f"then; or ask tensordict.nn.probabilistic.interaction_type() before sampling, sample in a "
             f"ProbabilisticTensorDictModule, or call eval()",
             PolicyWarning,
-            stacklevel=2,
         )
     return candidate
+
+
+def _refused(policy: Any, keys: Sequence[Key], first: Sequence[Any], cause: Exception) -> WorkerRaised:
+    """The error for a policy that raised on a first observation; it says so where dtypes are the likely reason."""
+    given = ", ".join(f"{show(k)} {_shown_dtype(v.dtype)}{list(v.shape)}" for k, v in zip(keys, first))
+    seen = {v.dtype for v in first if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    held = {p.dtype for p in policy.parameters()} if isinstance(policy, nn.Module) else set()
+    cure = ""
+    if held and seen - held:
+        here, there = (" and ".join(sorted(map(_shown_dtype, dtypes))) for dtypes in (seen - held, held))
+        cure = (
+            f". Its parameters are {there}, the observation is {here}: cast the one, with reap.envs.transforms, "
+            f"TransformedEnv(env, CastObservation()), or the other, policy.to(dtype)"
+        )
+    return WorkerRaised(f"the policy raised {cause!r} when given a first observation: {given}{cure}")
+
+
+def _shown_dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional: Sequence[Key]) -> None:
@@ -251,7 +278,10 @@ def _check_outputs(outputs: Mapping[Key, Leaf], context: PolicyContext, optional
         )
     lost = [key for key in context.carry if ("next", *key) not in outputs]
     if lost:
-        raise UsageError(f"policy declares the carry {show_keys(lost)} but does not write it under 'next'")
+        raise UsageError(
+            f"policy declares the carry {show_keys(lost)} but does not give its new value: a function returns it, at "
+            f"the end of a tuple or under its own name, and a TensorDictModule writes {show(('next', *lost[0]))}"
+        )
     known = {*context.carry, *context.spec.primed, *optional}
     new = [key for key in outputs if key[0] == "next" and key[1:] not in known]
     if new:
@@ -268,18 +298,24 @@ def _missing(absent: Sequence[Key], columns: Mapping[Key, Any], cause: Exception
     return UsageError(f"policy reads {show_keys(absent)}; the env provides {show_keys(columns)}{without} ({_DECLARE})")
 
 
+def _decided(candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext, seed: int) -> dict[Key, Any]:
+    """What the policy writes for a first observation, with the random numbers of this seed."""
+    inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
+    with torch.no_grad(), exploring(context.kind):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        return dict(zip(candidate.written, candidate.once(inputs)))
+
+
 def _samples(policy: Any, candidate: TensorPolicy, first: Sequence[Any], context: PolicyContext) -> bool:
     """Whether the action follows from the observation and the random seed, but not from the observation alone."""
     if is_shared():
         return False  # seeds are tried only where nobody else draws
 
     def decided(seed: int) -> list[Any]:
-        inputs = tuple(value if isinstance(value, ObjectColumn) else value.clone() for value in first)
-        with untouched(policy), torch.no_grad(), exploring(context.kind):
-            torch.manual_seed(seed)
-            np.random.seed(seed)
-            random.seed(seed)
-            values = dict(zip(candidate.written, candidate.once(inputs)))
+        with untouched(policy):
+            values = _decided(candidate, first, context, seed)
         return [torch.as_tensor(values[key]) for key in context.spec.action]
 
     def same(one: list[Any], other: list[Any]) -> bool:

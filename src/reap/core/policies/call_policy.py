@@ -31,7 +31,7 @@ class CallPolicy(TensorPolicy):
     ) -> None:
         super().__init__(inputs, device)
         self._call, self._first, self._last = call, list(outputs), [("next", *key) for key in carry]
-        self._given = None if names is None else [*names, *(key for key in self._last if key not in names)]
+        self._given = None if names is None else _with_carry(names, carry)
         self._many = False
         self._alone = len(inputs) == 1 and device is None  # the common case, without a detour
         self.trusted = False  # whether it is known to leave its inputs as they are, and to keep none
@@ -78,12 +78,25 @@ class CallPolicy(TensorPolicy):
         values = tuple(out) if self._many else (out,)
         if self._given is not None:
             if len(values) != len(self._given):
-                raise SpecMismatch(f"policy returned {len(values)} tensors; out_keys says {show_keys(self._given)}")
+                own = [key for key in self._given if key not in self._last]
+                raise SpecMismatch(
+                    f"policy returned {len(values)} tensors; out_keys says {show_keys(own)}{self._and_carry()}"
+                )
             self.learn_outputs(self._given, values, size)
             return
         extra = len(values) - len(self._first) - len(self._last)
         if extra < 0:
-            wanted = show_keys([*self._first, *self._last])
+            wanted = f"{show_keys(self._first)}{self._and_carry()}"
             raise SpecMismatch(f"policy returned {len(values)} tensors; {wanted} are expected")
         keys = [*self._first, *(as_key(f"output{i}") for i in range(1, extra + 1)), *self._last]
         self.learn_outputs(keys, values, size)
+
+    def _and_carry(self) -> str:
+        """What comes last in a tuple, where there is a carry, in words."""
+        return f", and then the new carry, {show_keys([key[1:] for key in self._last])}" if self._last else ""
+
+
+def _with_carry(names: Sequence[Key], carry: Sequence[Key]) -> list[Key]:
+    """What the parts of a tuple are: a state is its new value, under its own name too, and comes last if not named."""
+    found = [("next", *name) if name in carry and ("next", *name) not in names else name for name in names]
+    return [*found, *(("next", *key) for key in carry if ("next", *key) not in found)]

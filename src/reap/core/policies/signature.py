@@ -96,7 +96,10 @@ def match(
     if not required and (variadic or len(positional) == 1) and len(others) == 1:
         return [others[0], *carry]
     said = "unknown" if params is None else [p.name for p in params]
+    declared = f", its carry {show_keys(carry)}" if carry else ""
+    state = f"carry = {{{strange[0].name!r}: first value of one lane}}" if strange and named else "carry = {…}"
     raise WrongArgument(
         f"cannot tell what policy {type(policy).__name__} reads: its parameters are {said}, the env's observations "
-        f"{show_keys(observation)}. Name the parameters after the keys, or wrap it in a TensorDictModule"
+        f"{show_keys(observation)}{declared}. Name the parameters after the keys, declare a state that it remembers "
+        f"from step to step as an attribute, {state}, or wrap it in a TensorDictModule"
     )

@@ -22,6 +22,7 @@ from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import UsageError, WrongArgument, missing, raised_by, reraise
+from reap.seeding import fresh_seed
 from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
@@ -198,7 +199,8 @@ class EnvPoolEnv(EnvBase):
         num_envs: how many lanes.
         categorical_action_encoding: discrete spaces as an index instead of one-hot.
         info_keys: info entries to keep as columns, as for `GymEnv`.
-        **make_kwargs: go to `envpool.make`.
+        **make_kwargs: go to `envpool.make`. Without a `seed` among them every pool has a fresh one (EnvPool's own
+            default is 42 for all); one that is given is used as it is, by every worker that calls the same factory.
     """
 
     def __init__(
@@ -216,6 +218,7 @@ class EnvPoolEnv(EnvBase):
                 import envpool
             except ImportError:
                 raise missing("envpool", "envpool") from None
+            make_kwargs.setdefault("seed", fresh_seed() % 2**31)  # its own default would be the same in every worker
             task = envpool.make(task, env_type="gymnasium", num_envs=num_envs or 1, **make_kwargs)
         elif make_kwargs or num_envs is not None:
             extra = sorted(make_kwargs) or ["num_envs"]

@@ -83,6 +83,12 @@ class GymLanes(Env):
     def report_lane(self, memory: Any) -> None:
         self._at = memory
 
+    def wrap_first(self, wrapper: Callable[[gym.Env[Any, Any]], gym.Env[Any, Any]]) -> None:
+        """Put a wrapper around the env of the first lane, before anybody plays."""
+        env = self.envs[0] = wrapper(self.envs[0])
+        self._steps[0] = self._unseen[0] = noting_actions(env, env.step)
+        self.checked.add(0)
+
     def joined(self, others: Sequence[GymLanes]) -> GymLanes:
         """These lanes and those of `others` as one batched env."""
         for other in others:

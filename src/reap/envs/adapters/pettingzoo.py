@@ -7,8 +7,9 @@
 
     turns   one agent acts at a time (AEC worlds): one lane per agent, see pettingzoo_aec.py
 
-Agents may leave and come back. What an absent agent would have seen or earned is zero, never stale. Agents need equal
-spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
+A world ends when all its agents have left, or all that it still lists were terminated or truncated by one step. Agents
+may leave and come back, also in the step that ended them. What an absent agent would have seen or earned is zero, never
+stale. Agents need equal spaces. AEC worlds that PettingZoo can make parallel may be taken in any of the three ways.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class _World(Agents):
                     f"agent {name!r} has left env.agents, but the env says neither terminated nor truncated of it"
                 )
 
+    def is_over(self, over: Mapping[str, Any], cut: Mapping[str, Any]) -> bool:
+        """Whether nobody goes on after this step: all have left, or all who are still listed were ended by it."""
+        return all(over.get(name, False) or cut.get(name, False) for name in self.present.names)
+
     @property
     def present(self) -> _Present:
         """Who is there now: the same object as long as it is the same agents."""
@@ -115,6 +120,11 @@ class GroupLanes(Env):
         self._group = group
         self._left: list[tuple[int, frozenset[int]]] = []  # who has left in this step, lane by lane
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+
+    @property
+    def parallel_envs(self) -> list[Any]:
+        """The PettingZoo env of each lane."""
+        return [world.env for world in self._worlds]
 
     def joined(self, others: Sequence[GroupLanes]) -> GroupLanes:
         """These worlds and those of `others` as one batched env."""
@@ -167,9 +177,10 @@ class GroupLanes(Env):
                     done[lane] = True  # an agent that is not there has ended
                     done[lane, at] = False
                 _put_numbers(reward[lane], at, _in_order(earned, names, 0.0))
-                if any(over.values()):
+                some_over, some_cut = any(over.values()), any(cut.values())
+                if some_over:
                     terminated[lane, at, 0] = done[lane, at, 0] = _in_order(over, names, False)
-                if any(cut.values()):
+                if some_cut:
                     truncated[lane, at, 0] = _in_order(cut, names, False)
                     done[lane, at] |= truncated[lane, at]
                 alive = world.present
@@ -180,10 +191,13 @@ class GroupLanes(Env):
                     left = acting.among - alive.among
                     world.check_flags(left, over, cut)
                     self._left.append((lane, left))
+                ends = not alive.names or ((some_over or some_cut) and world.is_over(over, cut))
+                if ends:
+                    mask[lane] = False  # also where the env still lists agents that have ended
             except ReapError as error:
                 error.at(lane=lane)
                 raise
-            if not alive.names:
+            if ends:
                 row.truncated[lane] = bool(truncated[lane].any())
                 row.terminated[lane] = not row.truncated[lane]
                 row.done[lane] = True
@@ -255,6 +269,12 @@ class AgentLanes(Env):
             single_resets=False,
         )
         self._decode: Callable[..., Sequence[Any]] = self._actions.decoder(self._actions.leaves)
+        self._over = False  # nobody goes on, even if the env still lists agents
+
+    @property
+    def parallel_envs(self) -> list[Any]:
+        """The one PettingZoo env."""
+        return [self._world.env]
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         self._decode = self._actions.decoder(action)
@@ -263,7 +283,7 @@ class AgentLanes(Env):
         world = self._world
         whole = seeds is not None or len(lanes) == self.spec.lanes
         alive = world.present.among
-        if alive and not whole:
+        if alive and not whole and not self._over:
             # Others are still at it: who ended waits, seeing nothing, unless it has been called back already.
             for lane in lanes:
                 if lane not in alive:
@@ -271,6 +291,7 @@ class AgentLanes(Env):
                         array[lane] = 0
             return
         seen = world.reset(None if seeds is None else int(seeds[0]))
+        self._over = False
         for array in into[: len(self._observations.leaves)]:
             array[...] = 0
         for name, observation in seen.items():
@@ -295,6 +316,7 @@ class AgentLanes(Env):
                 row.terminated[i], row.truncated[i], row.done[i] = terminated, truncated, True
                 ended.append(i)
         world.check_flags(acting.among - world.present.among, over, cut)
+        self._over = bool(ended) and world.is_over(over, cut)
         return ended
 
     def open_state(self) -> Any:
@@ -332,6 +354,8 @@ class PettingZooEnv(EnvBase):
     ) -> None:
         if mode not in (None, "group", "lanes", "turns"):
             raise UsageError(f"mode must be 'group', 'lanes' or 'turns', got {mode!r}")
+        if isinstance(env, type):
+            raise WrongArgument(f"PettingZooEnv takes an env, got the class {env.__name__}: call it")
         if not is_pettingzoo(env):
             raise WrongArgument(f"PettingZooEnv takes a PettingZoo env, got {type(env).__name__}")
         lanes: Env

@@ -105,19 +105,22 @@ class TorchLanes(Env):
             self.env.seed(int(seeds[0]))
 
     def step(self, lanes: Sequence[int], row: Row) -> list[int]:
+        returned: Any = _NOTHING
         try:
             action = self.decoded(torch.from_numpy(row.action[0]).to(self._device))
-            observation, reward, terminated, truncated = self.env.step(action)
+            returned = self.env.step(action)
+            observation, reward, terminated, truncated = returned
             for array, (key, value) in zip(row.next, self._tensors(observation)):
                 torch.from_numpy(array).copy_(self._fit(key, value))
             torch.from_numpy(row.reward).copy_(reward.reshape(self._count))
+            done: Tensor = (terminated | truncated).reshape(self._count)
+            if not bool(done.any()):
+                return []
+            torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
+            torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
         except Exception as cause:
+            self.blame(returned)
             reraise("env.step", cause)
-        done = (terminated | truncated).reshape(self._count)
-        if not bool(done.any()):
-            return []
-        torch.from_numpy(row.terminated).copy_(terminated.reshape(self._count))
-        torch.from_numpy(row.truncated).copy_(truncated.reshape(self._count))
         torch.from_numpy(row.done).copy_(done)
         return done.nonzero().reshape(-1).tolist()
 
@@ -138,19 +141,39 @@ class TorchLanes(Env):
     def on_device(self) -> DeviceEnv | None:
         return None if self._device.type == "cpu" else DeviceTorchLanes(self)
 
+    def blame(self, returned: Any) -> None:
+        """SpecMismatch if what `env.step` has returned cannot be read: what it was, and what it should be."""
+        if returned is _NOTHING:
+            return
+        wanted = f"(observation, reward, terminated, truncated), tensors of {self._count} lanes, both flags bool"
+        if not isinstance(returned, (tuple, list)) or len(returned) != 4:
+            got = f"{len(returned)} values" if isinstance(returned, (tuple, list)) else f"a {type(returned).__name__}"
+            raise SpecMismatch(f"env.step must return {wanted}; it returned {got}")
+        for name, value in zip(("reward", "terminated", "truncated"), returned[1:]):
+            tensor = isinstance(value, Tensor)
+            if tensor and value.numel() == self._count and (name == "reward" or not value.is_floating_point()):
+                continue
+            got = _told(value) if tensor else f"a {type(value).__name__}"
+            raise SpecMismatch(f"env.step must return {wanted}; it returned {name} as {got}")
+
     def _tensors(self, observation: Any) -> list[tuple[Key, Tensor]]:
         found = []
         for key, path in zip(self.spec.observation, self._observations.paths):
             value = observation
-            for part in path:
-                value = value[part]
+            try:
+                for part in path:
+                    value = value[part]
+            except (KeyError, IndexError, TypeError):
+                raise SpecMismatch(f"env returned no {show(key)}, which its observation space has") from None
             found.append((key, value))
         return found
 
     def _fit(self, key: Key, value: Tensor) -> Tensor:
         leaf = self.spec.observation[key]
+        if not isinstance(value, Tensor):
+            raise SpecMismatch(f"env returned {show(key)} as a {type(value).__name__}, not as a tensor")
         if tuple(value.shape) != (self._count, *leaf.shape) or value.dtype is not leaf.dtype:
-            got = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            got = _told(value)
             raise SpecMismatch(
                 f"env returned {show(key)} as {got}, its space says {leaf} for each of {self._count} lanes"
             )
@@ -160,6 +183,13 @@ class TorchLanes(Env):
         close = getattr(self.env, "close", None)
         if close is not None:
             close()
+
+
+def _told(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+_NOTHING = object()  # nothing was returned
 
 
 class DeviceTorchLanes(DeviceEnv):
@@ -191,13 +221,16 @@ class DeviceTorchLanes(DeviceEnv):
 
     def step(self, lanes: Sequence[int], row: Any) -> list[int]:
         count = self.spec.lanes
+        returned: Any = _NOTHING
         try:
-            observation, reward, terminated, truncated = self._lanes.env.step(self._lanes.decoded(row.action[0]))
+            returned = self._lanes.env.step(self._lanes.decoded(row.action[0]))
+            observation, reward, terminated, truncated = returned
             made = [self._lanes._fit(key, value) for key, value in self._lanes._tensors(observation)]
             into = [*row.next[: len(made)], row.reward, row.terminated, row.truncated]  # others may have added leaves
             flags = (reward.reshape(count), terminated.reshape(count), truncated.reshape(count))
             torch_internals.copy_all(into, [*made, *flags])
         except Exception as cause:
+            self._lanes.blame(returned)
             reraise("env.step", cause)
         torch.logical_or(row.terminated, row.truncated, out=row.done)
         return []
@@ -252,7 +285,9 @@ class TorchEnv(EnvBase):
     >>> collector = Collector(TorchEnv(my_env), policy, frames_per_batch=4096 * 32)
 
     Args:
-        env: follows the protocol in `reap.envs.adapters.torch_native`.
+        env: an object with `num_envs`, `single_observation_space`, `single_action_space`, `reset(mask)`, which returns
+            the observations of all lanes, and `step(action)`, which returns (observation, reward, terminated,
+            truncated). It never resets by itself. The page on envs has an example, and what it may have besides.
         categorical_action_encoding: discrete spaces as an index (the default here) or one-hot.
     """
 

@@ -25,6 +25,7 @@ from reap._system.processes import DEADLINE, Child, StartMethod, end
 from reap._system.remote_errors import Raised
 from reap._system.worker_log import record
 from reap.envs.parallel.env_child import CALL, ORDER, Traits
+from reap.envs.parallel.lane_workers import lanes_named
 from reap.errors import ReapError, WorkerSilent
 from reap.spec import EnvSpec
 
@@ -69,8 +70,7 @@ class EnvProcess:
     @property
     def name(self) -> str:
         """By which errors and the log call it."""
-        lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
-        return f"of {lanes}{self.child.label}"
+        return f"of {lanes_named(self.first, self.last)}{self.child.label}"
 
     # ---- what it is told ------------------------------------------------------------------------------------------
 

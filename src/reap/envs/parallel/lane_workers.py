@@ -80,6 +80,13 @@ def joint_spec(specs: Sequence[EnvSpec]) -> tuple[EnvSpec, list[tuple[int, int]]
     return joint, bounds
 
 
+def lanes_named(first: int, last: int) -> str:
+    """The lanes of a worker as errors name them, `last` not among them; 0 where that is not known yet."""
+    if not last:
+        return "lanes"
+    return f"lane {first}" if last - first == 1 else f"lanes {first} to {last - 1}"
+
+
 def joint_traits(traits: Sequence[Traits]) -> Traits:
     """What groups of lanes do beside stepping, as one env."""
     return Traits(has_after_step=any(one.has_after_step for one in traits), draws=all(one.draws for one in traits))
@@ -205,12 +212,12 @@ class LaneWorkers(abc.ABC):
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
             first, last = self.bounds[group]
-            silence.log(f"the worker of lanes {first} to {last - 1}", now - since, self._stack_of(group))
+            silence.log(f"the worker of {lanes_named(first, last)}", now - since, self._stack_of(group))
 
     def stacks(self) -> dict[str, str]:
         """Where each group is right now, by its lanes."""
         asked = {
-            f"worker of lanes {first} to {last - 1}": functools.partial(self._stack_of, group)
+            f"worker of {lanes_named(first, last)}": functools.partial(self._stack_of, group)
             for group, (first, last) in enumerate(self.bounds)
         }
         return all_at_once(asked)

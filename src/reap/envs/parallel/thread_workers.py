@@ -39,7 +39,7 @@ from reap.envs.parallel.env_child import (
     begin_some,
     built,
 )
-from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits
+from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits, lanes_named
 from reap.errors import ReapError, SpecMismatch, WorkerSilent, as_raised
 from reap.failures import FailurePolicy
 from reap.spec import Key, Leaf
@@ -138,8 +138,7 @@ class LaneGroup:
 
     @property
     def name(self) -> str:
-        lanes = f"lanes {self.first} to {self.last - 1}" if self.last else "lanes"
-        return f"of {lanes} ({self.where})"
+        return f"of {lanes_named(self.first, self.last)} ({self.where})"
 
     def stack(self) -> str:
         """Return where its thread is right now."""

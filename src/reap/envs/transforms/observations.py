@@ -1,4 +1,4 @@
-"""Transforms of the shape of observations."""
+"""Transforms of the shape and the dtype of observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reap.arguments import whole
 from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.envs.transforms.base import Transform, TransformLanes, chosen_keys
-from reap.errors import SpecMismatch
+from reap.errors import SpecMismatch, WrongArgument
 from reap.spec import AnyKey, Leaf, show
 
 Array = np.ndarray[Any, Any]
@@ -43,6 +43,39 @@ class _Flat(TransformLanes):
     def _memory(self, arrays: Rows) -> list[Array]:
         shapes = self._shapes
         return [array.reshape(shapes[at]) if at in shapes else array for at, array in enumerate(arrays[: self._own])]
+
+
+class CastObservation(Transform):
+    """Observations of another dtype: MuJoCo's are float64, the parameters of a network float32.
+
+    Args:
+        dtype: the new one.
+        keys: which observations; None: all that are floating-point numbers.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, keys: Collection[AnyKey] | AnyKey | None = None) -> None:
+        if not isinstance(dtype, torch.dtype) or dtype is torch.bfloat16:
+            raise WrongArgument(f"dtype must be one of torch's that NumPy has too, as torch.float32, got {dtype!r}")
+        self.dtype, self.keys = dtype, keys
+
+    def around(self, env: Env) -> Env:
+        own, name = env.spec.observation, "CastObservation"
+        keys = [key for key in chosen_keys(name, self.keys, env.spec) if own[key].dtype is not self.dtype]
+        if self.keys is None:
+            keys = [key for key in keys if own[key].dtype.is_floating_point]  # type: ignore[union-attr]
+        return _Cast(env, name, changed={key: Leaf(own[key].shape, self.dtype) for key in keys}) if keys else env
+
+
+class _Cast(TransformLanes):
+    def _begun(self, lanes: list[int], raw: Rows, into: Rows) -> None:
+        for at in self._raw:
+            into[at][lanes] = raw[at][lanes]
+
+    def _stepped(self, lanes: Sequence[int], raw: Rows, row: Row, ended: list[int]) -> list[int]:
+        chosen: Any = slice(None) if len(lanes) == len(self._every) else list(lanes)
+        for at in self._raw:
+            row.next[at][chosen] = raw[at][chosen]
+        return ended
 
 
 class GrayscaleResize(Transform):
