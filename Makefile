@@ -67,7 +67,7 @@ bench-all: $(VENV)/.with-bench
 
 docs: $(VENV)/.with-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
-	@echo "site/index.html"
+	@echo "site/index.html; with a search: python -m http.server -b 127.0.0.1 -d site"
 
 clean:
 	rm -rf $(VENV) .venv-oldest site build .mypy_cache .ruff_cache .pytest_cache

@@ -67,7 +67,7 @@ class Case:
     name: str
     make: Callable[[int], gym.Env[Any, Any]]
     frames: int
-    backend: str
+    backend: Any
     per_worker: int = 1
     threads: bool = False
     module: bool = False  # the policy is a module that samples by itself

@@ -79,7 +79,7 @@ def block(collector: Collector, recording: Any = None) -> list[float]:
     return [clock() - start for clock, start in zip(CLOCKS, began)]
 
 
-def added(format: str, where: Path, rounds: int = 8) -> list[float]:
+def added(format: Any, where: Path, rounds: int = 8) -> list[float]:
     """What a recording adds, by each clock, as a part of the CPU time of the same batches without it."""
     collector = Collector(Images, None, frames_per_batch=FRAMES)
     pace(collector)

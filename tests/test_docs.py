@@ -219,6 +219,11 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     for page in tmp_path.rglob("*.html"):
         for address in re.findall(r"<(?:link|script|img)[^>]+(?:href|src)=\"?(https?://[^\s\">]+)", page.read_text()):
             raise AssertionError(f"{page.name} fetches {address}")
+    collectors = (tmp_path / "reference" / "collectors.html").read_text()
+    assert 'href="options.html#reap.collectors.options.Options"' in collectors
+    for name in ("Collector", "MultiSyncCollector", "AsyncBatchedCollector"):
+        signature = collectors.partition(f'id="reap.collectors.{name}"')[2].partition("Bases:")[0]
+        assert "frames_per_batch" in signature, name
 
 
 def test_docstring_examples_of_public_names_run():

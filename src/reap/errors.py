@@ -137,16 +137,19 @@ def reraise(what: str, cause: Exception) -> NoReturn:
     """Raise what a user's code has raised as `WorkerRaised`; an error of ours stays as it is."""
     if isinstance(cause, ReapError):
         raise cause
-    raise WorkerRaised(f"{what} raised {cause!r}") from cause
+    raise raised_by(f"{what} raised", cause)
 
 
 def as_raised(what: str, cause: BaseException) -> ReapError:
     """Return what a user's code has raised as the cause of a `WorkerRaised`, which begins with `what`; an error of ours
     stays as it is.
     """
-    if isinstance(cause, ReapError):
-        return cause
-    error = WorkerRaised(f"{what} {cause!r}")
+    return cause if isinstance(cause, ReapError) else raised_by(what, cause)
+
+
+def raised_by(what: str, cause: BaseException) -> WorkerRaised:
+    """Return the error that tells of a user's, with the frames of that one: `pdb.pm()` stops where it was raised."""
+    error = WorkerRaised(f"{what} {cause!r}").with_traceback(cause.__traceback__)
     error.__cause__ = cause
     return error
 

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from reap.arguments import one_of, whole
 from reap.errors import WrongArgument, missing, warn
@@ -24,7 +24,12 @@ Show = Callable[[int, str], None]  # frames so far, and what is to be said about
 
 
 def progress(
-    collector: Any, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+    collector: Any,
+    total: int | None = None,
+    *,
+    display: Literal["tqdm", "rich", "plain", "none"] | None = None,
+    logger: Any = None,
+    file: Any = None,
 ) -> Iterator[Any]:
     """Iterate over a collector's batches and show how far it is; see `BaseCollector.progress`."""
     whole("total", total, least=1, none=True)

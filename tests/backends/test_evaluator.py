@@ -14,7 +14,7 @@ from torch import nn
 
 from reap.collectors import Evaluator
 from reap.envs import AsyncEnvPool, GymEnv, SerialEnv
-from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongState
+from reap.errors import UsageError, WorkerRaised, WorkerSilent, WrongArgument, WrongState
 from reap.testing import CountingEnv, no_leaks
 
 
@@ -469,3 +469,8 @@ def test_an_env_may_count_its_steps_itself(policy):
     for limit, length in ((None, 9), (4, 4)):
         with Evaluator(lambda: GymEnv(Own()), act, num_trajectories=2, max_steps=limit) as evaluator:
             assert evaluator.evaluate()["eval/episode_length"] == length
+
+
+def test_a_misspelt_option_is_told_with_the_nearest():
+    with pytest.raises(WrongArgument, match="no option 'num_trajectory'; did you mean 'num_trajectories'"):
+        Evaluator("CartPole-v1", lambda observation: observation, num_trajectory=3)

@@ -149,11 +149,37 @@ def test_an_error_has_its_own_frames():
     collector = MultiSyncCollector([cart_pole, broken], None, frames_per_batch=40, workers="inline")
     with pytest.raises(WorkerRaised, match=r"worker 1 \(in this process\).*a wheel fell off") as caught:
         collector.next()
-    frame = caught.value.__cause__.__traceback__
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    assert frame.tb_frame.f_locals["self"].steps == 5
+    for traceback in (caught.value.__traceback__, caught.value.__cause__.__traceback__):
+        frame = traceback
+        while frame.tb_next is not None:
+            frame = frame.tb_next
+        assert frame.tb_frame.f_locals["self"].steps == 5
     assert collector.closed
+
+
+class BrokenPolicy(torch.nn.Module):
+    """Raises when it is called for the fifth time."""
+
+    steps = 0
+
+    def forward(self, observation):
+        self.steps += 1
+        if self.steps == 5:
+            raise RuntimeError("a wheel fell off")
+        return torch.zeros(*observation.shape[:-1], 2)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("of", ["env", "policy"])
+def test_post_mortem_is_in_the_users_own_code(lanes, of, monkeypatch, capsys):
+    env, policy = (broken, None) if of == "env" else (cart_pole, BrokenPolicy())
+    with pytest.raises(WorkerRaised) as caught:
+        Collector(SerialEnv(lanes, env), policy, frames_per_batch=40, capture=False).next()
+    for name, value in (("exc", caught.value), ("value", caught.value), ("traceback", caught.tb)):
+        monkeypatch.setattr(sys, f"last_{name}", value, raising=False)  # as `python -i` leaves them
+    monkeypatch.setattr(sys, "stdin", io.StringIO("p 'steps', self.steps\nq\n"))
+    pdb.pm()
+    assert "('steps', 5)" in capsys.readouterr().out
 
 
 def test_one_that_fails_is_started_again_here():

@@ -1,9 +1,11 @@
 """`stats()`: one shape in every collector, from its construction to after its end; one window of episodes."""
 
+import time
+
 import numpy as np
 import pytest
 
-from reap.collectors import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import AsyncBatchedCollector, AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, DistributedSyncCollector
 from reap.core.measuring.episode_log import COLUMNS, DISCOUNTED, LENGTH, RETURN, TIME, WORKER, EpisodeLog
 from reap.core.stats import Stats
@@ -173,3 +175,20 @@ def test_what_nobody_was_told_of_is_told_once():
     assert told[:, [RETURN, LENGTH]].tolist() == [[2, 2], [2, 2], [4, 4], [2, 2]]
     assert (np.diff(told[:, TIME]) > 0).all()
     assert len(stats.ended_since()) == 0
+
+
+@pytest.mark.parametrize("kind", [Collector, AsyncBatchedCollector])
+def test_making_a_collector_is_no_waiting(kind):
+    """`wait_seconds` begins with the first batch that is asked for: envs may take long to be made."""
+
+    def slow():
+        time.sleep(0.5)  # what an env has to load
+        return CountingEnv([3])
+
+    with kind([slow], EchoPolicy(), frames_per_batch=10) as collector:
+        collector.next()
+        collector.next()
+        assert collector.stats()["wait_seconds"] < 0.4
+        time.sleep(0.5)  # the learner
+        collector.next()
+        assert collector.stats()["wait_seconds"] >= 0.5

@@ -6,7 +6,7 @@ import gymnasium as gym
 import torch
 
 import reap
-from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.data import LazyTensorStorage, ReplayBuffer, record
 from reap.loggers import CSVLogger
 
 
@@ -43,3 +43,10 @@ def watched(policy: torch.nn.Module) -> None:
     collector = reap.AsyncBatchedCollector([make_env] * 8, policy, frames_per_batch=200, max_batch_size=8)
     for batch in collector.progress(1000):
         print(batch.batch_size, evaluator.evaluate()["eval/reward"])
+
+
+def recorded(policy: torch.nn.Module) -> None:
+    collector = reap.Collector("CartPole-v1", policy, frames_per_batch=200, total_frames=1000)
+    print(collector.next()["observation"].shape)
+    for batch in record(collector, "somewhere", format="npz"):
+        print(batch["action"].shape)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import reap
+from reap.collectors import MultiCollector
 from reap.collectors.distributed import DistributedCollector, RayCollector, RPCCollector
 from reap.collectors.options import Options, option_docs
 from tests.types import keywords
@@ -47,7 +48,16 @@ def test_signatures_show_what_transports_take():
     assert inspect.signature(RPCCollector).parameters["max_weight_update_interval"].default == -1
 
 
-@pytest.mark.parametrize("cls", [reap.Collector, reap.AsyncBatchedCollector])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        reap.Collector,
+        reap.AsyncBatchedCollector,
+        reap.MultiSyncCollector,
+        reap.MultiAsyncCollector,
+        reap.AsyncCollector,
+    ],
+)
 def test_help_has_the_meaning_of_every_option(cls):
     names = inspect.signature(cls).parameters.keys() & option_docs().keys()
     doc = " ".join(inspect.getdoc(cls).split())
@@ -55,7 +65,8 @@ def test_help_has_the_meaning_of_every_option(cls):
     for name in names:
         assert f"{name}: {option_docs()[name]}" in doc
     assert "**options" not in doc
-    assert "cat_results" not in doc
+    assert f">>> collector = {cls.__name__}(" in doc
+    assert ("cat_results:" in doc) == issubclass(cls, MultiCollector)
 
 
 def test_every_option_is_documented():

@@ -8,7 +8,7 @@ import traceback
 
 from reap._system.debugging import debugger_left
 from reap._system.pickling import dumps
-from reap.errors import ReapError, WorkerRaised
+from reap.errors import ReapError, WorkerRaised, raised_by
 
 
 class RemoteTraceback(Exception):
@@ -50,9 +50,7 @@ def as_reap_error(error: BaseException, doing: str) -> ReapError:
     """Return an error of reap's own: this one, or one that says that `doing` raised it."""
     if isinstance(error, ReapError):
         return error
-    told = WorkerRaised(f"{doing} raised {error!r}")
-    told.__cause__ = error
-    return told
+    return raised_by(f"{doing} raised", error)
 
 
 def _error_bytes(error: BaseException | None) -> bytes:

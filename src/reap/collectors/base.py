@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -134,6 +134,12 @@ class BaseCollector(IterableDataset[TensorDict]):
                 stacklevel=depth,
             )
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise UsageError(
+            f"a {type(self).__name__} cannot be copied: it holds envs, and threads or processes; make another one, and "
+            f"give it this one's state_dict()"
+        )
+
     # ---- iterating ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[TensorDict]:
@@ -155,13 +161,18 @@ class BaseCollector(IterableDataset[TensorDict]):
                 return
             yield batch
 
-    def next(self) -> TensorDict | None:
-        """The next batch, or None when `total_frames` is reached, or when it was written to the replay buffer."""
+    def next(self) -> TensorDict | Any:  # None is for those who ask at the end: type checkers do not insist on it
+        """Return the next batch; None when `total_frames` is reached, or when it was written to the replay buffer."""
         self._check_not_background()
         return self._collect() if self._pipeline.more() else None
 
     def progress(
-        self, total: int | None = None, *, display: str | None = None, logger: Any = None, file: Any = None
+        self,
+        total: int | None = None,
+        *,
+        display: Literal["tqdm", "rich", "plain", "none"] | None = None,
+        logger: Any = None,
+        file: Any = None,
     ) -> Iterator[TensorDict]:
         """Iterate over batches and show how far it is: frames, frames per second, return, lag.
 
@@ -309,6 +320,9 @@ class BaseCollector(IterableDataset[TensorDict]):
         Other episodes begin anew, with trajectory ids that nobody has seen.
         """
         self._check_open()
+        if not isinstance(state_dict, Mapping):
+            kind = type(state_dict).__name__
+            raise WrongArgument(f"state_dict must be what state_dict() returned, a mapping, got {kind}")
         needed = {"frames", "iter", "traj_pool"}
         if self._runner is not None:
             raise WrongState("load_state_dict() comes before start(): a run in the background goes on where it is")
@@ -408,7 +422,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self.is_running()  # counts what is made in the background, and raises what went wrong there
         return self._backend.episodes.records()
 
-    def stats(self, workers: str = "aggregate") -> dict[str, Any]:
+    def stats(self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate") -> dict[str, Any]:
         """Counts so far, the last hundred episodes of all workers, and where the time went; see docs/statistics.md.
 
         Args:

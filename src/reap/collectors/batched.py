@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -182,8 +182,8 @@ class AsyncBatchedCollector(Collector):
         *,
         max_batch_size: int | None = None,
         min_batch_size: int | None = None,
-        backend: str | None = None,
-        env_backend: str | None = None,
+        backend: Literal["threading", "multiprocessing"] | None = None,
+        env_backend: Literal["threading", "multiprocessing"] | None = None,
         envs_per_worker: int = 1,
         worker_threads: bool = False,
         yield_completed_trajectories: bool = False,

@@ -17,14 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import InteractionType, ProbabilisticTensorDictModule
 from torch import nn
-from typing_extensions import Self
+from typing_extensions import Self, TypedDict, Unpack
 
 from reap._system.forks import guard, refuse_all
 from reap._system.processes import DEADLINE
@@ -50,7 +50,15 @@ _FRAMES = 1_000  # collected at a time, at most, unless told otherwise
 _REWARD: Key = ("next", "reward")
 _SUMMED: Key = ("next", "episode_reward")  # where TorchRL's RewardSum has an episode's return
 _log = logging.getLogger("reap")
-_LATER = ("num_gpus", "ray_kwargs", "weight_sync_schemes", "collector_cls")
+
+
+class _Later(TypedDict, total=False):
+    """What TorchRL's takes and this one refuses, unless it is None."""
+
+    num_gpus: Any
+    ray_kwargs: Any
+    weight_sync_schemes: Any
+    collector_cls: Any
 
 
 class Evaluator:
@@ -108,10 +116,10 @@ class Evaluator:
         video_dir: Any = None,
         logger: Any = None,
         on_result: Callable[[TensorDictBase], Any] | None = None,
-        busy_policy: str = "skip",
-        backend: str = "thread",
+        busy_policy: Literal["skip", "error", "queue"] = "skip",
+        backend: Literal["thread", "process"] = "thread",
         init_fn: Callable[[], Any] | None = None,
-        **later: Any,
+        **later: Unpack[_Later],
     ) -> None:
         _refuse_unsupported(later, backend)
         one_of("backend", backend, ("thread", "process"))
@@ -443,7 +451,7 @@ class Evaluator:
 
 def _refuse_unsupported(later: Mapping[str, Any], backend: Any) -> None:
     """Raise for options that TorchRL's has and this one has not, and for those that nobody has."""
-    unknown = [name for name in later if name not in _LATER]
+    unknown = [name for name in later if name not in _Later.__annotations__]
     if unknown:
         known = inspect.signature(Evaluator).parameters.keys() - {"later"}
         hint = "; did you mean 'num_trajectories'?" if "episodes" in unknown[0] else nearest(unknown[0], known)

@@ -35,7 +35,7 @@ class CommonOptions(TypedDict, total=False):
     """Deliver so many complete episodes at a time, in the order in which they end."""
     trajs_per_write: int | None
     """How many episodes go into the replay buffer in one write; None: all that have ended."""
-    traj_format: str | None
+    traj_format: Literal["padded", "cat"] | None
     """With `trajs_per_batch`: "padded" `[N, longest]` with a mask, or "cat" `[steps]`."""
     replay_buffer: Any
     """Where batches go; iterating then yields None. See docs/background.md."""
@@ -133,7 +133,7 @@ class LanesInStepOptions(TypedDict, total=False):
     """Store each observation once; `reap.trajectories.with_next` rebuilds `("next", observation)`."""
     set_truncated: bool
     """Mark the last step of every batch as truncated."""
-    cat_results: str | int | None
+    cat_results: Literal["stack"] | int | None
     """How workers' rollouts are joined: "stack" (the default), or along which dimension: 0 (lanes), -1 (time)."""
     update_at_each_batch: bool
     """Send the policy's weights to the workers before each batch."""

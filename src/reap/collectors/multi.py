@@ -468,16 +468,44 @@ class MultiCollector(BaseCollector):
         )
 
 
+@shows_options(without=WITHOUT)
 class MultiSyncCollector(MultiCollector):
-    """Every batch holds a rollout of each worker, all made by the same weights. See `MultiCollector`."""
+    """Collects with several worker processes in step: a batch holds a rollout of each, all made by the same weights.
+
+    >>> collector = MultiSyncCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
+    >>> for batch in collector:              # [2, 100] by default; see cat_results
+    ...     collector.update_policy_weights_()
+
+    Envs are built in the workers only. `create_env_fn` may be a lambda; scripts need no main guard.
+
+    Args:
+        create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
+        policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        num_workers: how many workers, where `create_env_fn` is one factory for all.
+        sync: True, or left out.
+        **options: see `reap.collectors.options.Options`.
+    """
 
     _sync = True
 
 
+@shows_options(without=WITHOUT)
 class MultiAsyncCollector(MultiCollector):
-    """Every batch is one worker's rollout; workers go on while the consumer works. See `MultiCollector`.
+    """Collects with several worker processes that go on while you learn: a batch is one worker's rollout.
 
-    `batch.origin` says which worker made it, with which version of the weights, and how far behind that is.
+    >>> collector = MultiAsyncCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
+    >>> for batch in collector:              # [200], of whoever is first
+    ...     collector.update_policy_weights_()
+
+    `batch.origin` says which worker made it, with which version of the weights, and how far behind that is. Envs are
+    built in the workers only. `create_env_fn` may be a lambda; scripts need no main guard.
+
+    Args:
+        create_env_fn: a list with one env factory (or Gymnasium id) per worker; or one, with `num_workers`.
+        policy: as for `Collector`. Workers get copies; `update_policy_weights_` sends new weights.
+        num_workers: how many workers, where `create_env_fn` is one factory for all.
+        sync: False, or left out.
+        **options: see `reap.collectors.options.Options`.
     """
 
     _sync = False
@@ -488,6 +516,14 @@ class AsyncCollector(MultiAsyncCollector):
     """One worker in the background: it collects the next batch while you use this one.
 
     >>> collector = AsyncCollector(make_env, policy, frames_per_batch=200, total_frames=1000)
+    >>> for batch in collector:
+    ...     collector.update_policy_weights_()
+
+    Args:
+        create_env_fn: an env factory or a Gymnasium id.
+        policy: as for `Collector`. The worker gets a copy; `update_policy_weights_` sends new weights.
+        num_workers: 1, or left out.
+        **options: see `reap.collectors.options.Options`.
     """
 
     def __init__(

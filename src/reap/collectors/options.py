@@ -166,7 +166,7 @@ class Options:
     split_trajs: bool | None = None
     trajs_per_batch: int | None = None
     trajs_per_write: int | None = None
-    traj_format: str | None = None
+    traj_format: Literal["padded", "cat"] | None = None
     replay_buffer: Any = None
     extend_buffer: bool = True
     compact_obs: bool = False
@@ -185,7 +185,7 @@ class Options:
     trust_policy: bool | None = None
     deterministic: bool = False
     capture: bool = True
-    cat_results: str | int | None = None
+    cat_results: Literal["stack"] | int | None = None
     update_at_each_batch: bool = False
     preemptive_threshold: float | None = None
     max_lag: int | None = None
@@ -471,9 +471,10 @@ def shows_options(
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
-        for made in {"__new__", "__init__"} & vars(cls).keys():
-            getattr(cls, made).__signature__ = shown
+        if made := {"__new__", "__init__"} & vars(cls).keys():  # else it shows those of its base
+            shown = _signature(cls.__init__, without, getattr(more, "__annotations__", {}), defaults or {})
+            for name in made:
+                getattr(cls, name).__signature__ = shown
         if cls.__doc__ is not None and (head := cls.__doc__.partition("    **options: see")[0]) != cls.__doc__:
             lines = [
                 textwrap.fill(f"{name}: {text}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -81,7 +81,7 @@ class Collector(BaseCollector):
         create_env_fn: Any,
         policy: Any = None,
         *,
-        backend: str | None = None,
+        backend: Literal["direct", "process", "multiprocessing", "distributed", "ray", "rpc", "submitit"] | None = None,
         num_collectors: int | None = None,
         sync: bool | None = None,
         backend_options: Mapping[str, Any] | None = None,

@@ -25,7 +25,7 @@ from reap.core.measuring.times import StepTimes
 from reap.core.policies.exploration import exploring
 from reap.core.policy import Policy
 from reap.core.slot import FIRST, MASK, VERSION, Row, RowKeys, Slot
-from reap.errors import ReapError, WorkerRaised, reraise
+from reap.errors import ReapError, raised_by, reraise
 
 
 class RolloutLoop:
@@ -135,7 +135,7 @@ class RolloutLoop:
             raise
         except Exception as cause:
             who = "the env" if acted else "the policy"
-            raise WorkerRaised(f"{who} raised {cause!r}").at(step=t) from cause
+            raise raised_by(f"{who} raised", cause).at(step=t) from cause
         self._finish(slot, policy, t + 1, row, ends, due)
         return t + 1
 

@@ -17,7 +17,7 @@ import platform
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -35,6 +35,7 @@ from reap.spec import AnyKey, EnvSpec, as_key
 from reap.trajectories import FINAL, with_next
 
 # By name: the module, its writer and its reader, and how a path of it looks.
+Format = Literal["minari", "parquet", "lerobot", "hdf5", "npz", "memmap"]
 _FORMATS = {
     "minari": ("minari", "MinariWriter", "MinariReader", "data/metadata.json"),
     "parquet": ("parquet", "ParquetWriter", "ParquetReader", "data/train-00000-of-00001.parquet"),
@@ -127,6 +128,8 @@ class Dataset(Sequence[TensorDict]):
 
 class Recording:
     """Writes the episodes of batches it is given, as they end. See `record`."""
+
+    format: Format
 
     def __init__(
         self,
@@ -249,7 +252,7 @@ class CollectorRecording(Recording):
         if self._collector.options.reset_at_each_iter:
             self.drop_unfinished()
 
-    def __iter__(self) -> Iterator[TensorDictBase | None]:
+    def __iter__(self) -> Iterator[TensorDict]:
         """The collector's batches; the recording is closed with the last of them."""
         with self:
             yield from self._collector
@@ -262,7 +265,7 @@ class CollectorRecording(Recording):
 def record(
     collector: Any,
     path: Any,
-    format: str | None = None,
+    format: Format | None = None,
     *,
     keys: Sequence[AnyKey] | None = None,
     unfinished: bool = False,
@@ -310,7 +313,7 @@ def record(
 def export(
     data: Any,
     path: Any,
-    format: str | None = None,
+    format: Format | None = None,
     *,
     keys: Sequence[AnyKey] | None = None,
     unfinished: bool = False,
@@ -341,10 +344,10 @@ def export(
                 recording.add(batch)
     if not recording.episodes:
         raise UsageError("no episode ends in these batches; unfinished=True exports those that do not")
-    return load(recording.path, recording.format)
+    return Dataset(recording.path, recording.format)
 
 
-def load(path: Any, format: str | None = None) -> Dataset:
+def load(path: Any, format: Format | None = None) -> Dataset:
     """A dataset that was recorded or exported; its format is seen from its files."""
     place = _place(path)
     if not place.exists():
@@ -359,7 +362,7 @@ def _place(path: Any) -> Path:
     raise WrongArgument(f"path must be a directory or a file, got {path!r}")
 
 
-def _format_of(path: Path, given: str | None) -> str:
+def _format_of(path: Path, given: str | None) -> Any:
     if given is not None:
         if given not in _FORMATS:
             raise UsageError(

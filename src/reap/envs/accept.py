@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium as gym
+import torch
 from gymnasium.envs.registration import EnvSpec as Registered
 
 from reap.core.env import Env
@@ -90,10 +92,30 @@ def _made(source: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
     kwargs = dict(kwargs or {})
     if not callable(source) or is_env(source):
         return source, kwargs
+    _check_factory(source, kwargs)
     made = source(**kwargs)
     if callable(made) and not is_env(made):
         raise WrongArgument(f"create_env_fn returned {type(made).__name__}, not an env")
     return made, {}
+
+
+def _check_factory(source: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for what is called to make an env, and cannot be."""
+    if isinstance(source, torch.nn.Module):
+        hint = torch_hint(source) or ": the env comes first, then the policy"
+        raise WrongArgument(f"create_env_fn is {type(source).__name__}, a module{hint}")
+    try:
+        signature = inspect.signature(source)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(**kwargs)
+    except TypeError as cause:
+        given = f"the create_env_kwargs {sorted(kwargs)}" if kwargs else "no arguments"
+        raise WrongArgument(
+            f"create_env_fn is called with {given}, which does not fit its parameters {signature}: {cause}; "
+            f"create_env_kwargs gives them, and the policy is the argument after it"
+        ) from None
 
 
 def torch_hint(thing: Any) -> str:

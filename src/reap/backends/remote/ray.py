@@ -42,6 +42,8 @@ _ASKED = 2  # messages asked for at a time: one is fetched while another is read
 _GROUPS = {"orders": 1, "messages": 1, "weights": 1, "stack": 1}
 _LOOK = 0.5  # seconds between looks at Ctrl-C, while actors start
 _STACK = 1.0  # seconds for a stack to come
+_RAYS_IDS = tuple(f"\t{name}: " for name in ("class_name", "actor_id", "pid", "name", "namespace", "ip"))
+_LONGEST_TEXT = 900  # characters of what Ray says
 _SLOW = 60.0  # seconds more for actors that there is room for, on a busy machine
 
 
@@ -386,5 +388,9 @@ def _wait_for_ends(processes: Sequence[int], patience: float) -> None:
 
 
 def _short(error: BaseException) -> str:
-    """Return what Ray says, on one line."""
-    return f"its actor died: {' '.join(str(error).split())[:400]}"
+    """Return what Ray says, on one line, without the ids and addresses by which Ray knows the actor."""
+    lines = [line for line in str(error).splitlines() if not line.startswith(_RAYS_IDS)]
+    said = " ".join(" ".join(lines).split()).rpartition("Worker exit detail: ")[2]
+    if len(said) > _LONGEST_TEXT:  # a traceback: what was done is in front, what was raised at the end
+        said = f"{said[: _LONGEST_TEXT // 3]} … {said[-_LONGEST_TEXT // 2 :]}"
+    return f"its actor died: {said}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import Self, Unpack
 
@@ -197,7 +197,12 @@ class RayCollector(MultiCollector):
             self._ray.end_cluster = shutdown_ray
         super().shutdown(timeout, close_env, raise_on_error)
 
-    def stats(self, workers: str = "aggregate", *, timeout: float | None = None) -> dict[str, Any]:
+    def stats(
+        self,
+        workers: Literal["aggregate", "per_worker", "both"] = "aggregate",
+        *,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
         """As for every collector. Asks nobody, so there is no `timeout` to wait for."""
         return super().stats(workers)
 

@@ -58,28 +58,33 @@ class StepTimes:
 
 
 class WorkClock:
-    """Seconds in which there was something to do, rollouts among it, and those between."""
+    """Seconds in which there was something to do, rollouts among it, and those between.
+
+    They are counted from the first time there is something to do: before that envs and processes are made.
+    """
 
     def __init__(self) -> None:
         self._busy = self._waited = 0.0
-        self._since = _now()
+        self._since: float | None = None  # nobody has asked for anything yet
 
     def begin(self) -> float:
         """Note that there is something to do; returns the time."""
         now = _now()
-        self._waited += now - self._since
+        if self._since is not None:
+            self._waited += now - self._since
         self._since = now
         return now
 
     def end(self) -> None:
         """Note that what there was to do is done."""
         now = _now()
-        self._busy += now - self._since
+        if self._since is not None:
+            self._busy += now - self._since
         self._since = now
 
     def so_far(self, *, working: bool) -> tuple[float, float]:
         """Seconds in which there was something to do, and those between, until now; `working`: there is right now."""
-        open_since = _now() - self._since
+        open_since = 0.0 if self._since is None else _now() - self._since
         return (self._busy + open_since, self._waited) if working else (self._busy, self._waited + open_since)
 
     def seconds(self, collected: float) -> dict[str, float]:

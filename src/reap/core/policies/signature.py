@@ -59,7 +59,13 @@ def match(
 
     A nested key is named by its last part, where no other has the same.
     """
+    if isinstance(policy, type):
+        raise WrongArgument(
+            f"policy is the class {policy.__name__}: give an instance, or policy_factory={policy.__name__}"
+        )
     params = _parameters(policy)
+    if params == []:
+        raise WrongArgument("policy takes no observation: a function that makes the policy goes to policy_factory")
     lasts = Counter(k[-1] for k in observation)
     keys = {k[-1]: k for k in observation if lasts[k[-1]] == 1}
     keys |= {k[0]: k for k in (*observation, *carry) if len(k) == 1}

@@ -21,7 +21,7 @@ from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
-from reap.errors import UsageError, WorkerRaised, WrongArgument, missing, reraise
+from reap.errors import UsageError, WrongArgument, missing, raised_by, reraise
 from reap.seeding import fresh_seed
 from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
 
@@ -60,7 +60,7 @@ class EnvPoolLanes(Env):
         try:
             observation, info = self.env.reset(chosen)
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         self._write(observation, info, into)
 
     def open_state(self) -> Any:

@@ -180,6 +180,8 @@ class GymLanes(Env):
         except Exception as cause:
             inside = cause.__traceback__ is not None and cause.__traceback__.tb_next is not None
             what = "env.step raised" if inside else "what env.step returned cannot be read:"
+            if not inside and "unpack" in str(cause):
+                what = f"env.step must return (observation, reward, terminated, truncated, info); {what}"
             error = as_raised(what, cause).at(lane=lane)
             if self._replace is None:
                 raise error from error.__cause__

@@ -23,7 +23,7 @@ from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_vector_env, saved_vector_env
 from reap.envs.info import InfoKeys, info_entry, info_leaves, recorded_at_end, records_episodes
 from reap.envs.spaces import Actions, Observations, checked_space, fit
-from reap.errors import SpecMismatch, UsageError, WorkerRaised, reraise
+from reap.errors import SpecMismatch, UsageError, raised_by, reraise
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype, show
 
 
@@ -109,7 +109,7 @@ class VectorLanes(Env):
                 mask[chosen] = True
                 observation, info = self.env.reset(seed=seed, options=self._options(reset_mask=mask))
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         at: Any = slice(None) if every else chosen
         self._observations.write_batch(observation, into, at)
         self._write_info(info, into, at)

@@ -26,7 +26,7 @@ from reap.envs.adapters.gymnasium_state import restore_world, saved_world
 from reap.envs.adapters.pettingzoo_aec import Agents, TurnLanes
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, missing
+from reap.errors import ReapError, SpecMismatch, UsageError, WrongArgument, missing, raised_by
 from reap.spec import EnvSpec, Key, Leaf
 
 
@@ -50,7 +50,7 @@ class _World(Agents):
         try:
             observations, _ = self.env.reset(seed=seed)
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         return observations  # type: ignore[no-any-return]
 
     def step(self, acting: _Present, actions: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
@@ -59,7 +59,7 @@ class _World(Agents):
         try:
             return self.env.step(chosen)[:4]  # type: ignore[no-any-return]
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            raise raised_by("env.step raised", cause) from cause
 
     def check_flags(self, left: Iterable[int], over: Mapping[str, Any], cut: Mapping[str, Any]) -> None:
         """SpecMismatch if one of those that have left was neither terminated nor truncated."""

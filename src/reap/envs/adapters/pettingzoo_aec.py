@@ -26,7 +26,7 @@ from reap.core.resume import packed, unpacked
 from reap.core.slot import Row
 from reap.envs.adapters.gymnasium_state import restore_world, saved_world
 from reap.envs.spaces import Actions, Observations
-from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised
+from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, raised_by
 from reap.spec import EnvSpec, Key, Leaf, numpy_dtype
 
 AGENT: Key = ("agent",)
@@ -62,13 +62,13 @@ class _Game(Agents):
         try:
             self.env.reset(seed=seed)
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
 
     def step(self, action: Any) -> None:
         try:
             self.env.step(action)
         except Exception as cause:
-            raise WorkerRaised(f"env.step raised {cause!r}") from cause
+            raise raised_by("env.step raised", cause) from cause
 
     def news(self) -> Iterator[tuple[int, Any, Any, bool, bool]]:
         """Agents that have ended, which leave with this, then the one on turn, if there is one: what `last()` says."""

@@ -29,7 +29,7 @@ from reap.core.resume import CannotResume, has_own_state, packed, unpacked
 from reap.core.slot import Row
 from reap.envs.base import EnvBase
 from reap.envs.spaces import Actions, Observations
-from reap.errors import SpecMismatch, UsageError, WorkerRaised, WrongArgument, reraise
+from reap.errors import SpecMismatch, UsageError, WrongArgument, raised_by, reraise
 from reap.spec import EnvSpec, Key, Leaf, show
 
 
@@ -95,7 +95,7 @@ class TorchLanes(Env):
         try:
             observation = self.env.reset(mask.to(self._device))
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         for array, (key, value) in zip(into, self._tensors(observation)):
             torch.from_numpy(array)[chosen] = self._fit(key, value)[chosen.to(value.device)].to("cpu")
 
@@ -214,7 +214,7 @@ class DeviceTorchLanes(DeviceEnv):
         try:
             observation = self._lanes.env.reset(mask)
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         for column, other, (key, value) in zip(into, others, self._lanes._tensors(observation)):
             where = mask.reshape(-1, *[1] * (column.ndim - 1))
             torch.where(where, self._lanes._fit(key, value), other, out=column)

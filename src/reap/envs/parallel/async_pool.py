@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class AsyncEnvPool(EnvBase):
         self,
         create_env_fns: Any,
         *,
-        backend: str = "threading",
+        backend: Literal["threading", "multiprocessing", "inline"] = "threading",
         envs_per_worker: int = 1,
         worker_threads: bool = False,
         min_ready: int = 1,

@@ -28,7 +28,7 @@ from reap.core.resume import CannotResume
 from reap.core.slot import FLAGS, Row
 from reap.envs.torchrl.by_hand import handed_out, seeded_reset, taken_back
 from reap.envs.torchrl.root_policy import RootPolicy
-from reap.errors import SpecMismatch, WorkerRaised, reraise
+from reap.errors import SpecMismatch, raised_by, reraise
 from reap.spec import BatchShape, EnvSpec, Key, Leaf, as_key, private, show
 
 
@@ -189,7 +189,7 @@ class TorchRLEnv(OfTorchRL):
             elif not (self.unseen and whole) and not (isinstance(lanes, list) and lanes == self._ended):
                 self.root = self.env.reset() if whole else self.env.reset(self._marked(lanes))
         except Exception as cause:
-            raise WorkerRaised(f"env.reset raised {cause!r}") from cause
+            raise raised_by("env.reset raised", cause) from cause
         self.unseen, self._ended, self.driver = False, [], driver  # it was moved by us, not by hand
 
     def _marked(self, lanes: Sequence[int]) -> TensorDictBase:
