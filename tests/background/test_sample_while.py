@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -175,3 +176,16 @@ def test_wrong_collectors():
         memory.sample_while(other)
     with make("single", memory) as collector, pytest.raises(WrongState, match=r"start\(\) comes first"):
         memory.sample_while(collector)
+
+
+def test_a_buffer_whose_collector_is_gone_waits_for_nobody():
+    """Whoever waits for rows, a thread that prepares samples too, is told at once, not after the limiter's time-out."""
+    memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, min_size=10, timeout=BOUND))
+    with make("single", memory, total_frames=20) as collector:
+        collector.start()
+        until(lambda: not collector.is_running())
+    del collector
+    gc.collect()
+    with within(BOUND / 2):
+        for _ in range(10):  # more than the ratio allows: there is nobody to be in proportion to
+            memory.sample()

@@ -44,11 +44,13 @@ class Feed:
 
     def __init__(self) -> None:
         self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._had_one = False
         self._paused_at = 0.0  # when a source was last seen to rest in a pause that somebody else will end
 
     def attach(self, source: Source) -> None:
         """From now on rows come from there too."""
         self._sources.add(source)
+        self._had_one = True
 
     def check(self, source: Any) -> None:
         """Refuse what does not fill this buffer in the background."""
@@ -68,6 +70,8 @@ class Feed:
         not at all. The time of a pause does not count, unless the `asker`, the thread the sample is for, began it.
         """
         sources = list(self._sources)
+        if not sources and self._had_one:
+            return True  # they are gone with their program's last reference to them
         if not sources and patience is None:
             raise why
         more = [source.bringing() for source in sources]  # all are asked: one may have failed
