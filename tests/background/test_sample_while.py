@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -183,7 +184,8 @@ def test_a_buffer_whose_collector_is_gone_waits_for_nobody():
     memory = buffer(limiter=SamplesPerInsert(1, tolerance=0, min_size=10, timeout=BOUND))
     with make("single", memory, total_frames=20) as collector:
         collector.start()
-        until(lambda: not collector.is_running())
+        while collector.is_running():
+            time.sleep(0.001)
     del collector
     gc.collect()
     with within(BOUND / 2):

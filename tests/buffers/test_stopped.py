@@ -105,7 +105,7 @@ def test_one_that_is_stopped_with_the_lock():
             within(2.3),
             pytest.raises(
                 WorkerSilent,
-                match=f"process {child.pid}, which is stopped, holds the replay buffer's lock for [0-9.]+ s ",
+                match=f"process {child.pid}, which is stopped, holds the replay buffer's lock for [0-9.]+ s",
             ),
         ):
             buffer.extend(line(4, 4))
