@@ -156,7 +156,7 @@ def test_when_the_last_one_is_left_out_its_error_is_raised(fault, tmp_path):
     told, batches = [], []
     makers = [failing(tmp_path / f"{lane}", fault, at=20 + 9 * lane, lane=lane) for lane in range(3)]
     c = batched(makers, on_failure="drop", on_restart=told.append, frames_per_batch=7)
-    with pytest.raises((WorkerDied, WorkerRaised), match=r"worker of lanes"):
+    with pytest.raises((WorkerDied, WorkerRaised), match=r"worker of lane [012]"):
         while len(batches) < 60:
             batches.append(c.next().clone())
     assert sorted(failure.worker for failure in told) == [0, 1, 2]

@@ -204,7 +204,7 @@ def test_lanes_that_come_as_they_are_ready_begin_anew_and_the_state_says_so():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"lanes": 5}, "is of 5 lanes, this worker has 2"),
+        ({"lanes": 5}, "is of 5 lanes, and there are 2 here"),
         ({"format": 99}, "has format 99"),
         ({"current": [torch.zeros(2, 9)]}, "is of another env"),
     ],

@@ -24,7 +24,7 @@ class CommonOptions(TypedDict, total=False):
     out_keys: Sequence[AnyKey] | None
     """What the parts of a tuple that a function of tensors returns are called, the action among them."""
     max_frames_per_traj: int | None
-    """Truncate episodes at this length and add `step_count`."""
+    """Truncate episodes at this length and add `step_count`; -1, 0 or None: no limit."""
     init_random_frames: int | None
     """Random actions until this many frames were delivered."""
     reset_at_each_iter: bool
