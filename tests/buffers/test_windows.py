@@ -226,7 +226,7 @@ def test_what_is_sampled_later_sees_what_came_meanwhile():
 
 
 def test_other_transforms_come_after():
-    buffer = ReplayBuffer(storage=LazyTensorStorage(40), batch_size=16, transform=MultiStep(1.0, 2))
+    buffer = ReplayBuffer(storage=LazyTensorStorage(40), batch_size=256, transform=MultiStep(1.0, 2))
     buffer.append_transform(lambda sample: sample["next", "reward"] * 10)
     buffer.extend(frames([0, 0, 0], [0, 1, 2], [False, False, True]))
     each = reward(torch.zeros(3), torch.arange(3))
