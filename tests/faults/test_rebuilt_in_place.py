@@ -174,13 +174,13 @@ def test_into_a_buffer_in_the_background(tmp_path):
     buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), batch_size=8)
     halves = [lambda: SerialEnv(2, makers[:2]), lambda: SerialEnv(2, makers[2:])]
     options = {"on_failure": "restart", "on_restart": told.append, "replay_buffer": buffer}
-    with MultiAsyncCollector(halves, EchoPolicy(), frames_per_batch=16, total_frames=-1, **options) as c:
+    # As many frames as the buffer holds: how many are made while the faults are waited for is the machine's choice.
+    with MultiAsyncCollector(halves, EchoPolicy(), frames_per_batch=16, total_frames=19_200, **options) as c:
         c.start()
-        while len(told) < 2 or len(buffer) < 640:
+        while c.is_running() or len(told) < 2:
             time.sleep(0.005)
-        with c.pause():
-            rows = buffer[:]
-            assert len(rows) == c.stats()["frames"]
+        rows = buffer[:]
+        assert len(rows) == c.stats()["frames"] >= 19_200
         assert c.stats()["restarts"] == 2
         assert c.stats()["workers_alive"] == 2
     for lane in range(4):
