@@ -124,14 +124,15 @@ def by_lane(batches, lanes):
 
 def assert_the_frames_of_a_collector(make, policy, lanes, **options):
     """Two envs of `lanes` lanes each: every lane's frames begin like those of `Collector`."""
-    frames = 12 * 2 * lanes
-    with AsyncBatchedCollector([make] * 2, policy, frames_per_batch=frames, total_frames=2 * frames, **options) as c:
-        ours = by_lane([batch.clone() for batch in c], 2 * lanes)
-    with Collector(make, policy, frames_per_batch=2 * frames, total_frames=2 * frames) as c:
+    frames, batches = 12 * 2 * lanes, []
+    with AsyncBatchedCollector([make] * 2, policy, frames_per_batch=frames, total_frames=-1, **options) as c:
+        while len(batches) < 2 or min(map(len, by_lane(batches, 2 * lanes))) < 6:  # each in its own time
+            batches.append(c.next().clone())
+    ours = by_lane(batches, 2 * lanes)
+    with Collector(make, policy, frames_per_batch=lanes * max(map(len, ours)), total_frames=-1) as c:
         theirs = c.next().exclude(*OURS).reshape(lanes, -1)
     for lane, mine in enumerate(ours):
         want = theirs[lane % lanes][: len(mine)]
-        assert len(mine) > 5, "a lane was hardly stepped"
         assert set(mine.keys(True, True)) == set(want.keys(True, True))
         for key in want.keys(True):
             value = mine.get(key)

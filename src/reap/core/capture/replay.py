@@ -200,6 +200,12 @@ class Captured:
             self.run = self._step(*self._steady)
         return True
 
+    def bound_with(self, *, but: Tensor) -> list[Any]:
+        """What `run` was bound with, beside the values of `but`: where tensors lie, and values that were read."""
+        read = {at for call in self._prologue for at in call.reads}
+        values = [t.numpy(force=True).tobytes() for at, t in self._outside.items() if at in read and t is not but]
+        return [*(t.data_ptr() for t in self._outside.values()), *values]
+
     def halves(self, now: Sequence[int]) -> Halves | None:
         """This step with only the outputs `now` made at once, ready for a rollout; None where nothing is gained."""
         key = tuple(now)

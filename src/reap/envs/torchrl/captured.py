@@ -47,7 +47,7 @@ Array = np.ndarray[Any, Any]
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
 Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
-_RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
+_RUNS = 64  # for so many sets of lanes a reset stays bound: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
@@ -255,7 +255,14 @@ class _Reset:
     bound: int = -1  # to which rollout
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
     room: int = 0  # for so many more
+    relied_on: Sequence[Any] = ()  # what `runs` were bound with, beside their masks
     proved: bool = False  # whether it was seen to hold for another mask
+
+    def keep_runs(self) -> None:
+        """At the beginning of a rollout: keep what was bound before, unless something else than the mask is another."""
+        now = self.captured.bound_with(but=self.mask)
+        if now != self.relied_on:
+            self.runs, self.room, self.relied_on = {}, _RUNS, now
 
 
 class CapturedRows(TorchRLRows):
@@ -490,13 +497,13 @@ class CapturedRows(TorchRLRows):
         mask[...] = done
         anew = reset.bound != self._rollouts
         if anew:
-            reset.runs, reset.room = {}, _RUNS
+            reset.keep_runs()
         if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
-        if reset.room:
-            reset.room -= 1
+        if lanes in reset.runs or reset.room:
+            reset.room -= lanes not in reset.runs
             reset.runs[lanes] = reset.captured.run, base.due
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
