@@ -1,9 +1,12 @@
 """End to end: the same training script with TorchRL's collector and with reap's, until the same frames.
 
 Everything else is TorchRL's in both: env, transforms, actor, loss, advantage, buffer. The curves must be the same
-numbers, or the line fails: what differs is the time. By default they are short; as long as one trains, for a good hour:
+numbers, or the line fails: what differs is the time. By default they are short; as long as one trains:
 
-    python -m benchmarks --only "end to end" --frames 1000000
+    python -m benchmarks --only "end to end" "PPO, HalfCheetah" --frames 1000000      six minutes
+    python -m benchmarks --only "end to end" "SAC" --frames 200000                    five minutes
+    python -m benchmarks --only "end to end" "recurrent" --frames 200000
+    python -m benchmarks --only "end to end" "Pong" --frames 20000                    two lines
 """
 
 from __future__ import annotations
@@ -15,47 +18,127 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from tensordict.nn import TensorDictSequential
+from torch import Tensor, nn
 
 from benchmarks import actors
 from benchmarks.board import REAP, TORCHRL, Budget, Probe, Row, Workload, ratio
 from benchmarks.scripts import ppo_cheetah, ppo_env, sac_env
+from benchmarks.scripts_more import ACTIONS, GAMES, LANES, nature, pong, recurrent_env, recurrent_policy
 
 GROUP = "end to end"
+Told = tuple[list[float], dict[str, float]]  # mean reward and loss of each batch, and where the time went
 
 
-def ppo(kind: Any, frames: int) -> tuple[list[float], dict[str, float]]:
-    """PPO on HalfCheetah-v5, 8 lanes. Return the mean reward and the loss of each batch, and where the time went."""
-    from torchrl.modules import ValueOperator
+def descend(optimizer: torch.optim.Optimizer, losses: Any, *names: str) -> Tensor:
+    """One step down the sum of these losses, which is returned."""
+    loss: Tensor = sum(losses[name] for name in names)  # type: ignore[assignment]
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss
+
+
+def ppo_learner(actor: nn.Module, critic: nn.Module, *, part: int) -> Callable[[Any], float]:
+    """Two passes over each batch, in parts of so many rows."""
     from torchrl.objectives import ClipPPOLoss
     from torchrl.objectives.value import GAE
 
-    torch.manual_seed(0)
-    actor, critic = ppo_cheetah(), ValueOperator(actors.network(17, 1), in_keys=["observation"])
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     loss_of = ClipPPOLoss(actor, critic)
     optimizer = torch.optim.Adam(loss_of.parameters(), lr=3e-4)
-    env = ppo_env("HalfCheetah-v5", 8)
-    env.set_seed(0)
-    per_batch = min(1024, frames)
 
     def learn(batch: Any) -> float:
         with torch.no_grad():
             advantage(batch)
         rows = batch.reshape(-1)
         for _ in range(2):
-            for part in rows[torch.randperm(len(rows))].split(256):
-                losses = loss_of(part)
-                loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            for some in rows[torch.randperm(len(rows))].split(part):
+                loss = descend(optimizer, loss_of(some), "loss_objective", "loss_critic", "loss_entropy")
         return loss.item()
 
-    return train(kind(env, actor, frames_per_batch=per_batch, total_frames=frames), learn)
+    return learn
 
 
-def sac(kind: Any, frames: int) -> tuple[list[float], dict[str, float]]:
+def ppo(kind: Any, frames: int) -> Told:
+    """PPO on HalfCheetah-v5, 8 lanes."""
+    from torchrl.modules import ValueOperator
+
+    torch.manual_seed(0)
+    actor, critic = ppo_cheetah(), ValueOperator(actors.network(17, 1), in_keys=["observation"])
+    learn = ppo_learner(actor, critic, part=256)
+    env = ppo_env("HalfCheetah-v5", 8)
+    env.set_seed(0)
+    return train(kind(env, actor, frames_per_batch=min(1024, frames), total_frames=frames), learn)
+
+
+def ppo_pong(kind: Any, frames: int) -> Told:
+    """PPO on Pong, the games in processes (ParallelEnv)."""
+    from torchrl.modules import ValueOperator
+
+    torch.manual_seed(0)
+    actor = actors.categorical(nature(ACTIONS), key="pixels")
+    learn = ppo_learner(actor, ValueOperator(nature(1), in_keys=["pixels"]), part=64)
+    env = pong(GAMES, 0, processes=True)  # processes draw the numbers of random first steps: no two runs have the same
+    env.set_seed(0)
+    return train(kind(env, actor, frames_per_batch=min(GAMES * 32, frames), total_frames=frames), learn)
+
+
+def dqn_pong(kind: Any, frames: int) -> Told:
+    """DQN on Pong, 8 lanes, with a replay buffer; one update of 32 frames for every 64."""
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+    from torchrl.objectives import DQNLoss, HardUpdate
+
+    torch.manual_seed(0)
+    policy: Any = actors.greedy_q(nature(ACTIONS), ACTIONS, key="pixels", one_hot=False)
+    loss_of = DQNLoss(policy[0], delay_value=True, action_space="categorical")
+    loss_of.make_value_estimator(gamma=0.99)
+    target = HardUpdate(loss_of, value_network_update_interval=50)
+    optimizer = torch.optim.Adam(loss_of.parameters(), lr=1e-4)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(min(frames, 2000)), batch_size=32)
+    env = pong(LANES)
+    env.set_seed(0)
+    per_batch = min(LANES * 16, frames)
+
+    def learn(batch: Any) -> float:
+        buffer.extend(batch.reshape(-1))
+        for _ in range(max(1, per_batch // 64)):
+            loss = descend(optimizer, loss_of(buffer.sample()), "loss")
+            target.step()
+        return loss.item()
+
+    return train(kind(env, policy, frames_per_batch=per_batch, total_frames=frames), learn)
+
+
+def recurrent_dqn(kind: Any, frames: int) -> Told:
+    """Recurrent DQN on CartPole-v1, 8 lanes, trained on the sequences of each lane."""
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+    from torchrl.modules import set_recurrent_mode
+    from torchrl.objectives import DQNLoss, SoftUpdate
+
+    torch.manual_seed(0)
+    policy: Any = recurrent_policy()
+    loss_of = DQNLoss(TensorDictSequential(*policy[:4]), delay_value=True, action_space="one-hot")
+    loss_of.make_value_estimator(gamma=0.99)
+    target = SoftUpdate(loss_of, eps=0.95)
+    optimizer = torch.optim.Adam(loss_of.parameters(), lr=1e-3)
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(400), batch_size=8)
+    env = recurrent_env()
+    env.set_seed(0)
+
+    def learn(batch: Any) -> float:
+        buffer.extend(batch)
+        for _ in range(2):
+            with set_recurrent_mode(True):
+                losses = loss_of(buffer.sample())
+            loss = descend(optimizer, losses, "loss")
+        target.step()
+        return loss.item()
+
+    return train(kind(env, policy, frames_per_batch=min(LANES * 50, frames), total_frames=frames), learn)
+
+
+def sac(kind: Any, frames: int) -> Told:
     """SAC on HalfCheetah-v5, one lane, with a replay buffer; one update for every 25 frames."""
     from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
     from torchrl.modules import MLP, ValueOperator
@@ -79,18 +162,15 @@ def sac(kind: Any, frames: int) -> tuple[list[float], dict[str, float]]:
     def learn(batch: Any) -> float:
         buffer.extend(batch)
         for _ in range(per_batch // 25):
-            losses = loss_of(buffer.sample())
-            loss = losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            loss = descend(optimizer, loss_of(buffer.sample()), "loss_actor", "loss_qvalue", "loss_alpha")
             target.step()
         return loss.item()
 
     return train(kind(env, actor, frames_per_batch=per_batch, total_frames=frames), learn)
 
 
-def train(collector: Any, learn: Callable[[Any], float]) -> tuple[list[float], dict[str, float]]:
+def train(collector: Any, learn: Callable[[Any], float]) -> Told:
+    """Collect and learn by turns."""
     curve, spent = [], {"collecting": 0.0, "learning": 0.0}
     torch.manual_seed(1)  # TorchRL draws while it makes a collector
     began = time.perf_counter()
@@ -134,7 +214,14 @@ def measure(script: Callable[..., Any], frames: int, budget: Budget, workload: W
 
 
 def workloads() -> list[Workload]:
+    scripts: dict[str, tuple[Callable[..., Told], int]] = {
+        "PPO, HalfCheetah-v5, 8 lanes": (ppo, 8192),
+        "SAC, HalfCheetah-v5, 1 lane": (sac, 2000),
+        "DQN, Pong, 8 lanes": (dqn_pong, 1024),
+        "PPO, Pong, ParallelEnv of 4": (ppo_pong, 1024),
+        "recurrent DQN, CartPole-v1, 8 lanes": (recurrent_dqn, 3200),
+    }
     return [
-        Probe(GROUP, "PPO, HalfCheetah-v5, 8 lanes", board=False, measure=partial(measure, ppo, 8192)),
-        Probe(GROUP, "SAC, HalfCheetah-v5, 1 lane", board=False, measure=partial(measure, sac, 2000)),
+        Probe(GROUP, name, board=False, measure=partial(measure, script, frames))
+        for name, (script, frames) in scripts.items()
     ]
