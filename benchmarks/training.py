@@ -32,9 +32,9 @@ Told = tuple[list[float], dict[str, float]]  # mean reward and loss of each batc
 
 def descend(optimizer: torch.optim.Optimizer, losses: Any, *names: str) -> Tensor:
     """One step down the sum of these losses, which is returned."""
-    loss: Tensor = sum(losses[name] for name in names)  # type: ignore[assignment]
+    loss: Tensor = sum(losses[name] for name in names)
     optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     return loss
 
