@@ -254,15 +254,20 @@ class _Reset:
     due: list[tuple[int, ...]]  # of each base
     bound: int = -1  # to which rollout
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
-    room: int = 0  # for so many more
     relied_on: Sequence[Any] = ()  # what `runs` were bound with, beside their masks
     proved: bool = False  # whether it was seen to hold for another mask
 
-    def keep_runs(self) -> None:
-        """At the beginning of a rollout: keep what was bound before, unless something else than the mask is another."""
+    def begin(self) -> None:
+        """At the first reset of a rollout: forget what was bound if something else than the mask has changed."""
         now = self.captured.bound_with(but=self.mask)
         if now != self.relied_on:
-            self.runs, self.room, self.relied_on = {}, _RUNS, now
+            self.runs, self.relied_on = {}, now
+
+    def keep(self, lanes: bytes, due: tuple[int, ...]) -> None:
+        """Keep how these lanes are reset, as it is bound now; the oldest makes room."""
+        if len(self.runs) >= _RUNS:
+            del self.runs[next(iter(self.runs))]
+        self.runs[lanes] = self.captured.run, due
 
 
 class CapturedRows(TorchRLRows):
@@ -497,14 +502,12 @@ class CapturedRows(TorchRLRows):
         mask[...] = done
         anew = reset.bound != self._rollouts
         if anew:
-            reset.keep_runs()
+            reset.begin()
         if not reset.captured.bind(look=anew):
             self._alike = not other  # it is the mask that decides, if another one was bound
             return False
         reset.bound = self._rollouts
-        if lanes in reset.runs or reset.room:
-            reset.room -= lanes not in reset.runs
-            reset.runs[lanes] = reset.captured.run, base.due
+        reset.keep(lanes, base.due)
         if other and not reset.proved:  # that the mask decides nothing else is looked at once
             probe = self._first_of([torch.from_numpy(array) for array in self._leaves or ()])
             before = position()
