@@ -279,6 +279,19 @@ def test_a_transform_changed_between_batches(chain, between, form):
     assert_the_same(lambda: FORMS[form](CHAINS[chain]), between=between)
 
 
+@pytest.mark.parametrize("chain", ["ObservationNorm, standard", "VecNorm"])
+def test_resets_that_stay_bound_see_what_was_changed(chain):
+    """What a recorded reset was bound with is looked at again in each rollout."""
+
+    def change(env, n):
+        if chain == "VecNorm":
+            env.transform[0].frozen = bool(n % 2)
+        else:
+            env.transform[0].scale.numpy()[...] += 0.5  # behind torch's back
+
+    assert_the_same(lambda: FORMS["around"](CHAINS[chain]), between=change, frames=300)
+
+
 class CountsSeldom(Transform):
     """Counts where no recording would notice: in a namespace of the program, and to many before it does anything."""
 

@@ -434,3 +434,18 @@ def test_pictures_in_another_order_or_looked_at_otherwise_are_made_as_recorded()
         assert "grey_pictures" not in calls_of(captured)
         assert captured.bind()
         assert all(map(torch.equal, captured.run(*probes[0]), call(*probes[0])))
+
+
+def test_what_a_step_was_bound_with_is_told_apart():
+    """A step that stays bound must not outlive the values, or the memory, it was bound with."""
+    mask, scale = torch.tensor([True, False]), torch.ones(2)
+    probes = [[torch.randn(2)] for _ in range(3)]
+    captured = Captured([], lambda x: [torch.where(~mask, x * (scale + 1), x)], probes)
+    before = captured.bound_with(but=mask)
+    mask.logical_not_()
+    assert captured.bound_with(but=mask) == before
+    scale.numpy()[0] = 3  # behind torch's back
+    changed = captured.bound_with(but=mask)
+    assert changed != before
+    scale.data = scale.clone()
+    assert captured.bound_with(but=mask) != changed
