@@ -203,7 +203,8 @@ class WorkerServer:
             self.writer.write(slot)
         elif after is not None:
             self.doing = "in post_collect_hook"
-            after(assembler(slot.layout)(slot.arrays, slot.layout))
+            layout = slot.layout.in_place
+            after(assembler(layout)(slot.arrays, layout))
         return frames
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:

@@ -16,12 +16,14 @@ dropped.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import itertools
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +65,13 @@ class Layout:
             length = rows * lanes * numbers * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
+
+    @property
+    def in_place(self) -> Layout:
+        """This layout, for a batch that lies in the slot itself: what is written to it is delivered."""
+        found = copy.copy(self)
+        found.look = replace(self.look, contiguous=False)
+        return found
 
     def block(self) -> np.ndarray[Any, Any]:
         """Fresh memory for every column."""
