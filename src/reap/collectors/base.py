@@ -10,7 +10,6 @@ import contextlib
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -42,7 +41,7 @@ from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
 from reap.core.stats import told
-from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState, warn
 from reap.progress import progress
 from reap.watching.watch import Watch
 
@@ -114,24 +113,16 @@ class BaseCollector(IterableDataset[TensorDict]):
         buffer = self.replay_buffer
         return None if buffer is None else sink_for(WriteOptions.of(self.options), buffer)
 
-    def _warn_rounding(self, asked: int, size: int, what: str, *, depth: int) -> None:
-        """`depth` is how far up the user's own line is."""
+    def _warn_rounding(self, asked: int, size: int, what: str) -> None:
         options = self.options
         if size != asked:
-            warnings.warn(
-                f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}",
-                stacklevel=depth,
-            )
+            warn(f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}")
         if options.total != float("inf") and options.total % size:
-            warnings.warn(
-                f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
-                stacklevel=depth,
-            )
+            warn(f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole")
         if options.random_frames % size:
-            warnings.warn(
+            warn(
                 f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
-                f"whole batches are random",
-                stacklevel=depth,
+                f"whole batches are random"
             )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

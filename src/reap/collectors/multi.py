@@ -8,7 +8,6 @@ AsyncCollector       the latter with one worker
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -256,7 +255,7 @@ class MultiCollector(BaseCollector):
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
         self._sizes = sizes
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
-        self._warn_rounding(asked, self.requested_frames_per_batch, what, depth=4)
+        self._warn_rounding(asked, self.requested_frames_per_batch, what)
         if self._sync:
             arrangement: Arrangement = JoinedWorkers(self.cat_results, layouts, compact=self.options.compact_obs)
         else:
@@ -568,7 +567,7 @@ def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any
     each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
     for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
         if old in options:
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+            warn(f"{old} is deprecated, use {new}", DeprecationWarning)
             if any(one is not None for one in each[new]):
                 raise UsageError(f"{old} and {new} are the same option; give one")
             each[new] = _each(old, options.pop(old), count)

@@ -110,7 +110,7 @@ class Collector(BaseCollector):
         lanes = self._backend.worker.lanes
         steps = -(-settings.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
-        self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
+        self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes")
         self.frames_per_batch = self._backend.worker.layout.steps
 
     def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
