@@ -370,8 +370,8 @@ class BaseCollector(IterableDataset[TensorDict]):
                 self._take_weights(one, worker_ids)
 
     def _take_weights(self, weights: Any, worker_ids: Workers) -> None:
-        self._weights.sent(weights, worker_ids)
         version = self._ask(lambda: self._publish(weights, worker_ids))
+        self._weights.sent(weights, worker_ids)
         self._weights.published(version, self._pipeline.batches)
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:
