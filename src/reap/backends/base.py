@@ -105,6 +105,11 @@ class Backend(Protocol):
     def restarts(self) -> int:
         """How many workers were started again."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has ended, so that none of them can be used any more."""
+        return False
+
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
         """Return what is known here of each worker; once it is closed, what was known then.
 

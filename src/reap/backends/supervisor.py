@@ -117,6 +117,11 @@ class Supervisor:
         return self._budget.count
 
     @property
+    def failed(self) -> bool:
+        """Whether a worker has failed for which there is no other."""
+        return self._failure is not None
+
+    @property
     def living(self) -> list[WorkerHandle]:
         """The workers that were not dropped."""
         return [worker for worker in self.workers if not worker.dropped]

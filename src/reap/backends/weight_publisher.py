@@ -90,6 +90,8 @@ class WeightPublisher:
         # on its way to weights of its own, which would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
         with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
+            if self._in_step:
+                supervisor.drain()  # a batch that Ctrl-C left half made is finished with the weights it was begun with
             version = self.version + 1
             if channel is not None:
                 fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
@@ -111,7 +113,8 @@ class WeightPublisher:
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
-            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
+            if worker.child.gone():  # an update for a dead worker would be lost in silence
+                supervisor.look()  # raises what the worker itself has said, if nobody has read that yet
                 raise supervisor.death(worker)
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:

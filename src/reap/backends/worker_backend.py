@@ -151,6 +151,10 @@ class WorkerBackend(Backend):
     def restarts(self) -> int:
         return self.supervisor.restarts
 
+    @property
+    def failed(self) -> bool:
+        return self.supervisor.failed
+
     def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
         here = {*self.workers}
         return [

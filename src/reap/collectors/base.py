@@ -743,9 +743,10 @@ class BaseCollector(IterableDataset[TensorDict]):
             yield
         except Halted as error:
             raise self._life.closed_meanwhile() from error
-        except WorkerError as error:
-            with contextlib.suppress(Exception):
-                self._close(f"it failed: {error!r}", failed=True)
+        except ReapError as error:
+            if isinstance(error, WorkerError) or self._backend.failed:
+                with contextlib.suppress(Exception):
+                    self._close(f"it failed: {error!r}", failed=True)
             raise
 
     def __enter__(self) -> Self:
