@@ -59,7 +59,7 @@ class Lifecycle:
             return
         first = self.why_closed is None
         try:
-            self._closing, self.why_closed, self.failed = True, self.why_closed or why, failed
+            self._closing, self.why_closed, self.failed = True, self.why_closed or why, self.failed or failed
             end(first)
             self.ended = True
         except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more
