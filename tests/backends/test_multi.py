@@ -424,6 +424,14 @@ def test_the_front_door():
         MultiSyncCollector([make], lambda x, lock=__import__("threading").Lock(): x, frames_per_batch=4)
 
 
+def test_repr_while_the_workers_start(monkeypatch):
+    texts = []
+    monkeypatch.setattr(MultiSyncCollector, "_begin", lambda self: texts.append(repr(self)))
+    with MultiSyncCollector(makers(), EchoPolicy(), frames_per_batch=12) as collector:
+        assert texts == ["MultiSyncCollector(not built)"]
+        assert repr(collector) == "MultiSyncCollector(3 workers, 12 frames per batch)"
+
+
 def test_legacy_names():
     import reap.collectors as names
 

@@ -119,7 +119,6 @@ class MultiCollector(BaseCollector):
         if self._direct or settings.hooks_in_workers:
             self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
             self._before = self._after = None
-        self._sizes = frames
         self.num_workers = count
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
@@ -452,17 +451,21 @@ class MultiCollector(BaseCollector):
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
         self._check_open()
-        chosen = (
-            range(len(self._backend.workers)) if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
-        )
-        self._ask(lambda: self._backend.reset(workers=chosen))
+        chosen = None if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
+
+        def work() -> None:
+            self._backend.reset(workers=chosen)
+            if chosen is None:
+                self._pipeline.drop_taken()
+
+        self._ask(work)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_backend"):
+        if not hasattr(self, "requested_frames_per_batch"):
             return f"{type(self).__name__}(not built)"
         state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
-            f"{type(self).__name__}({len(self._sizes)} workers, {self.requested_frames_per_batch:,} frames per batch"
+            f"{type(self).__name__}({self.num_workers} workers, {self.requested_frames_per_batch:,} frames per batch"
             f"{state})"
         )
 

@@ -210,7 +210,13 @@ class Collector(BaseCollector):
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
         self._check_open()
         lanes = None if index is None else _lanes(index, self._backend.worker.lanes)
-        self._ask(lambda: self._backend.reset(lanes))
+
+        def work() -> None:
+            self._backend.reset(lanes)
+            if lanes is None:
+                self._pipeline.drop_taken()
+
+        self._ask(work)
 
     def _wait_for_env(self, timeout: float) -> None:
         self._backend.wait_closed(timeout)

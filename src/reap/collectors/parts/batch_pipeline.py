@@ -50,10 +50,14 @@ class BatchPipeline:
 
     def forget(self) -> None:
         """Forget what is held: it belongs to the time before."""
-        self.taken, self.ready = [], None
+        self.drop_taken()
         if self.sink is not None:
             self.sink.forget()
         self.whole = None if self.whole is None else WholeTrajectories()
+
+    def drop_taken(self) -> None:
+        """Forget a batch that was taken, and that Ctrl-C has kept from being delivered."""
+        self.taken, self.ready = [], None
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
