@@ -56,7 +56,10 @@ class ReapError(Exception):
 
 
 class UsageError(ReapError, ValueError):
-    """A wrong call. Nothing was started and nothing was lost."""
+    """A wrong call: nothing was started and nothing was lost.
+
+    A `SpecMismatch` may also come from a worker in the middle of a rollout; then the collector is closed.
+    """
 
 
 class WrongArgument(UsageError, TypeError):

@@ -1,7 +1,7 @@
 """BaseCollector: what all collectors have in common, which is everything but where their workers live.
 
-options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─┬─► consumer
-                                                                          └─► sink ─► replay buffer
+options ─► plan ─► backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
+                                                                                     └─► sink ─► replay buffer
 """
 
 from __future__ import annotations
@@ -493,7 +493,9 @@ class BaseCollector(IterableDataset[TensorDict]):
     def explain(self) -> str:
         """How env and policy are run: what is captured, and what is called at each step, and why.
 
-        >>> print(Collector(env, policy, frames_per_batch=100).explain())
+        >>> collector = Collector(env, policy, frames_per_batch=100)
+        >>> batch = collector.next()             # the env's step is recorded when it is made for the first time
+        >>> print(collector.explain())
         env: reap steps what is inside, and replays the torch calls of its transforms
         policy ProbabilisticActor: it is captured: its torch calls are replayed
         """

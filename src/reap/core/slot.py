@@ -6,11 +6,11 @@
     Row      one time step of a slot, cut once, so that the hot loop only writes
     Pool     a few slots; hands out free ones, takes lent ones back
 
-A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
-loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
-column's the slot is free again for whoever wants one next. Every column is a storage of its own, so saving one does not
-drag the others along. References are not lent but handed over: a slot keeps no object alive that a consumer has
-dropped.
+A batch is lent, and copied only where contiguous ones are asked for or the consumer holds every slot: its tensors look
+at the slot's block, each column through an owner object made for this loan. When the last tensor on a column dies,
+Python frees its owner and the owner's weak reference fires; after the last column's the slot is free again for whoever
+wants one next. Every column is a storage of its own, so saving one does not drag the others along. References are not
+lent but handed over: a slot keeps no object alive that a consumer has dropped.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
                                                              └► writer ─► "full" ──► connection    (a replay buffer)
     connection ──► call (seed, reset, state …), answered between two rollouts
 
-The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
-let run free: then it waits for nobody, and says what it has made in the shared counters.
+The worker waits for a free slot or a call, whichever comes first, and answers calls first. It ends when the parent
+closes either pipe, or at SIGTERM. With a writer it can also be let run free: then it waits for nobody, and says what it
+has made in the shared counters.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class WorkerFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Where its slots are: `count` slots of `layout`, its own lanes from `first` on; in the common file or its own."""
+    """Where a worker finds its memory: `count` slots of `layout`, of which it fills its lanes from `first` on."""
 
     layout: Layout
     count: int
     first: int
-    common: bool
+    common: bool  # whether the slots lie in the file that all workers share, or in its own
     packing: Packing | None
-    begins: bool  # whether the weights all workers begin with are its own
+    begins: bool  # whether it writes its weights into the shared block, as version 0
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:

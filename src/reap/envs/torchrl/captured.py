@@ -1,15 +1,17 @@
 """TorchRL's transformed envs without TorchRL's step: what transforms ask of torch is recorded once and replayed.
 
-    row.outputs, root ──► inverse transforms ──► Gymnasium (reap's lanes) ──► transforms ──► row.next, rewards, flags
-                          └───────────────────── one recorded function ──────────────┘           │
-                                                                           next root  ◄──────────┘
+    row.outputs, root ──► inverse transforms ──► innermost envs (reap's lanes) ──► transforms ──► row.next, rewards …
+                          └────────────────────── one recorded function ─────────────────┘           │
+                                                                               next root  ◄──────────┘
 
 The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
 core/capture/recorder.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
-`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets, as it always does.
+`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets; once the same lanes have
+ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform resets in Python
+(`_RESET_IN_PYTHON`).
 
-Only TorchRL's own transforms that keep nothing in Python are captured (`TRANSFORMS`); a subclass, or one of the user's,
-leaves the env to TorchRL's step. One that is changed between two rollouts is recorded again.
+Only some of TorchRL's own transforms are captured (`TRANSFORMS`); a subclass, or one of the user's, leaves the env to
+TorchRL's step. One that is changed between two rollouts is recorded again.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ Array = np.ndarray[Any, Any]
 
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
-Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
+# A row for the lanes to write, its arrays, and the function that steps them.
+Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
 _RUNS = 64  # for so many sets of lanes a reset stays bound in a rollout: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
-# Transforms whose steps are functions of tensors, and resets too but for `_RESET_IN_PYTHON`, by reading them.
+# Their code was read: a step is a function of tensors, and so is a reset, but for those in `_RESET_IN_PYTHON`.
 # fmt: off
 TRANSFORMS = frozenset(
     {
@@ -106,9 +109,9 @@ class Base:
         self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
-        self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
+        self.given: Sequence[Tensor] = ()  # results that stand for a real step, while one is recorded or compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
-        self._planned: Sequence[Tensor] | None = None  # those the lanes are ready for
+        self._planned: Sequence[Tensor] | None = None  # those of which `prepare` last told the lanes
         self._action: Mapping[Key, Leaf] = {}
         self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
         self._flags: list[tuple[Any, Tensor]] = []
@@ -247,14 +250,14 @@ class Base:
 
 @dataclass
 class _Reset:
-    """How lanes are reset."""
+    """A recorded reset, and what it was bound to last."""
 
     captured: Captured
     mask: Tensor  # which lanes; the recording looks at it
     due: list[tuple[int, ...]]  # of each base
-    bound: int = -1  # to which rollout
+    bound: int = -1  # the rollout it was bound in
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
-    room: int = 0  # for so many more
+    room: int = 0  # how many more sets of lanes may be bound in this rollout
     proved: bool = False  # whether it was seen to hold for another mask
 
 
@@ -273,7 +276,7 @@ class CapturedRows(TorchRLRows):
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
-        self._alike = True  # whether resets of some lanes of one base differ in the mask alone
+        self._alike = True  # whether one recording serves every set of lanes of one base, told apart by its mask
         self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded

@@ -6,9 +6,9 @@
     tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
     text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
 
-TorchRL decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent or a lane begins
-anew when the env says so, and transforms see what they always see. Only this file imports torchrl, when one of its envs
-is at hand.
+Where TorchRL steps, it also decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent
+or a lane begins anew when the env says so, and transforms see what they always see. A captured step makes the same
+resets. torchrl is imported here and in `_foreign/torchrl_internals.py`, when one of its envs is at hand.
 """
 
 from __future__ import annotations
