@@ -55,7 +55,7 @@ StartMethod = Literal["forkserver", "spawn"]
 
 DEADLINE = 5.0  # seconds within which whatever is closed has ended
 LAST_STEP = 1.0  # seconds of those that a child has for the step of an env it is in
-GOODBYE = 0.3  # seconds after which a worker that was told to go home is in a rollout nobody wants any more
+GOODBYE = 0.3  # seconds a remote worker that was told to stop has before SIGTERM
 LEAVE = 2.0  # seconds a thread that waits has to leave, when what it waits for is closed
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
 SOON = 0.5  # seconds that one which was silent has, once it is told to end

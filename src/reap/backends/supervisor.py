@@ -51,7 +51,11 @@ FIRST = 0  # the number of what workers say unasked, when they start
 
 
 class Supervisor:
-    """Workers over one transport. `joining` yields the calls by which one that comes later learns what others know."""
+    """Starts, calls and watches the workers behind one transport.
+
+    `joining(worker)` yields the name and the arguments of each call that brings a worker that was started later up to
+    date.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,9 @@ class Supervisor:
         self.transport, self.on_failure = transport, on_failure or FailurePolicy()
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
-        self._causes: dict[int, ReapError] = {}  # of workers that join: what ended those before them
+        self._causes: dict[int, ReapError] = {}  # what ended each worker whose replacement is starting
         self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
-        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
+        self.catch_up: Callable[[], None] | None = None  # counts what workers that run free have made meanwhile
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
@@ -75,10 +79,10 @@ class Supervisor:
         self.statistics = StatisticsPool()  # that the workers' envs learn
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
-        self._heard: Heard | None = None  # told of each answer to it
+        self._heard: Heard | None = None  # called with each answer to the last call, as it comes
         self.interrupts = Interrupts()
         self.talking = threading.RLock()  # one thread at a time listens
-        self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
+        self._random = self._given = 0  # how many frames have random actions, and how many were ordered so far
         self._failure: ReapError | None = None  # of the first worker that failed
         self._opened = self._halted = False
         self._owner = os.getpid()

@@ -47,8 +47,10 @@ class WeightPublisher:
         self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
         self._lock = threading.Lock()  # inside `talking`, if both are held
-        self._own: dict[int, tuple[_Given, ...]] = {}  # since then, what earlier ones hold and later ones leave out too
-        self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later
+        # By worker, what it alone was sent since weights last went to all; an older one stays while it names a tensor
+        # that no newer one does.
+        self._own: dict[int, tuple[_Given, ...]] = {}
+        self._loaded: tuple[_Given, ...] = ()  # of a state that was loaded since, for workers without any of their own
 
     def choose_packing(self) -> Packing | None:
         """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""

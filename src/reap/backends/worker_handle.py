@@ -25,22 +25,22 @@ class WorkerHandle:
         self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number, if it shares none with others
         self.lent: set[int] = set()  # of these, those the consumer looks at
         self.inbox: deque[Any] = deque()  # answers to the call it was asked last
-        self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
+        self.busy_since = 0.0  # when it last sent something, or was given work while it had none
         self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
         self.asked: int | None = None  # the call it has not answered yet
         self._question = b""  # that call
         self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
-        self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
+        self._earlier: Mapping[str, Any] = self.stats  # counts of the workers that were in its place before it
         self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
         self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
-        self.made_at_answer = 0, 0  # of these, before it gave its last answer
+        self.made_at_answer = 0, 0  # the frames and rollouts it had made when it answered the last call
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
-        self.in_a_row = 0  # how many have been launched in its place without ever being there
-        self.state_after: Any = None  # where it was after its last rollout, if it says so
+        self.in_a_row = 0  # replacements launched in a row that failed before they were ready
+        self.state_after: Any = None  # its whole state after its last rollout, where it sends that
         self.dropped = False  # it failed, and the others go on without it
 
     @property

@@ -70,13 +70,13 @@ class Job:
     entropy: int  # what its own random numbers begin with, unless it is seeded
     threads: int
     init: Callable[[], Any] | None = None
-    hooks: Hooks | None = None  # None: none, or with a writer as it has them
+    hooks: Hooks | None = None  # None: no hooks; a writer then keeps those it was made with
     strategy: Any = None  # a user's own, by which weights are applied
-    writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
+    writer: Callable[..., RowWriter] | None = None  # called in the worker; makes what writes its rollouts
     preempted: bool = False  # whether its rollouts may be cut short
-    saves: bool = False  # whether it says after each rollout where it is, so that another can go on exactly there
+    saves: bool = False  # whether it sends its whole state with each rollout, for a replacement to go on there
     restarts: int = 0  # how many have been in its place before it
-    nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
+    nested: Callable[..., Any] | None = None  # makes a worker that has processes of its own; None: one loop
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WorkerInfo:
     packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
     needed: tuple[str, ...]  # the names an update may not leave out
     has_weights: bool  # whether its policy has weights at all
-    lanes: int  # it has in all; a rollout may hold fewer
+    lanes: int  # how many lanes its env has in all; a rollout may hold fewer
     learns: bool = False  # whether its env has running statistics that workers share
     warnings: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
@@ -127,9 +127,8 @@ class WorkerServer:
     """
 
     interruptor: Any = None  # what may stop its rollouts
-    rebuilds: RemoteRebuilds | None = (
-        None  # by which envs that raise are made anew, where its owner can be told at once
-    )
+    # Makes envs that raise anew, and tells the parent of each; None where that cannot be.
+    rebuilds: RemoteRebuilds | None = None
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
@@ -193,7 +192,7 @@ class WorkerServer:
         before, after = self.hooks
         self._clock.begin()
         if before is not None:
-            self.doing = "in pre_collect_hook"
+            self.doing = "pre_collect_hook"
             before()
         self.doing = "collecting"
         self._refresh()
@@ -202,7 +201,7 @@ class WorkerServer:
             self.doing = "writing to the replay buffer"
             self.writer.write(slot)
         elif after is not None:
-            self.doing = "in post_collect_hook"
+            self.doing = "post_collect_hook"
             layout = slot.layout.in_place
             after(assembler(layout)(slot.arrays, layout))
         return frames
@@ -357,4 +356,4 @@ class WorkerServer:
 
 def what_it_did(worker: WorkerServer | None) -> str:
     """Return what a worker was at when it raised something; None: it was being built."""
-    return "building it" if worker is None else worker.doing
+    return "building the worker" if worker is None else worker.doing

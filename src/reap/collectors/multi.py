@@ -195,8 +195,8 @@ class MultiCollector(BaseCollector):
         return first
 
     def _begin(self) -> None:
-        """Give workers what they begin with, where that is more than what they were built from."""
-        built = self._policy is None or self.options.first_weights is None  # with them
+        """Send workers the weights they begin with, where these are others than those they were built with."""
+        built = self._policy is None or self.options.first_weights is None  # whether they were built with these
         if self.options.transport == "none" or self._source is None or (built and self._strategy is None):
             return
         given = self._source if self._strategy is None else extracted(self._strategy, self._source)
@@ -217,7 +217,7 @@ class MultiCollector(BaseCollector):
         packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
-        self._placement.pack(workers[0].init_fn, "init_fn")
+        self._placement.pack(workers[0].init_fn, "init_fn")  # it travels with the job; an error here names it
         ours = self._packed_policies(workers, policy)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}

@@ -23,7 +23,7 @@ class Placement:
     preempts: ClassVar[bool] = True  # whether rollouts can be cut short
     workers_go_on: ClassVar[bool] = True  # whether workers that write into a buffer collect on by themselves
     each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
-    update_interval = -1  # send weights by itself when so many batches were delivered
+    update_interval = -1  # the collector sends weights after so many batches; -1: when asked
 
     def workers_write(self, buffer: Any) -> bool:
         """Return whether workers write into this buffer themselves: reap's own does not mind who writes."""

@@ -24,7 +24,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
-_TORN = 2**62  # above every id that workers give: what goes on after a dropped rollout is counted from here
+_TORN = 2**62  # the first new id of trajectories whose middle was dropped; workers give lower ones
 
 
 class Part(NamedTuple):

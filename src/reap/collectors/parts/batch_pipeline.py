@@ -41,7 +41,8 @@ class BatchPipeline:
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
         self._copies = LaneMajorCopies()
-        self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
+        # With return_same_td: the batch on the slot, and the object that is delivered each time.
+        self._same: tuple[TensorDictBase, TensorDictBase] | None = None
 
     def more(self) -> bool:
         """Return whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""

@@ -25,7 +25,7 @@ class Lifecycle:
         self.ended = self._closing = False  # whether all is closed, and whether somebody is at it
         self.failed = False  # whether it was closed because something went wrong
         self.busy: int | None = None  # the thread that collects
-        self.collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
+        self.collecting = threading.RLock()  # held by that thread. An Event could lose its lock by Ctrl-C
 
     def check_owner(self) -> None:
         """Raise if this is a copy, in a fork."""
