@@ -126,9 +126,8 @@ class Child:
                     undo.callback(self._own.close)
                 server = self._own or common_fork_server()
                 self._server = server.name
-                with contextlib.suppress(
-                    ConnectionError
-                ):  # just killed: `tell` closes without a word, the child is gone
+                # A server that was just killed: `tell` closes without a word, the child is gone.
+                with contextlib.suppress(ConnectionError):
                     server.fork([tell, theirs.fileno(), self._stack, *fds])
             finally:
                 os.close(tell)

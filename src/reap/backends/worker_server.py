@@ -214,17 +214,17 @@ class WorkerServer:
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         return RolloutReady(
-            number,
-            frames,
-            worker.version,
-            self.counts(),
-            finals,
-            loose,
-            self.since,
-            worker.span,
-            worker.ended_since(),
-            self.do_statistics() or None,
-            self._saved_state(),
+            slot=number,
+            frames=frames,
+            version=worker.version,
+            stats=self.counts(),
+            finals=finals,
+            loose=loose,
+            since=self.since,
+            span=worker.span,
+            episodes=worker.ended_since(),
+            statistics=self.do_statistics() or None,
+            state_after=self._saved_state(),
         )
 
     def counts(self) -> dict[str, Any]:

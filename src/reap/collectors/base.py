@@ -226,7 +226,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
-        self._after = hook
+        self.post_collect_hook = hook
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):

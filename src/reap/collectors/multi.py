@@ -339,9 +339,6 @@ class MultiCollector(BaseCollector):
         self._after = None
         self._hook_workers(post_collect_hook=hook)
 
-    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self.post_collect_hook = hook
-
     def _hook_workers(self, **hooks: Any) -> None:
         for name, hook in hooks.items():
             if hook is not None and not callable(hook):
@@ -592,8 +589,8 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]
-    whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
-    return [-(-whole // count) if sync else whole] * count
+    frames: Any = whole("frames_per_batch", value)
+    return [-(-frames // count) if sync else frames] * count
 
 
 def _packed_weights(weights: Any) -> Packed:

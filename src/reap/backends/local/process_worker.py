@@ -138,7 +138,7 @@ class LocalWorkerServer(WorkerServer):
     def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
         self._job, self._files = job, files
         self.counters = SharedCounters(files.counters, job.workers)
-        self._at = self.counters.step[job.index :][:1]
+        self._at = self.counters.step[job.index : job.index + 1]
         self._free = False  # whether it runs free
         self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
         self._untold = UntoldEpisodes()  # for which there was no room in the shared counters yet
@@ -150,7 +150,7 @@ class LocalWorkerServer(WorkerServer):
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
-        self.worker.env.report_lane(memoryview(self.counters.lane[job.index :][:1]))  # type: ignore[arg-type]
+        self.worker.env.report_lane(memoryview(self.counters.lane[job.index : job.index + 1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
@@ -86,6 +86,14 @@ def has_own_method(part: Any) -> bool:
     """Whether somebody put a method of his own in the place of one of a transform's."""
     held = vars(part).items()
     return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
+
+
+def not_replayable(transforms: Iterable[Any]) -> str | None:
+    """Say which part of these transforms cannot be replayed; None if all can."""
+    for part in (part for transform in transforms for part in transform.modules()):
+        if not captured_whole(part) or has_own_method(part):
+            return f"{type(part).__name__} is none of the transforms reap can replay"
+    return None
 
 
 def _calls_a_function(primer: Any) -> bool:
@@ -349,14 +357,9 @@ class CapturedRows(TorchRLRows):
         touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
         return any(replaced(env, moves) for env in touched)
 
-    def _unknown(self) -> str | None:
-        """Which of the transforms, as they are now, cannot be captured."""
-        parts = (part for t in self._transforms() for part in t.modules())
-        return next((type(part).__name__ for part in parts if not captured_whole(part) or has_own_method(part)), None)
-
     def _rebound(self) -> bool:
         assert self._captured is not None
-        if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
+        if self._overridden() or not_replayable(self._transforms()) is not None:
             return False
         if self._transforms() != self._relied_on or not self._captured.bind():
             return False
@@ -576,8 +579,8 @@ class CapturedRows(TorchRLRows):
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
-        if (unknown := self._unknown()) is not None:  # put there since
-            raise NotCaptured(f"{unknown} is none of the transforms reap can replay")
+        if (why := not_replayable(self._transforms())) is not None:  # put there since
+            raise NotCaptured(why)
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
         own -= self.spec.observation.keys()  # a policy may write over what an env carries

@@ -27,7 +27,7 @@ from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.by_hand import replaced, taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, has_own_method, watching_resets
+from reap.envs.torchrl.captured import Base, CapturedRows, not_replayable, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
@@ -137,10 +137,7 @@ def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
         return None
     if type(env) is TransformedEnv:
         transformed.append(env)
-        for part in env.transform.modules():
-            if not captured_whole(part) or has_own_method(part):
-                return f"{type(part).__name__} is none of the transforms reap can replay"
-        return _not_inside(env.base_env, bases, transformed)
+        return not_replayable([env.transform]) or _not_inside(env.base_env, bases, transformed)
     if type(env) is SerialEnv:
         parts = torchrl_internals.serial_envs(env)
         if not parts:
