@@ -426,7 +426,7 @@ def test_the_front_door():
 
 def test_repr_while_the_workers_start(monkeypatch):
     texts = []
-    monkeypatch.setattr(MultiSyncCollector, "_begin", lambda self: texts.append(repr(self)))
+    monkeypatch.setattr(MultiSyncCollector, "_send_first_weights", lambda self: texts.append(repr(self)))
     with MultiSyncCollector(makers(), EchoPolicy(), frames_per_batch=12) as collector:
         assert texts == ["MultiSyncCollector(not built)"]
         assert repr(collector) == "MultiSyncCollector(3 workers, 12 frames per batch)"

@@ -160,7 +160,7 @@ def test_an_update_tells_what_the_worker_said_before_it_ended(kind):
     c.next()
     supervisor = c._backend.supervisor
     if c._sync:
-        with supervisor.talking:  # as `take` orders a batch, before Ctrl-C ends the wait for it
+        with supervisor.listen_lock:  # as `take` orders a batch, before Ctrl-C ends the wait for it
             c._backend.delivery._order(0, random=False)
     assert c._backend.workers[0].child.gone(SOON)
     with pytest.raises(WorkerRaised, match="an injected fault"):

@@ -92,7 +92,7 @@ class Child:
         self._orphaned = False  # whether it went with its server
         self.silent = False  # whether it was found to be: `end` is quick with it
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
-        self._elsewhere = False  # this is a copy of it, in a fork
+        self._in_fork = False  # this is a copy of it, in a fork
         guard(self)
         self._own: ForkServer | None = None
         with contextlib.ExitStack() as undo:
@@ -107,7 +107,7 @@ class Child:
 
     def in_fork(self, why: str) -> None:
         """Its words are the parent's to hear: nothing is read or signalled from here."""
-        self._elsewhere, self._pid = True, self._pid or 0
+        self._in_fork, self._pid = True, self._pid or 0
 
     def _start(
         self, start: StartMethod, fds: Sequence[int], sent: Sequence[OwnedFd], undo: contextlib.ExitStack
@@ -157,7 +157,7 @@ class Child:
 
     def gone(self, timeout: float = 0.0) -> bool:
         """Return whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
-        if self._elsewhere:
+        if self._in_fork:
             return True
         with self._word_lock:
             if self.sentinel < 0 or self.exitcode is not None:

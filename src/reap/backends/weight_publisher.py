@@ -46,7 +46,7 @@ class WeightPublisher:
         self.version = 0
         self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
-        self._lock = threading.Lock()  # inside `talking`, if both are held
+        self._lock = threading.Lock()  # inside `listen_lock`, if both are held
         # By worker, what it alone was sent since weights last went to all; an older one stays while it names a tensor
         # that no newer one does.
         self._own: dict[int, tuple[_Given, ...]] = {}
@@ -91,7 +91,7 @@ class WeightPublisher:
         # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
         # on its way to weights of its own, which would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
-        with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
+        with contextlib.nullcontext() if at_once else supervisor.listen_lock, self._lock, supervisor.interrupts.held():
             if self._in_step:
                 supervisor.drain()  # a batch that Ctrl-C left half made is finished with the weights it was begun with
             version = self.version + 1
@@ -134,7 +134,7 @@ class WeightPublisher:
                 sent = as_named(given)  # a module may hold what cannot travel
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.talking, supervisor.interrupts.held(), self._kept(packed):
+        with supervisor.listen_lock, supervisor.interrupts.held(), self._kept(packed):
             supervisor.wait_for_newcomers(list(packed))  # they may be reading weights of their own, where these will be
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
             supervisor.call("load_weights", calls)

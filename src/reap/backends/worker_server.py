@@ -156,7 +156,7 @@ class WorkerServer:
         said: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as said:
-                rebuilds = self.rebuilds if plan.tell_cuts else None
+                rebuilds = self.rebuilds if plan.cut_column else None
                 self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
             for one in said:

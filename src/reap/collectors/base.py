@@ -91,7 +91,8 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._watch: Watch | None = None  # who serves a view of it
         self._clock = WorkClock()  # when a batch is made here
         self._profiler = Profiler()
-        self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
+        # Hooks that are called here.
+        self._pre_hook, self._post_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
         self.weight_updater = as_updater(options.weight_updater)
         if self.weight_updater is not None and hasattr(self.weight_updater, "register_collector"):
@@ -189,26 +190,26 @@ class BaseCollector(IterableDataset[TensorDict]):
             batch, self._last = pipeline.take(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
-        with self._watching():
+        with self._closing_on_failure():
             return pipeline.arrangement.arrange(*pipeline.take(self._backend))
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """What is called before each batch."""
-        return self._before
+        return self._pre_hook
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._before = hook
+        self._pre_hook = hook
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
         """What is called with each batch before it is delivered."""
-        return self._after
+        return self._post_hook
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._after = hook
+        self._post_hook = hook
 
     def _check_rollout(self) -> None:
         """Refuse a subclass with a `rollout` of its own where that could not be heard."""
@@ -245,7 +246,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             try:
                 life.busy = threading.get_ident()
                 if pipeline.ready is None:  # else Ctrl-C came when it was about to be delivered
-                    pipeline.ready = self._finish()
+                    pipeline.ready = self._next_batch()
             except (Exception, Halted) as error:
                 if isinstance(error, Halted) or self.closed:  # by another thread, or a signal handler
                     raise life.closed_meanwhile() from error
@@ -261,13 +262,13 @@ class BaseCollector(IterableDataset[TensorDict]):
         out, pipeline.ready = pipeline.ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
-    def _finish(self) -> TensorDictBase | None:
+    def _next_batch(self) -> TensorDictBase | None:
         """Return a batch as it is delivered; None if it was written."""
         if not self._pipeline.taken:
-            if self._before is not None:
-                self._before()
+            if self._pre_hook is not None:
+                self._pre_hook()
             self._fetch()
-        return self._pipeline.deliver(self.postproc, self._after)
+        return self._pipeline.deliver(self.postproc, self._post_hook)
 
     def _fetch(self) -> None:
         self._weights.used(1, background=self._runner is not None)
@@ -516,13 +517,13 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy that acts; of several, the first."""
-        return self._of_first(f"policy.{attr}")
+        return self._from_first_worker(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the env; of several workers, the first one's."""
-        return self._of_first(f"env.{attr}")
+        return self._from_first_worker(f"env.{attr}")
 
-    def _of_first(self, path: str) -> Any:
+    def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)
 
     def stacks(self) -> dict[str, str]:
@@ -571,7 +572,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             runner = self._make_runner()
-            with self._watching(), self._backend.uninterrupted():
+            with self._closing_on_failure(), self._backend.uninterrupted():
                 runner.start()
                 self._runner = runner  # it runs
 
@@ -587,7 +588,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         Whoever learns of an error closes: `_raise_background_error`.
         """
         if self._pipeline.more():
-            self._finish()
+            self._next_batch()
         return self._pipeline.more()
 
     def is_running(self) -> bool:
@@ -611,7 +612,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("there is nothing to pause: start() was not called")
         paused = Paused(self.resume, kept=kept)
         try:
-            with self._watching():
+            with self._closing_on_failure():
                 runner.pause(paused)
                 self._raise_background_error()
                 if settle is not None:
@@ -664,7 +665,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _ask(self, work: Callable[[], T]) -> T:
         """Have a worker do something between two batches."""
-        with self._watching():
+        with self._closing_on_failure():
             return self._between(work)
 
     def _between(self, work: Callable[[], T]) -> T:
@@ -678,7 +679,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         A rollout that is made here meanwhile, in the background or by another thread, is broken off after the step it
         is in. `timeout`: seconds to wait for that (5 by default).
         """
-        if self._life.elsewhere is not None:  # its owner's to end
+        if self._life.why_foreign is not None:  # its owner's to end
             return
         patience = DEADLINE if timeout is None else timeout
         try:
@@ -708,7 +709,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
-        self._life.elsewhere = why
+        self._life.why_foreign = why
         refuse_all(self, why)
 
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
@@ -738,7 +739,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life.check_open()
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _closing_on_failure(self) -> Iterator[None]:
         """A worker that fails inside, whatever it was asked, closes the collector."""
         self._check_open()
         try:

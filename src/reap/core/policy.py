@@ -54,8 +54,8 @@ class RandomPolicy:
         return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
 
 
-def without_steps(policy: Any) -> Any:
-    """`policy`; for `env.rand_step` a RandomPolicy: the same actions, and the collector alone steps the env."""
+def rand_step_as_policy(policy: Any) -> Any:
+    """Return `policy`; for the `rand_step` of an env a RandomPolicy: the same actions, but only the collector steps."""
     owner = getattr(policy, "__self__", None)
     if getattr(policy, "__name__", None) == "rand_step" and hasattr(owner, "rand_action"):
         return RandomPolicy()

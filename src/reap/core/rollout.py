@@ -55,7 +55,7 @@ class RolloutLoop:
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
-        self.me = env.driver = object()  # marks this loop as the one that moved the env last
+        self.driver_token = env.driver = object()  # marks this loop as the one that moved the env last
 
     def _row_keys(self) -> RowKeys:
         copied = not self.env.writes_after

@@ -116,10 +116,10 @@ class _Interruptor:
 
     def __reduce__(self) -> Any:
         """Seen from another process, it is what it says now."""
-        return _Says, (self.collection_stopped(),)
+        return _InterruptorSnapshot, (self.collection_stopped(),)
 
 
-class _Says:
+class _InterruptorSnapshot:
     """An interruptor as it was when it was asked for."""
 
     def __init__(self, stopped: bool) -> None:

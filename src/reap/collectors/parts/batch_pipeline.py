@@ -70,7 +70,7 @@ class BatchPipeline:
                 batch = torch.cat([self._assembled(part) for part in rollout.parts], -1)
             else:
                 batch = self._assembled(rollout)
-            if self.arrangement.accepts(batch, rollout):
+            if self.arrangement.admit(batch, rollout):
                 return batch, rollout
 
     def fetch(self, backend: Backend, own: OwnRollout | None = None) -> None:

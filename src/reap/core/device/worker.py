@@ -64,7 +64,7 @@ class DeviceWorker(AnyWorker):
         if needs_recurrent_state(env.spec, model, carry):
             env = DeviceRecurrentState(env, carry)
         self.plan, self.env, self.model, self._holders, self._carry = plan, env, model, env.holders, carry
-        self.halting: Callable[[], bool] | None = None
+        self.should_stop: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
         one_by_one = Stats(self.lanes, plan.gamma) if plan.track_episodes else None
