@@ -137,7 +137,7 @@ class BackgroundRunner:
         if self._failure is None and not self._over:
             self.catch_up()
             try:
-                self._supervisor.look()
+                self._supervisor.poll_failures()
             except ReapError as error:
                 self._failure = error
         return self._failure

@@ -242,7 +242,7 @@ class Supervisor:
         if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
             self.fail(*found)
 
-    def look(self) -> None:
+    def poll_failures(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
         with self.interrupts.held():  # what is half read when Ctrl-C comes would be lost
             if self.listen_lock.acquire(blocking=False):  # else somebody listens already

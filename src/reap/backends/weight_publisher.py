@@ -76,7 +76,7 @@ class WeightPublisher:
             return self.version
         supervisor = self._supervisor
         if supervisor.on_failure.action != "raise":
-            supervisor.look()  # who has failed meanwhile is left out, or there will be another in its place
+            supervisor.poll_failures()  # who has failed meanwhile is left out, or there will be another in its place
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
@@ -116,7 +116,7 @@ class WeightPublisher:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
             if worker.child.gone():  # an update for a dead worker would be lost in silence
-                supervisor.look()  # raises what the worker itself has said, if nobody has read that yet
+                supervisor.poll_failures()  # raises what the worker itself has said, if nobody has read that yet
                 raise supervisor.death(worker)
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:

@@ -177,7 +177,7 @@ class MultiCollector(BaseCollector):
         """Return what workers are told wherever they live."""
         return {
             "source": self._weights_source,
-            "scheme": settings.transport,
+            "scheme": settings.weight_transport,
             "timeout": settings.timeout,
             "on_failure": settings.failures,
             "saves": settings.deterministic and settings.on_failure == "restart",
@@ -197,10 +197,11 @@ class MultiCollector(BaseCollector):
 
     def _send_first_weights(self) -> None:
         """Send workers the weights they begin with, where these are others than those they were built with."""
-        built = self._policy is None or self.options.first_weights is None  # whether they were built with these
-        if self.options.transport == "none" or self._weights_source is None or (built and self._strategy is None):
+        source, options = self._weights_source, self.options
+        built_with_them = self._policy is None or options.first_weights is None
+        if options.weight_transport == "none" or source is None or (built_with_them and self._strategy is None):
             return
-        given = self._weights_source if self._strategy is None else extracted(self._strategy, self._weights_source)
+        given = source if self._strategy is None else extracted(self._strategy, source)
         apart = by_worker(given)
         every = range(self.num_workers)
         self._backend.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})

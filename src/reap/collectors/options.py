@@ -353,7 +353,7 @@ class Options:
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
 
     @property
-    def transport(self) -> WeightTransport | None:
+    def weight_transport(self) -> WeightTransport | None:
         """The way weights take that was chosen by hand."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:

@@ -105,6 +105,6 @@ def plan_for(
         compact=options.compact_obs,
         contiguous=options.contiguous_batches,
         storing_device=options.devices[1],
-        record=bool(options.cudagraph_policy),
+        cuda_graphs=bool(options.cudagraph_policy),
         stop=None if options.interruptor is None else options.interruptor.collection_stopped,
     )

@@ -123,7 +123,7 @@ class Collector(BaseCollector):
             self._planned(plan_for(settings, make_env, make_policy, steps, device)),
             source=policy if first is None else first,
             same_slot=settings.return_same_td,
-            transport=settings.transport,
+            transport=settings.weight_transport,
             strategy=settings.strategy(),
             cores=cores,
             rebuild=settings.failures if settings.on_failure == "restart" else None,

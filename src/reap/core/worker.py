@@ -68,7 +68,7 @@ class Plan:
     compact: bool = False
     contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
     storing_device: torch.device | None = None
-    record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
+    cuda_graphs: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
     def context(
@@ -215,7 +215,7 @@ class Worker(AnyWorker):
 
     def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
         """The policy, for each lane by itself."""
-        one = spec_of_one(self.env.spec, record=self.plan.record)
+        one = spec_of_one(self.env.spec, record=self.plan.cuda_graphs)
         policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
         return LaneByLane(policies, noise, self.env.spec)
 
@@ -233,7 +233,7 @@ class Worker(AnyWorker):
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
-        if plan.record:
+        if plan.cuda_graphs:
             policy = recorded(policy, self.model, plan.policy_device)
         elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:
             policy = captured(policy, self.model, columns, plan.exploration)

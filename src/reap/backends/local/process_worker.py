@@ -57,14 +57,14 @@ class WorkerFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Where a worker finds its memory: `count` slots of `layout`, of which it fills its lanes from `first` on."""
+    """Where a worker finds its memory: `count` slots of `layout`, of which it fills its lanes from `first_lane` on."""
 
     layout: Layout
     count: int
-    first: int
+    first_lane: int
     common: bool  # whether the slots lie in the file that all workers share, or in its own
     packing: Packing | None
-    begins: bool  # whether it writes its weights into the shared block, as version 0
+    writes_first_weights: bool  # whether it writes its weights into the shared block, as version 0
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -226,10 +226,10 @@ class LocalWorkerServer(WorkerServer):
         """Map the memory the parent has made."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
-        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
+        self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-            if memory.begins:
+            if memory.writes_first_weights:
                 self._shared.begin_with(self.tensors)
         self.settle()
 

@@ -43,7 +43,7 @@ class WeightUpdates:
         """From now on, look whether the policy is trained and its copies are left behind."""
         options = self._options
         by_itself = options.update_at_each_batch or self.updater is not None or self._interval > 0
-        if by_itself or options.transport == "none":
+        if by_itself or options.weight_transport == "none":
             return
         if not isinstance(policy, nn.Module):
             kind = type(policy).__name__
