@@ -424,6 +424,13 @@ def test_the_front_door():
         MultiSyncCollector([make], lambda x, lock=__import__("threading").Lock(): x, frames_per_batch=4)
 
 
+def test_warnings_name_the_line_that_makes_the_collector():
+    with pytest.warns(Warning) as told:
+        AsyncCollector(CountingEnv, EchoPolicy(), frames_per_batch=10, total_frames=25, devices="cpu").shutdown()
+    assert {str(one.message).split()[0] for one in told} == {"devices", "total_frames=25"}
+    assert {one.filename for one in told} == {__file__}
+
+
 def test_repr_while_the_workers_start(monkeypatch):
     texts = []
     monkeypatch.setattr(MultiSyncCollector, "_send_first_weights", lambda self: texts.append(repr(self)))

@@ -63,23 +63,6 @@ def test_frames_per_batch_is_rounded_up_with_a_warning():
     assert_same(c.next(), CountingWorld(LENGTHS).batch(4))
 
 
-def test_warnings_name_the_line_that_makes_the_collector():
-    class Mine(Collector):
-        pass
-
-    class Ours(Mine):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-
-    for kind in (Collector, Mine, Ours):
-        with pytest.warns(Warning) as told:
-            kind(lanes(), EchoPolicy(), frames_per_batch=10, total_frames=25, devices="cpu").update_policy_weights_(
-                policy_weights=EchoPolicy()
-            )
-        assert len(told) == 4
-        assert {one.filename for one in told} == {__file__}
-
-
 def test_total_frames_overshoots_to_a_whole_batch():
     with pytest.warns(UserWarning, match="total_frames=25"):
         c = collector(total_frames=25)
