@@ -27,12 +27,9 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NoReturn
 
 from typing_extensions import Self
-
-_REAP = f"{Path(__file__).parent}/"  # where our own code is
 
 
 class ReapError(Exception):
@@ -59,7 +56,10 @@ class ReapError(Exception):
 
 
 class UsageError(ReapError, ValueError):
-    """A wrong call. Nothing was started and nothing was lost."""
+    """A wrong call: nothing was started and nothing was lost.
+
+    A `SpecMismatch` may also come from a worker in the middle of a rollout; then the collector is closed.
+    """
 
 
 class WrongArgument(UsageError, TypeError):
@@ -157,6 +157,7 @@ def raised_by(what: str, cause: BaseException) -> WorkerRaised:
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the user's own line: the nearest on the stack that is not reap's."""
     frame, depth = sys._getframe(1), 2  # a level of 1 would be the line below
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_REAP):
+    # By the module: what a dataclass has made of its fields has no file.
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "reap":
         frame, depth = frame.f_back, depth + 1
     warnings.warn(text, category, stacklevel=depth)

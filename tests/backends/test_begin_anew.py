@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from reap.collectors import MultiAsyncCollector, MultiSyncCollector
+from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed.torchdist import DistributedAsyncCollector, DistributedSyncCollector
 from reap.testing import CountingEnv
 from tests.faults.worlds import ran_ahead
@@ -39,6 +39,29 @@ def test_a_reset(kind):
         c.reset()
         for _ in range(6):
             assert int(c.next()["collector", "traj_ids"].min()) > seen
+
+
+def broken_off(collector):
+    """Take a batch that Ctrl-C stops in `postproc`; returns the highest trajectory id in it."""
+    seen = []
+
+    def interrupted(batch):
+        seen.append(int(batch["collector", "traj_ids"].max()))
+        raise KeyboardInterrupt
+
+    collector.postproc = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        collector.next()
+    collector.postproc = None
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", [Collector, MultiSyncCollector, MultiAsyncCollector])
+def test_a_reset_after_a_batch_that_was_broken_off(kind):
+    with made(kind) as c:
+        seen = broken_off(c)
+        c.reset()
+        assert int(c.next()["collector", "traj_ids"].min()) > seen
 
 
 @KINDS

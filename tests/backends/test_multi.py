@@ -424,6 +424,21 @@ def test_the_front_door():
         MultiSyncCollector([make], lambda x, lock=__import__("threading").Lock(): x, frames_per_batch=4)
 
 
+def test_warnings_name_the_line_that_makes_the_collector():
+    with pytest.warns(Warning) as told:
+        AsyncCollector(CountingEnv, EchoPolicy(), frames_per_batch=10, total_frames=25, devices="cpu").shutdown()
+    assert {str(one.message).split()[0] for one in told} == {"devices", "total_frames=25"}
+    assert {one.filename for one in told} == {__file__}
+
+
+def test_repr_while_the_workers_start(monkeypatch):
+    texts = []
+    monkeypatch.setattr(MultiSyncCollector, "_send_first_weights", lambda self: texts.append(repr(self)))
+    with MultiSyncCollector(makers(), EchoPolicy(), frames_per_batch=12) as collector:
+        assert texts == ["MultiSyncCollector(not built)"]
+        assert repr(collector) == "MultiSyncCollector(3 workers, 12 frames per batch)"
+
+
 def test_legacy_names():
     import reap.collectors as names
 

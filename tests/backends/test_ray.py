@@ -372,7 +372,7 @@ def test_pause_returns_when_nothing_is_under_way(buffer):
     memory.sample()
     for _ in range(3):
         with c.pause(timeout=60):
-            assert not any(remote.working for remote in c._backend.workers)
+            assert not any(remote.pending_slots for remote in c._backend.workers)
             stats = c.stats()
             assert stats["frames"] == memory.write_count
             assert stats["worker_frames"] >= stats["frames"]

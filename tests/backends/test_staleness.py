@@ -17,6 +17,7 @@ from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.parts.staleness import StalenessWatch
 from reap.collectors.placement import Placement
 from reap.data import LazyTensorStorage, ReplayBuffer
+from reap.errors import SpecMismatch
 from reap.testing.backend import counting_lanes
 from reap.weight_update import NoWeightSyncScheme
 
@@ -393,6 +394,19 @@ def test_workers_that_an_update_leaves_out(form):
 
     with pytest.warns(UserWarning, match="worker 1 still acts"):
         run(MultiSyncCollector([counting_lanes()] * 2, policy, frames_per_batch=24), train)
+
+
+def test_weights_that_were_refused_are_not_sent():
+    policy = Net()
+    step = adam(policy)
+
+    def train(collector):
+        step()
+        with pytest.raises(SpecMismatch):
+            collector.update_policy_weights_({"head.weight": torch.zeros(2, 2)})
+
+    with pytest.warns(UserWarning, match="the workers still act"):
+        run(MultiSyncCollector([counting_lanes()], policy, frames_per_batch=12), train)
 
 
 def test_workers_that_are_sent_weights_in_turn():

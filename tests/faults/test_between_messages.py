@@ -241,7 +241,7 @@ def test_weights_for_one_that_joins_do_not_overwrite_those_it_reads(monkeypatch)
 
         monkeypatch.setattr(SharedMemoryTransport, "pass_weights", pass_weights)
         while not frozen:
-            c._backend.supervisor.look()
+            c._backend.supervisor.poll_failures()
         waking = threading.Timer(0.2, os.kill, (frozen[0], signal.SIGCONT))
         waking.start()
         more = {"weight": torch.tensor(3.0), "mix": torch.ones(3)}  # more bytes than before

@@ -9,11 +9,12 @@ import signal
 import time
 
 import pytest
+import torch
 
 from reap.backends.delivery import OWN_SLOTS
 from reap.collectors import Collector
 from reap.envs import ParallelEnv, SerialEnv
-from reap.errors import UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
+from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
 from tests.faults.worlds import BOUND, KINDS, SOON, all_gone, collect, faulty, healthy, pids, within
 
@@ -150,6 +151,45 @@ def test_between_batches(kind, use):
         assert c.closed
         assert all_gone(workers, 0.5)
         del c, caught
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_tells_what_the_worker_said_before_it_ended(kind):
+    """Its exception lies unread in the connection; the exit code of its process says nothing."""
+    c = collect(kind, [faulty("raise", at=9)])
+    c.next()
+    supervisor = c._backend.supervisor
+    if c._sync:
+        with supervisor.listen_lock:  # as `take` orders a batch, before Ctrl-C ends the wait for it
+            c._backend.delivery._order(0, random=False)
+    assert c._backend.workers[0].child.gone(SOON)
+    with pytest.raises(WorkerRaised, match="an injected fault"):
+        c.update_policy_weights_()
+    assert c.closed
+
+
+class Widens:
+    """Writes another shape from some call on."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, observation):
+        self.calls += 1
+        return EchoPolicy()(observation), torch.zeros(*observation.shape[:-1], 1 + (self.calls > 40))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", ["next", "rollout"])
+def test_a_policy_that_writes_another_shape(kind, use):
+    """Told as a SpecMismatch, which ends the worker and closes the collector like any other failure."""
+    c = collect(kind, [healthy(), healthy(1)], Widens())
+    workers = pids(c)
+    with pytest.raises(SpecMismatch, match="changed"):
+        for _ in range(40):
+            getattr(c, use)()
+    assert c.closed
+    assert all_gone(workers, SOON)
 
 
 class Stateful(CountingEnv):

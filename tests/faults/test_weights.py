@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
 import threading
 import time
 
@@ -16,7 +18,7 @@ from reap._system.processes import Child, end
 from reap.core.shared_slots import SharedFile
 from reap.testing import CountingEnv
 from reap.weights.shared import Packing, SharedWeights
-from tests.faults.worlds import KINDS, collect
+from tests.faults.worlds import KINDS, collect, freeze, pids
 
 
 class Telltale(nn.Module):
@@ -207,3 +209,55 @@ def test_a_writer_that_dies_in_the_middle_leaves_no_lock():
         read(file, shape, 1)
         child.release()
         file.close()
+
+
+class SaysSo(TwoActions):
+    """Leaves a note in its third step: from here on it acts with the weights it has."""
+
+    def __init__(self, note):
+        super().__init__((50,), 0)
+        self.note, self.left = note, 3
+
+    def step(self, action):
+        self.left -= 1
+        if not self.left:
+            self.note.touch()
+        return super().step(action)
+
+
+@pytest.mark.parametrize("options", [{}, {"update_at_each_batch": True}], ids=["asked for", "at each batch"])
+def test_a_batch_that_was_broken_off_is_finished_with_its_own_weights(tmp_path, options):
+    """One worker has begun and the other has not when Ctrl-C comes; then weights are published."""
+    note, policy = tmp_path / "begun", Telltale(2, 3)
+    makers = [lambda: SaysSo(note), lambda: TwoActions((50,), 1)]
+    with collect(KINDS[0], makers, policy, track_policy_version=True, **options) as c:
+        waiting = pids(c)[1]
+        freeze(waiting)
+
+        def interrupt():
+            while not note.exists():
+                time.sleep(0.001)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            c.next()
+        thread.join()
+        before = c.policy_version
+
+        def go_on():
+            until = time.monotonic() + 0.3  # nothing is to happen in this time
+            while c._backend.version == before and time.monotonic() < until:
+                time.sleep(0.001)
+            os.kill(waiting, signal.SIGCONT)
+
+        thread = threading.Thread(target=go_on)
+        thread.start()
+        policy.become(7)
+        if not options:
+            c.update_policy_weights_()
+        batch = c.next()
+        thread.join()
+        assert batch["policy_version"].unique().tolist() == [before]
+        assert batch["action"].unique().tolist() == [0]

@@ -135,7 +135,7 @@ def within(seconds):
 def ran_ahead(collector, batches=2):
     """Wait until an asynchronous collector has so many batches that nobody has taken; one in step never has any."""
     while not collector._sync and len(collector._backend.supervisor.arrived) < batches:
-        collector._backend.supervisor.look()
+        collector._backend.supervisor.poll_failures()
         time.sleep(0.001)
 
 

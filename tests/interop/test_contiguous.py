@@ -54,6 +54,16 @@ def flat(batch):
     return bool(batch["next", "done"].all()) and bool(batch["done"].all())
 
 
+@pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("env", ["one", "lanes", "two dimensions"])
+def test_what_a_hook_in_a_worker_changes_is_delivered(kind, env):
+    def mark(batch):
+        batch["next", "reward"].fill_(7)
+
+    with kind([ENVS[env]] * 2, frames_per_batch=16, hooks_in_workers=True, post_collect_hook=mark) as collector:
+        assert collector.next()["next", "reward"].unique().tolist() == [7]
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", ["lanes", "transformed"])
 def test_as_torchrls(kind, option):

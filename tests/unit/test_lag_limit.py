@@ -14,7 +14,7 @@ LATER = 300 * 2**32 + 5  # an id of a worker that has joined after three hundred
 def seen(limit, ids, version):
     """The ids of a rollout `[2, 3]` as it is delivered, made with weights of this version; None if it is dropped."""
     batch = TensorDict({("collector", "traj_ids"): torch.tensor(ids)[:, None].expand(2, 3).clone()}, [2, 3])
-    kept = limit.keeps(batch, Rollout({}, None, 6, version), 10)
+    kept = limit.admit(batch, Rollout({}, None, 6, version), 10)
     return batch["collector", "traj_ids"][:, 0].tolist() if kept else None
 
 

@@ -69,3 +69,28 @@ def test_a_collector_that_closes_an_env_says_so():
     assert env.is_closed
     with pytest.raises(WrongState, match="GymEnv is closed; make a new one"):
         env.reset()
+
+
+def test_a_collector_that_failed_stays_so_when_it_is_closed_again(monkeypatch):
+    """Ctrl-C while it is closed: whoever closes what is left does not undo the failure."""
+
+    class Fails(CountingEnv):
+        left = 5
+
+        def step(self, action):
+            self.left -= 1
+            if not self.left:
+                raise OSError("the reason")
+            return super().step(action)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    c = Collector(Fails((50,)), EchoPolicy(), frames_per_batch=4)
+    c.next()
+    with monkeypatch.context() as patch:
+        patch.setattr(c._life, "send_away", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            c.next()
+    c.shutdown()
+    assert c.state_dict()["frames"] == 4

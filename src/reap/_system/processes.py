@@ -55,7 +55,7 @@ StartMethod = Literal["forkserver", "spawn"]
 
 DEADLINE = 5.0  # seconds within which whatever is closed has ended
 LAST_STEP = 1.0  # seconds of those that a child has for the step of an env it is in
-GOODBYE = 0.3  # seconds after which a worker that was told to go home is in a rollout nobody wants any more
+GOODBYE = 0.3  # seconds a remote worker that was told to stop has before SIGTERM
 LEAVE = 2.0  # seconds a thread that waits has to leave, when what it waits for is closed
 BOOT = 60.0  # seconds more than the user's deadline until a child's first word: importing torch is not the user's code
 SOON = 0.5  # seconds that one which was silent has, once it is told to end
@@ -92,7 +92,7 @@ class Child:
         self._orphaned = False  # whether it went with its server
         self.silent = False  # whether it was found to be: `end` is quick with it
         self._word_lock = threading.RLock()  # two threads may ask at once; again in one, from a finalizer
-        self._elsewhere = False  # this is a copy of it, in a fork
+        self._in_fork = False  # this is a copy of it, in a fork
         guard(self)
         self._own: ForkServer | None = None
         with contextlib.ExitStack() as undo:
@@ -107,7 +107,7 @@ class Child:
 
     def in_fork(self, why: str) -> None:
         """Its words are the parent's to hear: nothing is read or signalled from here."""
-        self._elsewhere, self._pid = True, self._pid or 0
+        self._in_fork, self._pid = True, self._pid or 0
 
     def _start(
         self, start: StartMethod, fds: Sequence[int], sent: Sequence[OwnedFd], undo: contextlib.ExitStack
@@ -126,9 +126,8 @@ class Child:
                     undo.callback(self._own.close)
                 server = self._own or common_fork_server()
                 self._server = server.name
-                with contextlib.suppress(
-                    ConnectionError
-                ):  # just killed: `tell` closes without a word, the child is gone
+                # A server that was just killed: `tell` closes without a word, the child is gone.
+                with contextlib.suppress(ConnectionError):
                     server.fork([tell, theirs.fileno(), self._stack, *fds])
             finally:
                 os.close(tell)
@@ -158,7 +157,7 @@ class Child:
 
     def gone(self, timeout: float = 0.0) -> bool:
         """Return whether it has ended, waiting up to `timeout` seconds for it; to a fork everybody is gone."""
-        if self._elsewhere:
+        if self._in_fork:
             return True
         with self._word_lock:
             if self.sentinel < 0 or self.exitcode is not None:

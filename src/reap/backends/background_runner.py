@@ -137,7 +137,7 @@ class BackgroundRunner:
         if self._failure is None and not self._over:
             self.catch_up()
             try:
-                self._supervisor.look()
+                self._supervisor.poll_failures()
             except ReapError as error:
                 self._failure = error
         return self._failure
@@ -151,13 +151,13 @@ class BackgroundRunner:
         if supervisor.on_failure.action == "raise":
             if (found := self._silent()) is not None and self._failure is None:
                 self._failure = supervisor.at(*found)
-        elif supervisor.talking.acquire(blocking=False):  # else somebody listens, and may be replacing one
+        elif supervisor.listen_lock.acquire(blocking=False):  # else somebody listens, and may be replacing one
             try:
                 if (found := self._silent()) is not None:
                     self._seen.pop(found[0].index)
                     supervisor.fail(*found)
             finally:
-                supervisor.talking.release()
+                supervisor.listen_lock.release()
         # Whether anybody asks or not: who has failed is replaced or dropped, and answers are heard which nobody waits
         # for any more, as Ctrl-C came in between; a worker that cannot send one would make nothing.
         self.failure()
@@ -177,7 +177,7 @@ class BackgroundRunner:
         """Let workers know what the envs of the others have learned, between two rollouts of theirs."""
         supervisor = self._supervisor
         learns = any(worker.info.learns for worker in supervisor.living)
-        if not learns or not self.running or not supervisor.talking.acquire(blocking=False):
+        if not learns or not self.running or not supervisor.listen_lock.acquire(blocking=False):
             return
         try:
             workers = [worker for worker in supervisor.living if worker.joining is None]
@@ -189,7 +189,7 @@ class BackgroundRunner:
         except ReapError as error:
             self._failure = self._failure or error
         finally:
-            supervisor.talking.release()
+            supervisor.listen_lock.release()
 
     @property
     def awaits_newcomer(self) -> bool:

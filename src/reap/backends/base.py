@@ -58,14 +58,14 @@ class Halted(BaseException):
 
 def break_off_when(asked: Callable[[], bool], worker: Any) -> None:
     """Have a worker of this process ask after every step, as of an interruptor; `Halted` is raised there if so."""
-    usual = worker.halting
+    usual = worker.should_stop
 
     def stop() -> bool:
         if asked():
             raise Halted
         return usual is not None and bool(usual())
 
-    worker.halting = worker.loop.stop = stop
+    worker.should_stop = worker.loop.stop = stop
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Backend(Protocol):
     """What every way of running workers can do."""
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether `close` ends whatever a take waits for; else it is broken off after the step it is in."""
+    def close_ends_take(self) -> bool:
+        """Whether `close` ends the workers a take waits for; if not, the take is broken off after the step it is in."""
 
     @property
     def episodes(self) -> EpisodeLog:
@@ -104,6 +104,11 @@ class Backend(Protocol):
     @property
     def restarts(self) -> int:
         """How many workers were started again."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has ended, so that none of them can be used any more."""
+        return False
 
     def reports(self, clock: WorkClock) -> Sequence[WorkerReport]:
         """Return what is known here of each worker; once it is closed, what was known then.

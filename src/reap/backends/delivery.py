@@ -9,7 +9,7 @@
      ▲              └── a slot number ──► worker 1 ─┘                                       │
      └── the last tensor on the slot has died: its number is given out with the next take ◄─┘
 
-`take` and what changes what is under way are called while the supervisor's `talking` is held, and Ctrl-C with it.
+`take` and what changes what is under way are called while the supervisor's `listen_lock` is held, and Ctrl-C with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from reap.backends.base import Delivery, Rollout
-from reap.backends.joint_slot import joined, joined_finals
+from reap.backends.joint_slot import common_layout, joined_finals
 from reap.backends.supervisor import Supervisor
 from reap.backends.worker_handle import WorkerHandle
 from reap.backends.worker_server import RolloutReady
@@ -65,7 +65,7 @@ class InRounds(Delivery):
     def _wait(self) -> None:
         """Wait until all have arrived: those that are left, where one may be dropped meanwhile."""
         supervisor = self._supervisor
-        while (left := sum(bool(worker.working) for worker in supervisor.workers)) > 0:
+        while (left := sum(bool(worker.pending_slots) for worker in supervisor.workers)) > 0:
             if len(supervisor.arrived) >= self._enough(len(supervisor.arrived) + left):
                 supervisor.transport.cut_short(True)
             supervisor.listen()
@@ -74,7 +74,7 @@ class InRounds(Delivery):
         if self.unfinished:
             self._wait()
             for worker, ready in self._supervisor.arrived:
-                worker.uncount(ready.frames)
+                worker.discard_rollout(ready.frames)
             self.settle()
 
     def settle(self) -> tuple[int, int]:
@@ -99,7 +99,7 @@ class InStep(InRounds):
             self._pool = None
             supervisor.transport.own_slots(workers, 1)
             return
-        whole = joined(layouts)
+        whole = common_layout(layouts)
         make = supervisor.transport.common_slots(workers, whole, _COMMON_SLOTS)
         self._pool = Pool(whole, limit=_COMMON_SLOTS - 1, make=lambda _, index: make(index))
 
@@ -197,7 +197,7 @@ class AsReady(Delivery):
             if worker.index not in workers or ready.since >= call:  # higher: it was started again meanwhile
                 arrived.append((worker, ready))
             else:
-                worker.uncount(ready.frames)
+                worker.discard_rollout(ready.frames)
                 self._supervisor.fill(worker, ready.slot)
 
     def settle(self) -> tuple[int, int]:
@@ -215,7 +215,7 @@ class IntoBuffer(InRounds):
         self._supervisor, workers = supervisor, supervisor.workers
         layouts = [worker.info.layout for worker in workers]
         if self.in_step and len({layout.steps for layout in layouts}) == 1:
-            joined(layouts)  # refuses workers whose rows would not fit together
+            common_layout(layouts)  # refuses workers whose rows would not fit together
         supervisor.set_random_frames(self._random_frames)
         supervisor.transport.own_slots(workers, _AHEAD, here=False)
 
@@ -239,11 +239,11 @@ class IntoBuffer(InRounds):
         """Rollouts are written as they are made: workers are asked for no more than are wanted."""
         supervisor = self._supervisor
         asked = sum(ready.frames for _, ready in supervisor.arrived)
-        asked += sum(len(worker.working) * worker.size for worker in supervisor.workers)
+        asked += sum(len(worker.pending_slots) * worker.size for worker in supervisor.workers)
         for ahead in range(1, _AHEAD + 1):
             for worker in supervisor.living:
-                if len(worker.working) < ahead and asked < most:
-                    supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.working))
+                if len(worker.pending_slots) < ahead and asked < most:
+                    supervisor.fill(worker, next(slot for slot in range(_AHEAD) if slot not in worker.pending_slots))
                     asked += worker.size
 
     def begin_anew(self, workers: Sequence[int], call: int) -> None:

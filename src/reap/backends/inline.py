@@ -64,7 +64,7 @@ class InlineBackend(Backend):
         self._open.acquire()  # until it is closed
 
     @property
-    def elsewhere(self) -> bool:
+    def close_ends_take(self) -> bool:
         return self.worker.env.elsewhere
 
     @contextlib.contextmanager
@@ -227,7 +227,7 @@ class InlineBackend(Backend):
     def close(self, *, failed: bool = False) -> None:
         """Close the env; while a thread is in it, that one does so, after the step it is in."""
         with self._gate:
-            if self._inside and not self.elsewhere:
+            if self._inside and not self.close_ends_take:
                 self._closing = True
                 self.breaker()()
                 return

@@ -11,7 +11,7 @@ from reap.core.slot import Finals, Layout
 from reap.errors import SpecMismatch
 
 
-def joined(layouts: Sequence[Layout]) -> Layout:
+def common_layout(layouts: Sequence[Layout]) -> Layout:
     """One layout with the lanes of all."""
     first = layouts[0]
     for w, layout in enumerate(layouts):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from reap._system.remote_errors import Raised
 from reap.backends.delivery import AsReady, InStep
-from reap.backends.joint_slot import joined
+from reap.backends.joint_slot import common_layout
 from reap.backends.local.shared_memory import SharedMemoryTransport
 from reap.backends.remote.remote_worker import RemoteWorker
 from reap.backends.worker_backend import WorkerBackend
@@ -140,7 +140,7 @@ class _Processes:
         own, lanes = infos[0].layout, sum(info.lanes for info in infos)
         if not nested.sync:
             return replace(infos[0], lanes=lanes)
-        layout = joined([info.layout for info in infos])
+        layout = common_layout([info.layout for info in infos])
         if own.batched:
             layout.look = replace(layout.look, dims=(nested.workers, *own.dims))
         return replace(infos[0], layout=layout, lanes=lanes)

@@ -13,8 +13,8 @@ A worker that died, raised or fell silent has failed. Then, as the `FailurePolic
 
 A worker that joins is not waited for here: its answers are heard among those of the others.
 
-One thread at a time listens: it holds `talking`. Ctrl-C is let in only while waiting, when nothing is in hand: to go on
-after it is to go on.
+One thread at a time listens: it holds `listen_lock`. Ctrl-C is let in only while waiting, when nothing is in hand: to
+go on after it is to go on.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ FIRST = 0  # the number of what workers say unasked, when they start
 
 
 class Supervisor:
-    """Workers over one transport. `joining` yields the calls by which one that comes later learns what others know."""
+    """Starts, calls and watches the workers behind one transport.
+
+    `joining(worker)` yields the name and the arguments of each call that brings a worker that was started later up to
+    date.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,9 @@ class Supervisor:
         self.transport, self.on_failure = transport, on_failure or FailurePolicy()
         self._joining = None if joining is None else weakref.WeakMethod(joining)
         self._budget = RestartBudget(self.on_failure)
-        self._causes: dict[int, ReapError] = {}  # of workers that join: what ended those before them
+        self._causes: dict[int, ReapError] = {}  # what ended each worker whose replacement is starting
         self.on_return: Callable[[WorkerHandle], None] | None = None  # told of each that was started again
-        self.catch_up: Callable[[], None] | None = None  # counts what workers have made that nobody waits for
+        self.catch_up: Callable[[], None] | None = None  # counts what workers that run free have made meanwhile
         self.silence = Silence(timeout)
         self.workers: list[WorkerHandle] = []
         self.former: list[WorkerHandle] = []  # who they were, once it is closed
@@ -75,10 +79,10 @@ class Supervisor:
         self.statistics = StatisticsPool()  # that the workers' envs learn
         self.on_rollout: Callable[..., None] | None = None  # told of each, when it is heard of
         self.calls = 0  # the number of the last one
-        self._heard: Heard | None = None  # told of each answer to it
+        self._heard: Heard | None = None  # called with each answer to the last call, as it comes
         self.interrupts = Interrupts()
-        self.talking = threading.RLock()  # one thread at a time listens
-        self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
+        self.listen_lock = threading.RLock()  # one thread at a time listens
+        self._random = self._ordered_frames = 0  # how many frames have random actions, and how many were ordered so far
         self._failure: ReapError | None = None  # of the first worker that failed
         self._opened = self._halted = False
         self._owner = os.getpid()
@@ -117,6 +121,11 @@ class Supervisor:
         return self._budget.count
 
     @property
+    def failed(self) -> bool:
+        """Whether a worker has failed for which there is no other."""
+        return self._failure is not None
+
+    @property
     def living(self) -> list[WorkerHandle]:
         """The workers that were not dropped."""
         return [worker for worker in self.workers if not worker.dropped]
@@ -132,10 +141,10 @@ class Supervisor:
         if self._owner != os.getpid():
             return  # a fork of the process that owns the workers
         with self.interrupts.held():  # a few seconds at most; interrupted, it would leave workers to themselves
-            alone = self.talking.acquire(blocking=False)
+            alone = self.listen_lock.acquire(blocking=False)
             if not alone:  # another thread waits for workers: it leaves before what it waits on is closed
                 self.break_off()
-                alone = self.talking.acquire(timeout=LEAVE)
+                alone = self.listen_lock.acquire(timeout=LEAVE)
             try:
                 workers, self.workers = self.workers, []
                 self.former = workers or self.former
@@ -146,7 +155,7 @@ class Supervisor:
                 self.interrupts.close()
             finally:
                 if alone:
-                    self.talking.release()
+                    self.listen_lock.release()
 
     def break_off(self) -> None:
         """Whoever waits for workers, in whatever thread, waits no longer: `Halted` is raised there."""
@@ -175,7 +184,7 @@ class Supervisor:
             raise self._failure
 
     def _hear(self, worker: WorkerHandle) -> None:
-        connection = worker.reached
+        connection = worker.live_connection
         messages, ended = connection.hear()
         for message in messages:
             worker.busy_since = time.monotonic()
@@ -193,17 +202,17 @@ class Supervisor:
             call, value = (message.call, message.value) if isinstance(message, Answer) else (FIRST, message)
             if worker.joining is not None:
                 self._go_on_joining(worker, value)
-            elif call == worker.asked:  # else the caller was interrupted, and has gone
+            elif call == worker.pending_call:  # else the caller was interrupted, and has gone
                 worker.answered(message)
                 if call != FIRST and self._heard is not None and not isinstance(value, Raised):
                     self._heard(worker, value)
-            if worker.reached is not connection:
+            if worker.live_connection is not connection:
                 return  # it has failed while joining, and there is another
-        if ended and worker.reached is connection:
+        if ended and worker.live_connection is connection:
             self.fail(worker, worker.child.death())
 
     def _file(self, worker: WorkerHandle, ready: RolloutReady) -> None:
-        worker.working.pop(ready.slot, None)
+        worker.pending_slots.pop(ready.slot, None)
         worker.keep_stats(ready.stats)
         worker.state_after = ready.state_after
         if ready.statistics is not None:
@@ -233,14 +242,14 @@ class Supervisor:
         if self._failure is None and (found := self.silence.check(self._waited_for())) is not None:
             self.fail(*found)
 
-    def look(self) -> None:
+    def poll_failures(self) -> None:
         """Raise what went wrong with a worker, if anything has. Does not wait."""
         with self.interrupts.held():  # what is half read when Ctrl-C comes would be lost
-            if self.talking.acquire(blocking=False):  # else somebody listens already
+            if self.listen_lock.acquire(blocking=False):  # else somebody listens already
                 try:
                     self.listen(within=0)
                 finally:
-                    self.talking.release()
+                    self.listen_lock.release()
 
     # ---- failures -------------------------------------------------------------------------------------------------
 
@@ -252,14 +261,14 @@ class Supervisor:
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
-            lost = sum(worker.working.values()) * worker.size  # frames with random actions, which others are to make
-            self._given = min(self._given, self._random) - lost
+            lost = sum(worker.pending_slots.values()) * worker.size  # random frames, which others are to make
+            self._ordered_frames = min(self._ordered_frames, self._random) - lost
             worker.drop()
             self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif (why := self._budget.refusal(worker.in_a_row)) is None:
+        elif (why := self._budget.refusal(worker.failed_starts)) is None:
             self._start_again(worker, error)
         else:
             self._failure = refused(error, why)
@@ -282,7 +291,7 @@ class Supervisor:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
             worker.failed_at = time.monotonic()
-        worker.in_a_row += 1
+        worker.failed_starts += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
@@ -323,10 +332,10 @@ class Supervisor:
 
     def _returned(self, worker: WorkerHandle) -> None:
         """One that was started again is there, and knows what the others know."""
-        if worker.asked == FIRST:  # its first words are what somebody waits for
+        if worker.pending_call == FIRST:  # its first words are what somebody waits for
             worker.answered(worker.info)
-        worker.in_a_row = 0
-        worker.go_on()
+        worker.failed_starts = 0
+        worker.resend_pending()
         self._started(worker)
         if self.on_return is not None:
             self.on_return(worker)
@@ -354,7 +363,7 @@ class Supervisor:
         Returns the answer of each. Those that were dropped, or are while they are asked, give none. `heard` is told of
         each when it comes: a worker may fail, and another be told what it knows, before all have answered.
         """
-        with self.talking, self.interrupts.held():
+        with self.listen_lock, self.interrupts.held():
             self.calls += 1
             self._heard = heard
             workers = [self.workers[w] for w in arguments if not self.workers[w].dropped]
@@ -370,18 +379,18 @@ class Supervisor:
     def tell(self, name: str, *, wait: bool = True) -> None:
         """Call all workers, and want no answers. `wait`: for another thread that talks to them."""
         with self.interrupts.held():
-            if self.talking.acquire(blocking=wait):
+            if self.listen_lock.acquire(blocking=wait):
                 try:
                     for worker in self.living:
                         if worker.joining is None:
                             self.send_call(worker, name)
                 finally:
-                    self.talking.release()
+                    self.listen_lock.release()
 
     def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> int:
         """Send one worker a call, and do not wait for the answer; returns the number of the call."""
         self.calls += 1
-        worker.reached.call(dumps((self.calls, name, arguments), name))
+        worker.live_connection.call(dumps((self.calls, name, arguments), name))
         return self.calls
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
@@ -404,7 +413,7 @@ class Supervisor:
     def fill(self, worker: WorkerHandle, slot: int) -> None:
         """Give a worker a slot to fill."""
         self.share_statistics(worker)
-        before, self._given = self._given, self._given + worker.size
+        before, self._ordered_frames = self._ordered_frames, self._ordered_frames + worker.size
         worker.fill(slot, random=before < self._random)
 
     def share_statistics(self, worker: WorkerHandle) -> None:
@@ -416,10 +425,10 @@ class Supervisor:
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""
-        self._given = 0
+        self._ordered_frames = 0
         for worker in self.workers:
-            without = -self.waiting(worker)[0] if worker.index in anew else len(worker.working) * worker.size
-            self._given += worker.frames + without
+            without = -self.waiting(worker)[0] if worker.index in anew else len(worker.pending_slots) * worker.size
+            self._ordered_frames += worker.frames + without
 
     def waiting(self, worker: WorkerHandle) -> tuple[int, int]:
         """Frames and rollouts of a worker that nobody has taken yet."""
@@ -429,8 +438,8 @@ class Supervisor:
     def drain(self, within: float | None = None) -> None:
         """Wait for what workers were asked for, so many seconds at most; it is kept until somebody takes it."""
         began, left, heard = time.monotonic(), within, False
-        with self.talking, self.interrupts.held():
-            while any(worker.working for worker in self.living):
+        with self.listen_lock, self.interrupts.held():
+            while any(worker.pending_slots for worker in self.living):
                 if left == 0 and heard:
                     raise NotReady(f"workers are still busy after {within} s")
                 self.listen(within=left)

@@ -46,9 +46,11 @@ class WeightPublisher:
         self.version = 0
         self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
-        self._lock = threading.Lock()  # inside `talking`, if both are held
-        self._own: dict[int, tuple[_Given, ...]] = {}  # since then, what earlier ones hold and later ones leave out too
-        self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later
+        self._lock = threading.Lock()  # inside `listen_lock`, if both are held
+        # By worker, what it alone was sent since weights last went to all; an older one stays while it names a tensor
+        # that no newer one does.
+        self._own: dict[int, tuple[_Given, ...]] = {}
+        self._loaded: tuple[_Given, ...] = ()  # of a state that was loaded since, for workers without any of their own
 
     def choose_packing(self) -> Packing | None:
         """What weights for all would hold; None where workers' policies differ, or each is to be sent its own."""
@@ -74,7 +76,7 @@ class WeightPublisher:
             return self.version
         supervisor = self._supervisor
         if supervisor.on_failure.action != "raise":
-            supervisor.look()  # who has failed meanwhile is left out, or there will be another in its place
+            supervisor.poll_failures()  # who has failed meanwhile is left out, or there will be another in its place
         given = self._source if weights is None else weights
         per_worker = by_worker(given)
         if per_worker and weights is not None and worker_ids is not None:
@@ -89,7 +91,9 @@ class WeightPublisher:
         # A synchronous batch has one version: nobody publishes while it is filled. Nor while a worker that joins may be
         # on its way to weights of its own, which would be older than these.
         at_once = channel is not None and not (self._in_step or self._own or self._loaded)
-        with contextlib.nullcontext() if at_once else supervisor.talking, self._lock, supervisor.interrupts.held():
+        with contextlib.nullcontext() if at_once else supervisor.listen_lock, self._lock, supervisor.interrupts.held():
+            if self._in_step:
+                supervisor.drain()  # a batch that Ctrl-C left half made is finished with the weights it was begun with
             version = self.version + 1
             if channel is not None:
                 fits = fitting(given, channel.packing.shapes, supervisor.workers[0].info.needed)
@@ -111,7 +115,8 @@ class WeightPublisher:
         if given is None:
             raise WrongState("the policy was made in the workers, so there is nothing to take weights from; give them")
         for worker in supervisor.workers if supervisor.on_failure.action == "raise" else ():
-            if worker.child.gone():  # nobody may look for a while; an update for the dead would be lost in silence
+            if worker.child.gone():  # an update for a dead worker would be lost in silence
+                supervisor.poll_failures()  # raises what the worker itself has said, if nobody has read that yet
                 raise supervisor.death(worker)
 
     def begin_with(self, weights: Mapping[int, Any]) -> None:
@@ -129,7 +134,7 @@ class WeightPublisher:
                 sent = as_named(given)  # a module may hold what cannot travel
             packed[w] = _packed(sent, version)
         supervisor, transport, workers = self._supervisor, self._supervisor.transport, self._supervisor.workers
-        with supervisor.talking, supervisor.interrupts.held(), self._kept(packed):
+        with supervisor.listen_lock, supervisor.interrupts.held(), self._kept(packed):
             supervisor.wait_for_newcomers(list(packed))  # they may be reading weights of their own, where these will be
             calls = {w: (transport.pass_weights(workers[w], one.data), version) for w, one in packed.items()}
             supervisor.call("load_weights", calls)

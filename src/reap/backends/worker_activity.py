@@ -32,9 +32,9 @@ def _doing(worker: WorkerHandle, transport: Transport) -> str:
         place.pop("lane", None)
     if place:
         return "is at " + ", ".join(f"{what} {number}" for what, number in place.items())
-    if worker.asked is not None:
+    if worker.pending_call is not None:
         return "answers a call"
-    return "collects" if worker.working else "waits"
+    return "collects" if worker.pending_slots else "waits"
 
 
 def stacks_of(workers: Sequence[WorkerHandle]) -> dict[str, str]:

@@ -50,7 +50,7 @@ class WorkerBackend(Backend):
         **job_fields: further fields of every worker's `Job`.
     """
 
-    elsewhere = True
+    close_ends_take = True
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class WorkerBackend(Backend):
     def add(self, plans: Sequence[Any]) -> None:
         """More workers, from here on. They have the latest weights."""
         supervisor = self.supervisor
-        with supervisor.talking, supervisor.interrupts.held():
+        with supervisor.listen_lock, supervisor.interrupts.held():
             if self.delivery.unfinished:
                 raise WrongState("a batch is half made: take it before more workers come")
             new = supervisor.start(self._jobs(plans, len(self.workers)))
@@ -151,6 +151,10 @@ class WorkerBackend(Backend):
     def restarts(self) -> int:
         return self.supervisor.restarts
 
+    @property
+    def failed(self) -> bool:
+        return self.supervisor.failed
+
     def reports(self, clock: WorkClock | None = None) -> list[WorkerReport]:
         here = {*self.workers}
         return [
@@ -174,7 +178,7 @@ class WorkerBackend(Backend):
         `most`: how many frames may still be asked for, where they are written to a buffer as they are made.
         """
         supervisor = self.supervisor
-        with supervisor.talking, supervisor.interrupts.held():
+        with supervisor.listen_lock, supervisor.interrupts.held():
             return self.delivery.take(random=random, most=most)
 
     def uninterrupted(self) -> AbstractContextManager[None]:
@@ -190,7 +194,7 @@ class WorkerBackend(Backend):
     def settle(self, within: float | None = None) -> tuple[int, int]:
         """Wait for what workers were asked for; frames and rollouts nobody has taken, which are in the buffer."""
         supervisor = self.supervisor
-        with supervisor.talking, supervisor.interrupts.held():
+        with supervisor.listen_lock, supervisor.interrupts.held():
             supervisor.drain(within)
             return self.delivery.settle()
 
@@ -281,7 +285,7 @@ class WorkerBackend(Backend):
     def _begin_anew(self, name: str, calls: Mapping[int, Sequence[Any]], heard: Heard) -> None:
         """A call that ends all episodes. What was made before it is not delivered any more."""
         supervisor = self.supervisor
-        with supervisor.talking, supervisor.interrupts.held():
+        with supervisor.listen_lock, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             supervisor.count_wanted(anew=list(calls))
             taken = {worker.index: worker.frames - supervisor.waiting(worker)[0] for worker in self.workers}
@@ -349,7 +353,7 @@ class WorkerBackend(Backend):
             _began_anew(worker, state_after)
             worker.load_counts(own[worker.index])
 
-        with supervisor.talking, supervisor.interrupts.held():
+        with supervisor.listen_lock, supervisor.interrupts.held():
             self.delivery.forget_unfinished()
             for w, worker in enumerate(self.workers):
                 frames, rollouts = supervisor.waiting(worker)

@@ -25,26 +25,26 @@ class WorkerHandle:
         self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number, if it shares none with others
         self.lent: set[int] = set()  # of these, those the consumer looks at
         self.inbox: deque[Any] = deque()  # answers to the call it was asked last
-        self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
-        self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
-        self.asked: int | None = None  # the call it has not answered yet
-        self._question = b""  # that call
+        self.busy_since = 0.0  # when it last sent something, or was given work while it had none
+        self.pending_slots: dict[int, bool] = {}  # slots it may fill, and whether with random actions
+        self.pending_call: int | None = None  # the call it has not answered yet
+        self._pending_question = b""  # that call
         self.stats: Mapping[str, Any] = Stats(0).summary()  # nothing so far
-        self._earlier: Mapping[str, Any] = self.stats  # of those whose place it has taken
+        self._earlier: Mapping[str, Any] = self.stats  # counts of the workers that were in its place before it
         self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
         self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
-        self.made_at_answer = 0, 0  # of these, before it gave its last answer
+        self.made_at_answer = 0, 0  # the frames and rollouts it had made when it answered the last call
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
-        self.in_a_row = 0  # how many have been launched in its place without ever being there
-        self.state_after: Any = None  # where it was after its last rollout, if it says so
+        self.failed_starts = 0  # replacements launched in a row that failed before they were ready
+        self.state_after: Any = None  # its whole state after its last rollout, where it sends that
         self.dropped = False  # it failed, and the others go on without it
 
     @property
-    def reached(self) -> WorkerConnection:
+    def live_connection(self) -> WorkerConnection:
         """The connection of a worker that was launched."""
         if self.connection is None:
             raise RuntimeError(f"worker {self.index} was not launched")
@@ -53,38 +53,39 @@ class WorkerHandle:
     @property
     def child(self) -> WorkerLiveness:
         """Its process, or what stands for it here."""
-        return self.reached.child
+        return self.live_connection.child
 
     @property
     def busy(self) -> bool:
         """Whether something is to come from it."""
-        return not self.dropped and (bool(self.working) or self.asked is not None or self.joining is not None)
+        waited_for = self.pending_slots or self.pending_call is not None or self.joining is not None
+        return not self.dropped and bool(waited_for)
 
     def fill(self, slot: int, *, random: bool) -> None:
         """Give it a slot to fill."""
         if not self.busy:
             self.busy_since = time.monotonic()
-        self.working[slot] = random
+        self.pending_slots[slot] = random
         if self.joining is None:  # else once it is there
-            self.reached.fill(slot, random=random)
+            self.live_connection.fill(slot, random=random)
 
     def ask(self, question: bytes) -> None:
         """Send it a call, once it is there."""
-        self._question = question
+        self._pending_question = question
         if self.joining is None:
-            self.reached.call(question)
+            self.live_connection.call(question)
 
     def expect_answer(self, call: int, grace: float = 0.0) -> None:
         """Wait for its answer to a call; `grace`: seconds more than usual that it may take."""
         self.inbox.clear()
         if not self.busy:
             self.busy_since = time.monotonic()
-        self.asked = call
+        self.pending_call = call
         self.busy_since += grace
 
     def answered(self, answer: Any) -> None:
         """Keep its answer to the call it was asked last."""
-        self.asked = None
+        self.pending_call = None
         self.inbox.append(answer)
         self.made_at_answer, self._earlier_at_answer = (self.frames, self.rollouts), self._earlier
 
@@ -115,25 +116,25 @@ class WorkerHandle:
             self._earlier = Stats(0).summary()
             self.stats = Stats.of(resume["statistics"]).summary()
 
-    def go_on(self) -> None:
+    def resend_pending(self) -> None:
         """The one that took its place is there: it is asked for what the other did not do."""
         self.joining, self.busy_since = None, time.monotonic()
-        if self.asked is not None and self._question:
-            self.reached.call(self._question)
-        for slot, random in self.working.items():
-            self.reached.fill(slot, random=random)
+        if self.pending_call is not None and self._pending_question:
+            self.live_connection.call(self._pending_question)
+        for slot, random in self.pending_slots.items():
+            self.live_connection.fill(slot, random=random)
 
     def drop(self) -> None:
         """Nothing is expected of it any more."""
-        self.dropped, self.joining, self.asked = True, None, None
-        self.working.clear()
+        self.dropped, self.joining, self.pending_call = True, None, None
+        self.pending_slots.clear()
         self.inbox.clear()  # what it has answered is of no use without it
 
     def keep_stats(self, stats: Mapping[str, Any]) -> None:
         """Keep what it has counted so far."""
         self.stats = counted_on(self._earlier, stats)
 
-    def uncount(self, frames: int) -> None:
+    def discard_rollout(self, frames: int) -> None:
         """Forget a rollout nobody will see."""
         self.frames, self.rollouts = self.frames - frames, self.rollouts - 1
 

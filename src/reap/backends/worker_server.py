@@ -70,13 +70,13 @@ class Job:
     entropy: int  # what its own random numbers begin with, unless it is seeded
     threads: int
     init: Callable[[], Any] | None = None
-    hooks: Hooks | None = None  # None: none, or with a writer as it has them
+    hooks: Hooks | None = None  # None: no hooks; a writer then keeps those it was made with
     strategy: Any = None  # a user's own, by which weights are applied
-    writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
+    writer: Callable[..., RowWriter] | None = None  # called in the worker; makes what writes its rollouts
     preempted: bool = False  # whether its rollouts may be cut short
-    saves: bool = False  # whether it says after each rollout where it is, so that another can go on exactly there
+    saves: bool = False  # whether it sends its whole state with each rollout, for a replacement to go on there
     restarts: int = 0  # how many have been in its place before it
-    nested: Callable[..., Any] | None = None  # makes a remote worker with processes of its own; None: a plain one
+    nested: Callable[..., Any] | None = None  # makes a worker that has processes of its own; None: one loop
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WorkerInfo:
     packing: Packing | None  # of its policy's weights; None: it has none, or not all of them are tensors
     needed: tuple[str, ...]  # the names an update may not leave out
     has_weights: bool  # whether its policy has weights at all
-    lanes: int  # it has in all; a rollout may hold fewer
+    lanes: int  # how many lanes its env has in all; a rollout may hold fewer
     learns: bool = False  # whether its env has running statistics that workers share
     warnings: tuple[str, ...] = ()  # what its owner is to be warned of: once, not by every worker
 
@@ -127,9 +127,8 @@ class WorkerServer:
     """
 
     interruptor: Any = None  # what may stop its rollouts
-    rebuilds: RemoteRebuilds | None = (
-        None  # by which envs that raise are made anew, where its owner can be told at once
-    )
+    # Makes envs that raise anew, and tells the parent of each; None where that cannot be.
+    rebuilds: RemoteRebuilds | None = None
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index
@@ -157,7 +156,7 @@ class WorkerServer:
         said: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as said:
-                rebuilds = self.rebuilds if plan.tell_cuts else None
+                rebuilds = self.rebuilds if plan.cut_column else None
                 self.worker = Worker(plan, ids=TrajectoryIds(self.index, workers), rebuilds=rebuilds)
         finally:
             for one in said:
@@ -193,7 +192,7 @@ class WorkerServer:
         before, after = self.hooks
         self._clock.begin()
         if before is not None:
-            self.doing = "in pre_collect_hook"
+            self.doing = "pre_collect_hook"
             before()
         self.doing = "collecting"
         self._refresh()
@@ -202,8 +201,9 @@ class WorkerServer:
             self.doing = "writing to the replay buffer"
             self.writer.write(slot)
         elif after is not None:
-            self.doing = "in post_collect_hook"
-            after(assembler(slot.layout)(slot.arrays, slot.layout))
+            self.doing = "post_collect_hook"
+            layout = slot.layout.in_place
+            after(assembler(layout)(slot.arrays, layout))
         return frames
 
     def _rollout(self, slot: Slot, *, random: bool) -> int:
@@ -214,17 +214,17 @@ class WorkerServer:
         worker = self.worker
         loose, finals = ({}, None) if self.writer is not None else (slot.hand_over(), slot.finals)
         return RolloutReady(
-            number,
-            frames,
-            worker.version,
-            self.counts(),
-            finals,
-            loose,
-            self.since,
-            worker.span,
-            worker.ended_since(),
-            self.do_statistics() or None,
-            self._saved_state(),
+            slot=number,
+            frames=frames,
+            version=worker.version,
+            stats=self.counts(),
+            finals=finals,
+            loose=loose,
+            since=self.since,
+            span=worker.span,
+            episodes=worker.ended_since(),
+            statistics=self.do_statistics() or None,
+            state_after=self._saved_state(),
         )
 
     def counts(self) -> dict[str, Any]:
@@ -356,4 +356,4 @@ class WorkerServer:
 
 def what_it_did(worker: WorkerServer | None) -> str:
     """Return what a worker was at when it raised something; None: it was being built."""
-    return "building it" if worker is None else worker.doing
+    return "building the worker" if worker is None else worker.doing

@@ -26,7 +26,7 @@ class WorkerView:
         worker, plan = server.worker, server.worker.plan
         self.policy, self.env, self.worker_idx = worker.model, worker.env.as_given, server.index
         self.interruptor = interruptor
-        self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.record
+        self.compiled_policy, self.cudagraphed_policy = plan.compile_policy is not None, plan.cuda_graphs
         self.exploration_type, self.reset_at_each_iter = plan.exploration, plan.reset_at_each_iter
         self.frames_per_batch = worker.layout.steps
         self.requested_frames_per_batch = worker.layout.steps * worker.layout.lanes

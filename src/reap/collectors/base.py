@@ -1,7 +1,7 @@
 """BaseCollector: what all collectors have in common, which is everything but where their workers live.
 
-options ─► plan ─► backend.take ─► assemble ─► split ─► postproc ─► hook ─┬─► consumer
-                                                                          └─► sink ─► replay buffer
+options ─► plan ─► backend.take ─► assemble ─► arrange ─► split ─► postproc ─► hook ─┬─► consumer
+                                                                                     └─► sink ─► replay buffer
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
@@ -42,7 +41,7 @@ from reap.core.measuring.times import WorkClock
 from reap.core.policies.exploration import exploration_type
 from reap.core.resume import without_episodes
 from reap.core.stats import told
-from reap.errors import UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState
+from reap.errors import ReapError, UsageError, WorkerError, WorkerSilent, WrongArgument, WrongState, warn
 from reap.progress import progress
 from reap.watching.watch import Watch
 
@@ -92,7 +91,8 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._watch: Watch | None = None  # who serves a view of it
         self._clock = WorkClock()  # when a batch is made here
         self._profiler = Profiler()
-        self._before, self._after = options.pre_collect_hook, options.post_collect_hook  # hooks that are called here
+        # Hooks that are called here.
+        self._pre_hook, self._post_hook = options.pre_collect_hook, options.post_collect_hook
         self.postproc = options.postproc
         self.weight_updater = as_updater(options.weight_updater)
         if self.weight_updater is not None and hasattr(self.weight_updater, "register_collector"):
@@ -114,24 +114,16 @@ class BaseCollector(IterableDataset[TensorDict]):
         buffer = self.replay_buffer
         return None if buffer is None else sink_for(WriteOptions.of(self.options), buffer)
 
-    def _warn_rounding(self, asked: int, size: int, what: str, *, depth: int) -> None:
-        """`depth` is how far up the user's own line is."""
+    def _warn_rounding(self, asked: int, size: int, what: str) -> None:
         options = self.options
         if size != asked:
-            warnings.warn(
-                f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}",
-                stacklevel=depth,
-            )
+            warn(f"frames_per_batch={asked} is not a multiple of {what}; batches hold {size}")
         if options.total != float("inf") and options.total % size:
-            warnings.warn(
-                f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole",
-                stacklevel=depth,
-            )
+            warn(f"total_frames={options.total_frames} is not a multiple of a batch of {size}; the last batch is whole")
         if options.random_frames % size:
-            warnings.warn(
+            warn(
                 f"init_random_frames={options.random_frames} is not a multiple of a batch of {size}; "
-                f"whole batches are random",
-                stacklevel=depth,
+                f"whole batches are random"
             )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -198,26 +190,26 @@ class BaseCollector(IterableDataset[TensorDict]):
             batch, self._last = pipeline.take(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
-        with self._watching():
+        with self._closing_on_failure():
             return pipeline.arrangement.arrange(*pipeline.take(self._backend))
 
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """What is called before each batch."""
-        return self._before
+        return self._pre_hook
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._before = hook
+        self._pre_hook = hook
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
         """What is called with each batch before it is delivered."""
-        return self._after
+        return self._post_hook
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._after = hook
+        self._post_hook = hook
 
     def _check_rollout(self) -> None:
         """Refuse a subclass with a `rollout` of its own where that could not be heard."""
@@ -235,7 +227,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
         """From now on, call this with each batch before it is delivered; None: nothing."""
-        self._after = hook
+        self.post_collect_hook = hook
 
     def __len__(self) -> int:
         if self.options.total == float("inf"):
@@ -254,7 +246,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             try:
                 life.busy = threading.get_ident()
                 if pipeline.ready is None:  # else Ctrl-C came when it was about to be delivered
-                    pipeline.ready = self._finish()
+                    pipeline.ready = self._next_batch()
             except (Exception, Halted) as error:
                 if isinstance(error, Halted) or self.closed:  # by another thread, or a signal handler
                     raise life.closed_meanwhile() from error
@@ -270,13 +262,13 @@ class BaseCollector(IterableDataset[TensorDict]):
         out, pipeline.ready = pipeline.ready, None  # last, and nothing is called after it that could be interrupted
         return out
 
-    def _finish(self) -> TensorDictBase | None:
+    def _next_batch(self) -> TensorDictBase | None:
         """Return a batch as it is delivered; None if it was written."""
         if not self._pipeline.taken:
-            if self._before is not None:
-                self._before()
+            if self._pre_hook is not None:
+                self._pre_hook()
             self._fetch()
-        return self._pipeline.deliver(self.postproc, self._after)
+        return self._pipeline.deliver(self.postproc, self._post_hook)
 
     def _fetch(self) -> None:
         self._weights.used(1, background=self._runner is not None)
@@ -379,8 +371,8 @@ class BaseCollector(IterableDataset[TensorDict]):
                 self._take_weights(one, worker_ids)
 
     def _take_weights(self, weights: Any, worker_ids: Workers) -> None:
-        self._weights.sent(weights, worker_ids)
         version = self._ask(lambda: self._publish(weights, worker_ids))
+        self._weights.sent(weights, worker_ids)
         self._weights.published(version, self._pipeline.batches)
 
     def _publish(self, weights: Any, worker_ids: Workers) -> int:
@@ -502,7 +494,9 @@ class BaseCollector(IterableDataset[TensorDict]):
     def explain(self) -> str:
         """How env and policy are run: what is captured, and what is called at each step, and why.
 
-        >>> print(Collector(env, policy, frames_per_batch=100).explain())
+        >>> collector = Collector(env, policy, frames_per_batch=100)
+        >>> batch = collector.next()             # the env's step is recorded when it is made for the first time
+        >>> print(collector.explain())
         env: reap steps what is inside, and replays the torch calls of its transforms
         policy ProbabilisticActor: it is captured: its torch calls are replayed
         """
@@ -523,13 +517,13 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def getattr_policy(self, attr: str) -> Any:
         """An attribute of the policy that acts; of several, the first."""
-        return self._of_first(f"policy.{attr}")
+        return self._from_first_worker(f"policy.{attr}")
 
     def getattr_env(self, attr: str) -> Any:
         """An attribute of the env; of several workers, the first one's."""
-        return self._of_first(f"env.{attr}")
+        return self._from_first_worker(f"env.{attr}")
 
-    def _of_first(self, path: str) -> Any:
+    def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)
 
     def stacks(self) -> dict[str, str]:
@@ -578,7 +572,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             runner = self._make_runner()
-            with self._watching(), self._backend.uninterrupted():
+            with self._closing_on_failure(), self._backend.uninterrupted():
                 runner.start()
                 self._runner = runner  # it runs
 
@@ -594,7 +588,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         Whoever learns of an error closes: `_raise_background_error`.
         """
         if self._pipeline.more():
-            self._finish()
+            self._next_batch()
         return self._pipeline.more()
 
     def is_running(self) -> bool:
@@ -618,7 +612,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("there is nothing to pause: start() was not called")
         paused = Paused(self.resume, kept=kept)
         try:
-            with self._watching():
+            with self._closing_on_failure():
                 runner.pause(paused)
                 self._raise_background_error()
                 if settle is not None:
@@ -671,7 +665,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _ask(self, work: Callable[[], T]) -> T:
         """Have a worker do something between two batches."""
-        with self._watching():
+        with self._closing_on_failure():
             return self._between(work)
 
     def _between(self, work: Callable[[], T]) -> T:
@@ -685,7 +679,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         A rollout that is made here meanwhile, in the background or by another thread, is broken off after the step it
         is in. `timeout`: seconds to wait for that (5 by default).
         """
-        if self._life.elsewhere is not None:  # its owner's to end
+        if self._life.why_foreign is not None:  # its owner's to end
             return
         patience = DEADLINE if timeout is None else timeout
         try:
@@ -715,7 +709,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: this is a copy, whose workers, thread and memory are its owner's."""
-        self._life.elsewhere = why
+        self._life.why_foreign = why
         refuse_all(self, why)
 
     def _close(self, why: str, *, close_env: bool = True, failed: bool = False) -> None:
@@ -745,16 +739,17 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life.check_open()
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _closing_on_failure(self) -> Iterator[None]:
         """A worker that fails inside, whatever it was asked, closes the collector."""
         self._check_open()
         try:
             yield
         except Halted as error:
             raise self._life.closed_meanwhile() from error
-        except WorkerError as error:
-            with contextlib.suppress(Exception):
-                self._close(f"it failed: {error!r}", failed=True)
+        except ReapError as error:
+            if isinstance(error, WorkerError) or self._backend.failed:
+                with contextlib.suppress(Exception):
+                    self._close(f"it failed: {error!r}", failed=True)
             raise
 
     def __enter__(self) -> Self:

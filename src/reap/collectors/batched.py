@@ -25,7 +25,7 @@ from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_op
 from reap.collectors.parts.arrangements import Arrangement
 from reap.collectors.plans import EnvMaker
 from reap.collectors.single import Collector
-from reap.core.policy import without_steps
+from reap.core.policy import rand_step_as_policy
 from reap.core.slot import VERSION
 from reap.core.worker import Plan
 from reap.envs import AsyncEnvPool
@@ -220,7 +220,7 @@ class AsyncBatchedCollector(Collector):
             options.update(trajs_per_batch=1, traj_format="cat")
         options.setdefault("track_policy_version", True)
         settings = read_options(name, options, without=WITHOUT)
-        policy = without_steps(policy)
+        policy = rand_step_as_policy(policy)
         self._prepare(settings)
         pool = functools.partial(
             AsyncEnvPool,

@@ -8,7 +8,6 @@ AsyncCollector       the latter with one worker
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,10 +31,10 @@ from reap.collectors.parts.arrangements import Arrangement, FirstCome, JoinedWor
 from reap.collectors.parts.background import Runner
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
 from reap.collectors.placement import InlinePlacement, Placement
-from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
+from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.policies.as_policy import PolicyWarning
-from reap.core.policy import without_steps
+from reap.core.policy import rand_step_as_policy
 from reap.envs.gym_registry import for_workers
 from reap.errors import SpecMismatch, UsageError, WorkerError, WrongArgument, WrongState, warn
 from reap.weights.local import by_worker, detached
@@ -96,7 +95,7 @@ class MultiCollector(BaseCollector):
         options: dict[str, Any] = {**keywords}
         if sync is not None and sync is not self._sync:
             raise UsageError(f"{name} is made for sync={self._sync}; MultiCollector takes either")
-        policy = without_steps(policy)
+        policy = rand_step_as_policy(policy)
         count, makers = _workers(name, create_env_fn, num_workers)
         each = _taken_per_worker(options, count)
         asked = options.get("frames_per_batch")
@@ -109,18 +108,17 @@ class MultiCollector(BaseCollector):
         if settings.workers == "inline":
             self._placement = InlinePlacement(self._placement)
         self._check_settings(settings, count)
-        own = self._placement.each or [{}] * count
+        own = self._placement.options_by_worker or [{}] * count
         workers = [
             dataclasses.replace(settings, **{**{key: each[key][w] for key in each}, **own[w]}) for w in range(count)
         ]
         self._lag_limit = _lag_limit(settings)
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
-        self._there: dict[str, Any] = {}  # hooks that are called in the workers
-        if self._direct or settings.hooks_in_workers:
-            self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
-            self._before = self._after = None
-        self._sizes = frames
+        self._worker_hooks: dict[str, Any] = {}  # hooks that are called in the workers
+        if self._workers_write or settings.hooks_in_workers:
+            self._worker_hooks = {"pre_collect_hook": self._pre_hook, "post_collect_hook": self._post_hook}
+            self._pre_hook = self._post_hook = None
         self.num_workers = count
         self.create_env_fn = makers
         self.update_at_each_batch, self.cat_results = settings.update_at_each_batch, settings.cat_results
@@ -130,7 +128,7 @@ class MultiCollector(BaseCollector):
             self._backend.start()
             for text in sorted({text for worker in self._backend.workers for text in worker.info.warnings}):
                 warn(text, PolicyWarning)
-            self._begin()
+            self._send_first_weights()
             self._count_frames()
         except BaseException as error:
             self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
@@ -150,8 +148,9 @@ class MultiCollector(BaseCollector):
             raise WrongArgument(f"{one} is for a worker in this process; {name} has others")
         if not self._sync and settings.cat_results not in (None, "stack"):
             raise UsageError(f"cat_results joins workers; {name} delivers them one by one")
-        if self._placement.each is not None and len(self._placement.each) != count:
-            raise SpecMismatch(f"collector_kwargs holds {len(self._placement.each)} mappings for {count} workers")
+        own = self._placement.options_by_worker
+        if own is not None and len(own) != count:
+            raise SpecMismatch(f"collector_kwargs holds {len(own)} mappings for {count} workers")
 
     def _make_backend(self, plans: Sequence[Any], settings: Options) -> WorkerBackend:
         """Make the backend, by which the workers are reached where they live."""
@@ -164,21 +163,21 @@ class MultiCollector(BaseCollector):
             delivery=self._make_delivery(settings),
             writer=place.writer(settings),
             nested=place.nested_workers(settings, len(plans)),
-            **self._running(settings),
+            **self._job_options(settings),
         )
 
     def _make_delivery(self, settings: Options) -> Delivery:
         """Choose which rollouts make a batch."""
         threshold = settings.preemptive_threshold if self._sync else None
-        if self._direct:
+        if self._workers_write:
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
-    def _running(self, settings: Options) -> dict[str, Any]:
+    def _job_options(self, settings: Options) -> dict[str, Any]:
         """Return what workers are told wherever they live."""
         return {
-            "source": self._source,
-            "scheme": settings.transport,
+            "source": self._weights_source,
+            "scheme": settings.weight_transport,
             "timeout": settings.timeout,
             "on_failure": settings.failures,
             "saves": settings.deterministic and settings.on_failure == "restart",
@@ -189,28 +188,29 @@ class MultiCollector(BaseCollector):
         }
 
     @property
-    def _source(self) -> Any:
+    def _weights_source(self) -> Any:
         """Where weights come from, unless somebody gives them."""
         first = self.options.first_weights
         if first is None and (self._strategy is not None or isinstance(self._policy, torch.nn.Module)):
             return self._policy
         return first
 
-    def _begin(self) -> None:
-        """Give workers what they begin with, where that is more than what they were built from."""
-        built = self._policy is None or self.options.first_weights is None  # with them
-        if self.options.transport == "none" or self._source is None or (built and self._strategy is None):
+    def _send_first_weights(self) -> None:
+        """Send workers the weights they begin with, where these are others than those they were built with."""
+        source, options = self._weights_source, self.options
+        built_with_them = self._policy is None or options.first_weights is None
+        if options.weight_transport == "none" or source is None or (built_with_them and self._strategy is None):
             return
-        given = self._source if self._strategy is None else extracted(self._strategy, self._source)
+        given = source if self._strategy is None else extracted(self._strategy, source)
         apart = by_worker(given)
         every = range(self.num_workers)
         self._backend.begin_with({w: given[w] if apart else given for w in every if not apart or w in given})
 
     def _make_sink(self) -> Sink | None:
-        """None where workers write into the buffer themselves: reap's own does not mind who writes."""
+        """Return None where workers write into the buffer themselves; also notes whether they do."""
         sink = super()._make_sink()  # checks the options
-        self._direct = self._placement.workers_write(self.replay_buffer)
-        return None if self._direct else sink
+        self._workers_write = self._placement.workers_write(self.replay_buffer)
+        return None if self._workers_write else sink
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
@@ -219,7 +219,7 @@ class MultiCollector(BaseCollector):
         packed = {id(make): self._placement.pack(for_workers(make), "create_env_fn") for make in makers}
         given = {id(o.create_env_kwargs): o.create_env_kwargs for o in workers if o.create_env_kwargs is not None}
         kwargs = {key: self._placement.pack(one, "create_env_kwargs") for key, one in given.items()}
-        self._placement.pack(workers[0].init_fn, "init_fn")
+        self._placement.pack(workers[0].init_fn, "init_fn")  # it travels with the job; an error here names it
         ours = self._packed_policies(workers, policy)
         factories = {id(o.policy_factory): o.policy_factory for o in workers if o.policy_factory is not None}
         made = {key: self._placement.pack(factory, "policy_factory") for key, factory in factories.items()}
@@ -229,7 +229,7 @@ class MultiCollector(BaseCollector):
             keywords = kwargs.get(id(options.create_env_kwargs))
             env = EnvMaker(packed[id(make)], keywords, options.max_frames_per_traj, options.failure_dir, w)
             acting = PolicyMaker(weights, made.get(id(options.policy_factory)), device)
-            plans.append(plan_for(options, env, acting, Steps(size), device))
+            plans.append(plan_for(options, env, acting, StepsPerRollout(size), device))
         return plans
 
     def _packed_policies(self, workers: Sequence[Options], policy: Any) -> Sequence[Packed | None]:
@@ -256,7 +256,7 @@ class MultiCollector(BaseCollector):
         self.requested_frames_per_batch = sum(sizes) if self._sync else max(sizes)
         self._sizes = sizes
         what = f"{len(layouts)} workers with {layouts[0].lanes} lanes" if self._sync else f"{layouts[0].lanes} lanes"
-        self._warn_rounding(asked, self.requested_frames_per_batch, what, depth=4)
+        self._warn_rounding(asked, self.requested_frames_per_batch, what)
         if self._sync:
             arrangement: Arrangement = JoinedWorkers(self.cat_results, layouts, compact=self.options.compact_obs)
         else:
@@ -273,9 +273,9 @@ class MultiCollector(BaseCollector):
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> TensorDictBase | None:
-        if not self._direct:
-            return super()._finish()
+    def _next_batch(self) -> TensorDictBase | None:
+        if not self._workers_write:
+            return super()._next_batch()
         with self._backend.uninterrupted():
             self._send_weights()
             if self._runner is None:  # else `_count` says so
@@ -293,7 +293,7 @@ class MultiCollector(BaseCollector):
             self._weights.used(batches, background=True)
 
     def _make_runner(self) -> Runner:
-        if not self._direct or not self._placement.workers_go_on:
+        if not self._workers_write or not self._placement.workers_go_on:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
@@ -307,7 +307,7 @@ class MultiCollector(BaseCollector):
 
     def rollout(self) -> TensorDictBase:
         self._check_open()
-        if self._direct:
+        if self._workers_write:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
 
@@ -324,32 +324,29 @@ class MultiCollector(BaseCollector):
     @property
     def pre_collect_hook(self) -> Callable[[], Any] | None:
         """What is called before each rollout; one that is assigned is called in the workers."""
-        return self._there.get("pre_collect_hook") or self._before
+        return self._worker_hooks.get("pre_collect_hook") or self._pre_hook
 
     @pre_collect_hook.setter
     def pre_collect_hook(self, hook: Callable[[], Any] | None) -> None:
-        self._before = None
+        self._pre_hook = None
         self._hook_workers(pre_collect_hook=hook)
 
     @property
     def post_collect_hook(self) -> Callable[[Any], Any] | None:
         """What is called with each batch; one that is assigned is called in the workers, with what each has made."""
-        return self._there.get("post_collect_hook") or self._after
+        return self._worker_hooks.get("post_collect_hook") or self._post_hook
 
     @post_collect_hook.setter
     def post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self._after = None
+        self._post_hook = None
         self._hook_workers(post_collect_hook=hook)
-
-    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
-        self.post_collect_hook = hook
 
     def _hook_workers(self, **hooks: Any) -> None:
         for name, hook in hooks.items():
             if hook is not None and not callable(hook):
                 raise WrongArgument(f"{name} must be callable, got {type(hook).__name__}")
         self._ask(lambda: self._backend.set_hooks(hooks))
-        self._there |= hooks
+        self._worker_hooks |= hooks
 
     def _fetch(self) -> None:
         with self._backend.uninterrupted():
@@ -370,7 +367,7 @@ class MultiCollector(BaseCollector):
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         ids = None if ids is None else [int(w) for w in ids]
         if self._strategy is not None:
-            given = self._source if weights is None else weights
+            given = self._weights_source if weights is None else weights
             if weights is None and ids is not None and by_worker(given):
                 given, ids = {w: given[w] for w in ids if w in given}, None
             weights = None if given is None else extracted(self._strategy, given)
@@ -386,7 +383,7 @@ class MultiCollector(BaseCollector):
                 self._between(lambda: self._backend.apply(path, strategy, state))
 
         # Workers that write to a buffer have a postproc of their own.
-        there = in_workers if self._direct or not here else None
+        there = in_workers if self._workers_write or not here else None
         find = partial(get_attribute, self) if here else None
         load_model(path, weights, strategy, find=find, ask=self._ask, in_workers=there)
 
@@ -431,12 +428,12 @@ class MultiCollector(BaseCollector):
             return [None] * len(calls)
         return list(self._found(method_name, calls).values())
 
-    def _of_first(self, path: str) -> Any:
+    def _from_first_worker(self, path: str) -> Any:
         return self.get_distant_attr(path)[0]
 
     def _settle(self, timeout: float | None) -> None:
         """Wait, paused in the background, until no worker is making anything any more."""
-        if self._direct:
+        if self._workers_write:
             self._count(*self._backend.settle(timeout))  # it is in the buffer, and nobody has counted it yet
         else:
             self._backend.drain(timeout)
@@ -453,17 +450,21 @@ class MultiCollector(BaseCollector):
     def reset(self, reset_idx: Sequence[bool] | None = None) -> None:
         """Begin new episodes in all workers, or in those marked True."""
         self._check_open()
-        chosen = (
-            range(len(self._backend.workers)) if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
-        )
-        self._ask(lambda: self._backend.reset(workers=chosen))
+        chosen = None if reset_idx is None else _marked(reset_idx, len(self._backend.workers))
+
+        def work() -> None:
+            self._backend.reset(workers=chosen)
+            if chosen is None:
+                self._pipeline.drop_taken()
+
+        self._ask(work)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_backend"):
+        if not hasattr(self, "requested_frames_per_batch"):
             return f"{type(self).__name__}(not built)"
         state = "" if not self.closed else f", closed: {self._life.why_closed}"
         return (
-            f"{type(self).__name__}({len(self._sizes)} workers, {self.requested_frames_per_batch:,} frames per batch"
+            f"{type(self).__name__}({self.num_workers} workers, {self.requested_frames_per_batch:,} frames per batch"
             f"{state})"
         )
 
@@ -568,7 +569,7 @@ def _taken_per_worker(options: dict[str, Any], count: int) -> dict[str, list[Any
     each = {key: _each(key, options.pop(key, None), count) for key in PER_WORKER}
     for old, new in (("devices", "device"), ("passing_devices", "storing_device")):
         if old in options:
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+            warn(f"{old} is deprecated, use {new}", DeprecationWarning)
             if any(one is not None for one in each[new]):
                 raise UsageError(f"{old} and {new} are the same option; give one")
             each[new] = _each(old, options.pop(old), count)
@@ -590,8 +591,8 @@ def _frames(value: Any, count: int, *, sync: bool) -> list[int]:
         if len(value) != count:
             raise SpecMismatch(f"frames_per_batch holds {len(value)} values for {count} workers")
         return [_frames(one, 1, sync=sync)[0] for one in value]
-    whole = Options(frames_per_batch=value).frames_per_batch  # says what is wrong with it
-    return [-(-whole // count) if sync else whole] * count
+    frames: Any = whole("frames_per_batch", value)
+    return [-(-frames // count) if sync else frames] * count
 
 
 def _packed_weights(weights: Any) -> Packed:

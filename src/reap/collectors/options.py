@@ -8,7 +8,6 @@ import numbers
 import os
 import re
 import textwrap
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +17,7 @@ from tensordict.nn import InteractionType
 from reap.arguments import MOST, flag, function, mapping, one_of, seconds, whole
 from reap.core.device.devices import named_device
 from reap.core.policies.exploration import exploration_type
-from reap.errors import UsageError, WrongArgument, nearest
+from reap.errors import UsageError, WrongArgument, nearest, warn
 from reap.failures import FailurePolicy, failure_policy
 from reap.spec import AnyKey, Key, as_key
 from reap.weight_update import WeightSyncScheme, WeightTransport, as_scheme
@@ -279,10 +278,9 @@ class Options:
                 raise WrongArgument(f"extend_buffer=False writes step by step; {name} needs whole batches")
         room = getattr(getattr(self.replay_buffer, "_storage", None), "max_size", None)
         if isinstance(room, int) and room < self.frames_per_batch and self.trajs_per_batch is None:
-            warnings.warn(
+            warn(
                 f"the replay buffer has room for {room} frames, and frames_per_batch={self.frames_per_batch}: some of "
-                f"each batch are gone before anybody can sample them",
-                stacklevel=2,
+                f"each batch are gone before anybody can sample them"
             )
 
     def _check_workers(self) -> None:
@@ -355,7 +353,7 @@ class Options:
         return float("inf") if self.total_frames is None or self.total_frames < 0 else self.total_frames
 
     @property
-    def transport(self) -> WeightTransport | None:
+    def weight_transport(self) -> WeightTransport | None:
         """The way weights take that was chosen by hand."""
         scheme = (self.weight_sync_schemes or {}).get("policy")
         if scheme is not None and scheme.transport != "none" and own_strategy(scheme.strategy) is not None:
@@ -410,7 +408,7 @@ def read_options(owner: str, given: dict[str, Any], *, without: Set[str] = froze
     given = dict(given)
     for old, new in _LEGACY.items():
         if old in given:
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
+            warn(f"{old} is deprecated, use {new}", DeprecationWarning)
             if given.get(new) is not None:
                 raise UsageError(f"{old} and {new} are the same option; give one")
             given[new] = given.pop(old)

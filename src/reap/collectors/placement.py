@@ -22,8 +22,8 @@ class Placement:
     pack: ClassVar[Callable[..., Any]] = staticmethod(pack)  # how what users give is packed for the workers
     preempts: ClassVar[bool] = True  # whether rollouts can be cut short
     workers_go_on: ClassVar[bool] = True  # whether workers that write into a buffer collect on by themselves
-    each: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
-    update_interval = -1  # send weights by itself when so many batches were delivered
+    options_by_worker: Sequence[Mapping[str, Any]] | None = None  # options of each worker, where these differ
+    update_interval = -1  # the collector sends weights after so many batches; -1: when asked
 
     def workers_write(self, buffer: Any) -> bool:
         """Return whether workers write into this buffer themselves: reap's own does not mind who writes."""
@@ -64,7 +64,7 @@ class InlinePlacement(Placement):
     def __init__(self, instead_of: Placement) -> None:
         self._of = instead_of
         self.pack, self.preempts = instead_of.pack, instead_of.preempts  # type: ignore[misc, method-assign]
-        self.each, self.update_interval = instead_of.each, instead_of.update_interval
+        self.options_by_worker, self.update_interval = instead_of.options_by_worker, instead_of.update_interval
 
     def __getattr__(self, name: str) -> Any:
         """Return what only the other one knows."""

@@ -41,7 +41,10 @@ class EnvMaker:
 
 @dataclass(frozen=True)
 class PolicyMaker:
-    """Builds a worker's policy: the given one, or what the factory makes (with given weights, if there are any)."""
+    """Builds a worker's policy.
+
+    `policy` is the policy itself; with a `factory`, the weights that what it makes begins with, or None.
+    """
 
     policy: Any
     factory: Any
@@ -61,7 +64,7 @@ class PolicyMaker:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepsPerRollout:
     """Steps per rollout for a worker that is to make so many frames."""
 
     frames: int
@@ -97,11 +100,11 @@ def plan_for(
         track_episodes=options.track_episodes,
         gamma=options.gamma,
         deterministic=bool(options.deterministic),
-        tell_cuts=options.on_failure == "restart",
+        cut_column=options.on_failure == "restart",
         masked=options.on_failure == "drop",
         compact=options.compact_obs,
         contiguous=options.contiguous_batches,
         storing_device=options.devices[1],
-        record=bool(options.cudagraph_policy),
+        cuda_graphs=bool(options.cudagraph_policy),
         stop=None if options.interruptor is None else options.interruptor.collection_stopped,
     )

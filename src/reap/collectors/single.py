@@ -19,11 +19,11 @@ from reap.collectors.keywords import CollectorOptions
 from reap.collectors.multi import MultiCollector
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
 from reap.collectors.parts.weight_updates import Workers, load_model, place_of
-from reap.collectors.plans import EnvMaker, PolicyMaker, Steps, plan_for
+from reap.collectors.plans import EnvMaker, PolicyMaker, StepsPerRollout, plan_for
 from reap.core.attribute_path import each_call, get_attribute
 from reap.core.columns.assemble_ragged import assembler
 from reap.core.device.slots import DeviceLayout, DeviceSlot
-from reap.core.policy import without_steps
+from reap.core.policy import rand_step_as_policy
 from reap.core.slot import FRAME, Slot
 from reap.core.worker import Plan
 from reap.errors import UsageError, WrongArgument, nearest
@@ -88,7 +88,7 @@ class Collector(BaseCollector):
         **options: Unpack[CollectorOptions],
     ) -> None:
         settings = read_options(type(self).__name__, {**options}, without=WORKERS_ONLY)
-        policy = without_steps(policy)
+        policy = rand_step_as_policy(policy)
         if policy is not None and settings.policy_factory is not None:
             raise WrongArgument("give policy or policy_factory, not both")
         if listed(create_env_fn):
@@ -106,11 +106,11 @@ class Collector(BaseCollector):
         make_env = EnvMaker(
             create_env_fn, settings.create_env_kwargs, settings.max_frames_per_traj, settings.failure_dir
         )
-        self._start_worker(policy, make_env, Steps(settings.frames_per_batch))
+        self._start_worker(policy, make_env, StepsPerRollout(settings.frames_per_batch))
         lanes = self._backend.worker.lanes
         steps = -(-settings.frames_per_batch // lanes)
         self.requested_frames_per_batch = steps * lanes
-        self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes", depth=3)
+        self._warn_rounding(settings.frames_per_batch, steps * lanes, f"{lanes} lanes")
         self.frames_per_batch = self._backend.worker.layout.steps
 
     def _start_worker(self, policy: Any, make_env: EnvMaker, steps: Any, cores: Cores | None = None) -> None:
@@ -123,7 +123,7 @@ class Collector(BaseCollector):
             self._planned(plan_for(settings, make_env, make_policy, steps, device)),
             source=policy if first is None else first,
             same_slot=settings.return_same_td,
-            transport=settings.transport,
+            transport=settings.weight_transport,
             strategy=settings.strategy(),
             cores=cores,
             rebuild=settings.failures if settings.on_failure == "restart" else None,
@@ -210,7 +210,13 @@ class Collector(BaseCollector):
         """Begin new episodes in all lanes, or in those chosen by number, list or mask."""
         self._check_open()
         lanes = None if index is None else _lanes(index, self._backend.worker.lanes)
-        self._ask(lambda: self._backend.reset(lanes))
+
+        def work() -> None:
+            self._backend.reset(lanes)
+            if lanes is None:
+                self._pipeline.drop_taken()
+
+        self._ask(work)
 
     def _wait_for_env(self, timeout: float) -> None:
         self._backend.wait_closed(timeout)

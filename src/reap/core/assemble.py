@@ -1,6 +1,8 @@
-"""Assemble: the columns of a full slot as the batch a consumer receives. Pure: no copy, no state.
+"""Assemble: the columns of a full slot as the batch a consumer receives. No state.
 
 arrays `[T, N, …]` ──► tensors `[N, T, …]` by key ──► TensorDict, last dimension named "time"
+
+Nothing is copied but where the layout asks for contiguous batches.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from reap.spec import Key
 
 
 def assemble(arrays: Mapping[Key, np.ndarray[Any, Any]], layout: Layout) -> TensorDict:
-    """A batch on the memory of `arrays`."""
+    """Return a batch on the memory of `arrays`, or on a copy of it where the layout is contiguous."""
     size = torch.Size(layout.batch_size)
     names = [None] * (len(size) - 1) + ["time"]
     return _branch(tree_of(layout.tensors(arrays)), size, names, (), layout.look.inner)

@@ -1,4 +1,4 @@
-"""Env: N lanes that take actions and report what happened. This file is the whole vocabulary.
+"""Env: N lanes that take actions and report what happened. Here is what every env has; env_hooks.py has what some need.
 
 The loop that calls an env (see rollout.py; `row` is one time step of a slot):
 

@@ -2,11 +2,12 @@
 
     as_policy(x) ──►  RandomActions     None, or RandomPolicy: drawn for a whole rollout at once
                       FlatPolicy        TensorDictModules as a flat program on plain tensors (policies/flat_policy.py)
-                      CapturedPolicy    any module: its torch calls, recorded and replayed (policies/captured_policy.py)
                       CallPolicy        a module or function of observation tensors (policies/call_policy.py)
                       TensorDictPolicy  anything that takes and returns a TensorDict: correct for all, fast for none
 
-`as_policy` (policies/as_policy.py) chooses among them. Around the one it chose there may be another, a `PolicyWrapper`:
+`as_policy` (policies/as_policy.py) chooses among them. `Worker` then tries `captured` (policies/captured_policy.py): a
+CapturedPolicy takes the place of one that calls a module, and replays the torch calls that the module makes. Around the
+one that was chosen there may be another, a `PolicyWrapper`:
 
     Bucketed        of lanes that come as they are ready, so few sizes that each can be recorded (policies/buckets.py)
     PerLanePolicy   a TensorDictPolicy of such lanes, each with a memory of its own (policies/per_lane_policy.py)
@@ -53,8 +54,8 @@ class RandomPolicy:
         return tensordict.set(self.action_key, self.action_spec.rand(tensordict.batch_size))
 
 
-def without_steps(policy: Any) -> Any:
-    """`policy`; for `env.rand_step` a RandomPolicy: the same actions, and the collector alone steps the env."""
+def rand_step_as_policy(policy: Any) -> Any:
+    """Return `policy`; for the `rand_step` of an env a RandomPolicy: the same actions, but only the collector steps."""
     owner = getattr(policy, "__self__", None)
     if getattr(policy, "__name__", None) == "rand_step" and hasattr(owner, "rand_action"):
         return RandomPolicy()
@@ -67,8 +68,8 @@ class Policy:
     inputs: Sequence[Key] = ()
     outputs: Mapping[Key, Leaf]
     remembers = False  # whether `forget` has anything to do
-    inner: Mapping[Key, tuple[int, ...]] = {}  # batch dimensions that branches of its outputs have of their own
-    why: str | None = None  # why it is called at each step, where capturing it was tried
+    inner: Mapping[Key, tuple[int, ...]] = {}  # further batch dimensions of nested outputs, by key
+    why: str | None = None  # why it could not be captured; None: it was not tried, or it is
     looked_at: Collection[Key] | None = None  # the outputs that somebody looks at before a rollout ends; None: all
 
     @property

@@ -45,17 +45,17 @@ class RolloutLoop:
         self.env, self.policy, self.current, self.ledger = env, policy, current, ledger
         self.exploration, self.reset_when_done, self.stop = exploration, reset_when_done, stop
         self.version = 0
-        self.times: StepTimes | None = None  # times the steps of a rollout; None: of this one nobody does
-        self.at = np.zeros(1, np.int64)  # the step it is at; elsewhere if somebody else is to see it
+        self.times: StepTimes | None = None  # times the steps of this rollout; None: it is not timed
+        self.at = np.zeros(1, np.int64)  # the step it is at; a worker puts shared memory here
         spec = env.spec
         self.lanes = range(spec.lanes)
         self._actions = {key: policy.outputs[key] for key in spec.action}
-        # What the policy writes and the next row begins with.
+        # Outputs that the next row begins with: the next recurrent state, and observations the policy writes over.
         self._carried = [key for key in policy.outputs if key[0] == "next" or key in spec.observation]
         self._stamps = VERSION not in policy.outputs  # else the policy itself says which weights acted
         self.due: Sequence[int] = []  # lanes that ended and have not been reset yet
         self._keys = self._row_keys()
-        self.me = env.driver = object()  # as whoever drives the env is known there
+        self.driver_token = env.driver = object()  # marks this loop as the one that moved the env last
 
     def _row_keys(self) -> RowKeys:
         copied = not self.env.writes_after

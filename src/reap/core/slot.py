@@ -6,22 +6,24 @@
     Row      one time step of a slot, cut once, so that the hot loop only writes
     Pool     a few slots; hands out free ones, takes lent ones back
 
-A batch is lent, not copied: its tensors look at the slot's block, each column through an owner object made for this
-loan. When the last tensor on a column dies, Python frees its owner and the owner's weak reference fires; after the last
-column's the slot is free again for whoever wants one next. Every column is a storage of its own, so saving one does not
-drag the others along. References are not lent but handed over: a slot keeps no object alive that a consumer has
-dropped.
+A batch is lent, and copied only where contiguous ones are asked for or the consumer holds every slot: its tensors look
+at the slot's block, each column through an owner object made for this loan. When the last tensor on a column dies,
+Python frees its owner and the owner's weak reference fires; after the last column's the slot is free again for whoever
+wants one next. Every column is a storage of its own, so saving one does not drag the others along. References are not
+lent but handed over: a slot keeps no object alive that a consumer has dropped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import itertools
 import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +65,13 @@ class Layout:
             length = rows * lanes * numbers * numpy_dtype(leaf.dtype).itemsize
             end += -(-length // _ALIGN) * _ALIGN
         self.nbytes = end
+
+    @property
+    def in_place(self) -> Layout:
+        """This layout, for a batch that lies in the slot itself: what is written to it is delivered."""
+        found = copy.copy(self)
+        found.look = replace(self.look, contiguous=False)
+        return found
 
     def block(self) -> np.ndarray[Any, Any]:
         """Fresh memory for every column."""

@@ -60,7 +60,7 @@ class Plan:
     track_policy_version: bool = False
     track_episodes: bool = False  # columns with return and length of each frame's episode so far
     gamma: float | None = None  # by which returns of episodes are discounted too
-    tell_cuts: bool = False  # a column says where failures ended trajectories
+    cut_column: bool = False  # a column says where failures ended trajectories
     deterministic: bool = False  # lane by lane, each with random numbers of its own (core/policies/lane_by_lane.py)
     masked: bool = False  # a column says what is a frame, also where everything is
     stop: Callable[[], bool] | None = None
@@ -68,7 +68,7 @@ class Plan:
     compact: bool = False
     contiguous: bool | None = None  # batches with lanes first in memory too; None: as suits the env
     storing_device: torch.device | None = None
-    record: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
+    cuda_graphs: bool = False  # whole rollouts, or the policy's steps, as CUDA graphs
     stream: bool = False  # of ready lanes: batches of whoever came, in place of batches that hold as much of every lane
 
     def context(
@@ -92,7 +92,7 @@ class Worker(AnyWorker):
         rebuilds: Any = None,
     ) -> None:
         self.plan = plan
-        self.halting = plan.stop  # asked after every step
+        self.should_stop = plan.stop  # asked after every step
         self._filling: Slot | None = None
         self._ids = ids or TrajectoryIds()
         env = plan.make_env() if parts is None else parts[0]
@@ -115,7 +115,7 @@ class Worker(AnyWorker):
         self.lanes = spec.all_lanes
         self._quota = None if plan.episodes is None else EpisodeQuota(plan.episodes, self.lanes)
         if self._quota is not None:
-            self.halting = self._played
+            self.should_stop = self._played
         self.stats: Stats = Stats(self.lanes, plan.gamma)
         current = current_for(spec.observation, spec.lanes)
         self._first(self.env, current)
@@ -136,9 +136,9 @@ class Worker(AnyWorker):
             ledger=self.ledger if spec.ready_of is None else None,
             exploration=plan.exploration,
             reset_when_done=plan.reset_when_done,
-            stop=self.halting,
+            stop=self.should_stop,
         )
-        self.rebuilds.driver = self.loop.me
+        self.rebuilds.driver = self.loop.driver_token
         self.layout = self._layout()
         if same_slot and self.layout.loose:
             raise UsageError(
@@ -151,15 +151,15 @@ class Worker(AnyWorker):
     def _layout(self) -> Layout:
         """The layout of a batch's slot; where lanes come as they are ready, also the log they are sorted out of."""
         spec, plan = self.env.spec, self.plan
-        may_skip = self.env.tells_cuts or (plan.tell_cuts and not plan.compact)  # the same for all workers
-        cuts = plan.tell_cuts or self.env.tells_cuts
+        may_skip = self.env.tells_cuts or (plan.cut_column and not plan.compact)  # the same for all workers
+        cuts = plan.cut_column or self.env.tells_cuts
         more = {(*FIRST, *key): leaf for key, leaf in spec.observation.items() if leaf.once}
         more |= (EPISODE_COLUMNS if plan.track_episodes else {}) | ({CUT: Leaf((), torch.bool)} if cuts else {})
         columns = columns_of(
             spec,
             self.policy,
             ids=plan.track_traj_ids,
-            mask=plan.masked or not plan.reset_when_done or self.halting is not None or may_skip,
+            mask=plan.masked or not plan.reset_when_done or self.should_stop is not None or may_skip,
             version=plan.track_policy_version,
             compact=plan.compact,
             more=more,
@@ -215,7 +215,7 @@ class Worker(AnyWorker):
 
     def _lane_by_lane(self, current: Sequence[Any], noise: LaneGenerators) -> Policy:
         """The policy, for each lane by itself."""
-        one = spec_of_one(self.env.spec, record=self.plan.record)
+        one = spec_of_one(self.env.spec, record=self.plan.cuda_graphs)
         policies = [self._policy(one, [array[:1] for array in current]) for _ in range(self.env.spec.lanes)]
         return LaneByLane(policies, noise, self.env.spec)
 
@@ -233,7 +233,7 @@ class Worker(AnyWorker):
         if own is not None and plan.out_keys is not None:
             raise UsageError("out_keys names the parts of a tuple of tensors; the steps of this env have other values")
         policy = own or as_policy(self.model, context)
-        if plan.record:
+        if plan.cuda_graphs:
             policy = recorded(policy, self.model, plan.policy_device)
         elif own is None and plan.capture and spec.ready_of is None and plan.compile_policy is None:
             policy = captured(policy, self.model, columns, plan.exploration)
@@ -254,7 +254,7 @@ class Worker(AnyWorker):
             self.loop.fill(slot, policy)
         else:
             self._fill_sorted(slot, self.sorter, policy)
-        self.env.driver = self.loop.me  # an env that was handed out takes our own steps for somebody's
+        self.env.driver = self.loop.driver_token  # an env that was handed out takes our own steps for somebody's
         self.stats.end(times)
         slot.state = State.FULL
         return self.stats.frames - before
@@ -289,7 +289,7 @@ class Worker(AnyWorker):
         def enough() -> bool:
             nonlocal made
             made += int(np.count_nonzero(mask[at[0]]))
-            halt = self.halting is not None and self.halting()  # always asked: it may count
+            halt = self.should_stop is not None and self.should_stop()  # always asked: it may count
             return halt or made >= missing
 
         self.loop.stop = enough

@@ -74,9 +74,9 @@ class AnyWorker:
 
     def _before_rollout(self) -> None:
         """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""
-        if self.plan.reset_at_each_iter or self.env.driver is not self.loop.me:
+        if self.plan.reset_at_each_iter or self.env.driver is not self.loop.driver_token:
             self._reset(range(self.lanes))
-            self.env.driver = self.loop.me
+            self.env.driver = self.loop.driver_token
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""
@@ -128,7 +128,7 @@ class AnyWorker:
         else:
             self._reset(range(self.lanes))
         self.stats.load(state["statistics"], opened=goes_on)
-        self.env.driver = self.loop.me
+        self.env.driver = self.loop.driver_token
         if state["random"] is not None:
             set_generators(state["random"])  # last: nothing is drawn any more before the next step
 

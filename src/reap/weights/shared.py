@@ -1,4 +1,4 @@
-"""Weights in shared memory: one flat block, twice, with a sequence number. One writer, many readers, no lock, no tear.
+"""Weights in shared memory: one flat block, twice, with a sequence number. One writer, many readers, no tear.
 
     begun  done  version₀ version₁ │ given₀ given₁ │ copy 0 ………………… │ copy 1 …………………
 
@@ -9,12 +9,14 @@
 an update leaves out stays as it is there, whoever has changed it meanwhile.
 
 A reader that was overtaken several times in a row takes a file lock that holds the writer off for one read: so neither
-side can starve the other, and a process that dies with the lock in hand leaves none behind.
+side can starve the other, and a process that dies with the lock in hand leaves none behind. Where other processors may
+see stores in another order (ARM), every read takes the lock.
 """
 
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,8 @@ from reap.core.shared_slots import SharedFile
 _ALIGN = 64
 _HEADER = 64
 _BEGUN, _DONE, _VERSION = 0, 1, 2
-_PATIENCE = 4  # reads that may be overtaken before the writer is held off
+_ORDERED = platform.machine() in ("x86_64", "AMD64")  # whether stores are seen in the order they were made in
+_PATIENCE = 4 if _ORDERED else 0  # reads that may be overtaken before the writer is held off
 
 
 @dataclass(frozen=True)

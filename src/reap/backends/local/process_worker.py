@@ -4,8 +4,9 @@
                                                              └► writer ─► "full" ──► connection    (a replay buffer)
     connection ──► call (seed, reset, state …), answered between two rollouts
 
-The worker waits for a free slot and for nothing else; it ends when the connection does. With a writer it can also be
-let run free: then it waits for nobody, and says what it has made in the shared counters.
+The worker waits for a free slot or a call, whichever comes first, and answers calls first. It ends when the parent
+closes either pipe, or at SIGTERM. With a writer it can also be let run free: then it waits for nobody, and says what it
+has made in the shared counters.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class WorkerFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Where its slots are: `count` slots of `layout`, its own lanes from `first` on; in the common file or its own."""
+    """Where a worker finds its memory: `count` slots of `layout`, of which it fills its lanes from `first_lane` on."""
 
     layout: Layout
     count: int
-    first: int
-    common: bool
+    first_lane: int
+    common: bool  # whether the slots lie in the file that all workers share, or in its own
     packing: Packing | None
-    begins: bool  # whether the weights all workers begin with are its own
+    writes_first_weights: bool  # whether it writes its weights into the shared block, as version 0
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -115,10 +116,10 @@ class _Interruptor:
 
     def __reduce__(self) -> Any:
         """Seen from another process, it is what it says now."""
-        return _Says, (self.collection_stopped(),)
+        return _InterruptorSnapshot, (self.collection_stopped(),)
 
 
-class _Says:
+class _InterruptorSnapshot:
     """An interruptor as it was when it was asked for."""
 
     def __init__(self, stopped: bool) -> None:
@@ -137,7 +138,7 @@ class LocalWorkerServer(WorkerServer):
     def __init__(self, job: Job, files: WorkerFiles, say: Callable[[Any], None], *, buffer: Sequence[int]) -> None:
         self._job, self._files = job, files
         self.counters = SharedCounters(files.counters, job.workers)
-        self._at = self.counters.step[job.index :][:1]
+        self._at = self.counters.step[job.index : job.index + 1]
         self._free = False  # whether it runs free
         self.rebuilds = RemoteRebuilds(lambda error, seconds: say(EnvRebuilt(Raised.of(error, "the env"), seconds)))
         self._untold = UntoldEpisodes()  # for which there was no room in the shared counters yet
@@ -149,7 +150,7 @@ class LocalWorkerServer(WorkerServer):
             plan = replace(plan, stop=self.interruptor.collection_stopped)
         super().__init__(job, plan, job.writer and partial(job.writer, buffer, job.index))
         self.worker.loop.at = self._at  # the parent can tell where we were, whatever happens to us
-        self.worker.env.report_lane(memoryview(self.counters.lane[job.index :][:1]))  # type: ignore[arg-type]
+        self.worker.env.report_lane(memoryview(self.counters.lane[job.index : job.index + 1]))  # type: ignore[arg-type]
         self._slots: dict[int, Slot] = {}
         self._shared: SharedWeights | None = None
 
@@ -225,10 +226,10 @@ class LocalWorkerServer(WorkerServer):
         """Map the memory the parent has made."""
         whole = SharedSlots(self._files.common if memory.common else self._files.own, memory.layout, memory.count)
         pin(whole.block, self.worker.plan.policy_device)
-        self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
+        self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-            if memory.begins:
+            if memory.writes_first_weights:
                 self._shared.begin_with(self.tensors)
         self.settle()
 

@@ -1,11 +1,12 @@
 """SharedCounters: numbers in memory that the parent and its workers share. Nobody waits for anybody to write one.
 
-stop      whoever is filling a slot is to leave it at that               parent writes
+stop      whoever is filling a slot is to leave it at that               parent writes, or a worker's interruptor
 random    so many frames of the run have random actions                  parent writes
 total     so many frames are to be made by workers that run free         parent writes
 rest      workers that run free begin no rollout                         parent writes
 leave     workers are asked to leave, after the step they are in         parent writes
-claimed   frames each worker has begun on                                its worker writes, the file locked
+claimed   frames each worker has begun on                                its worker, the file locked while it adds;
+                                                                         the parent, while that worker rests or is gone
 step      where each worker is in its rollout                            its worker writes
 lane      which of its lanes is being stepped, if it can tell            its worker writes
 made      frames and rollouts each worker has finished, running free     its worker writes

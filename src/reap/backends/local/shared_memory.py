@@ -44,9 +44,10 @@ class SharedMemoryTransport(LocalTransport):
         self._selector.register(interrupts.open(), selectors.EVENT_READ)
 
     def launch(self, workers: Sequence[WorkerHandle]) -> None:
-        jobs = [worker.job for worker in workers if worker.job is not None]
-        targets = [pack(functools.partial(run_worker, job=job), f"what worker {job.index} needs") for job in jobs]
-        del jobs
+        targets = []
+        for worker in workers:
+            assert worker.job is not None
+            targets.append(pack(functools.partial(run_worker, job=worker.job), f"what worker {worker.index} needs"))
         for worker, target in zip(workers, targets):
             theirs, ours = os.pipe()
             fds = [theirs, *(file.fd for file in self._files[worker.index]), *self._buffer]

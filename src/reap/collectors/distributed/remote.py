@@ -36,7 +36,9 @@ class RemotePlacement(Placement):
         )
         self.given = {name: left.pop(name, usual) for name, usual in self.own.items()}
         self.nested = nested_workers_for(left.pop("collector_class", None), left.pop("num_workers_per_collector", 1))
-        self.options_left, self.each = merged(left, left.pop("collector_kwargs", None), ("sync", *self.given))
+        self.options_left, self.options_by_worker = merged(
+            left, left.pop("collector_kwargs", None), ("sync", *self.given)
+        )
 
     def workers_write(self, buffer: Any) -> bool:
         return False  # rollouts come here first, and go into the buffer from here

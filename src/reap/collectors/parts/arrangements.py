@@ -24,7 +24,7 @@ from reap.errors import SpecMismatch, UsageError
 from reap.trajectories import FINAL, split_trajectories
 
 Join = Callable[[TensorDictBase], TensorDictBase]
-_TORN = 2**62  # above every id that workers give: what goes on after a dropped rollout is counted from here
+_TORN = 2**62  # the first new id of trajectories whose middle was dropped; workers give lower ones
 
 
 class Part(NamedTuple):
@@ -52,8 +52,8 @@ class Arrangement:
         """Frames of rollouts that were not delivered."""
         return 0
 
-    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        """Return whether this rollout is delivered; its keys and ids are those of a delivered one then."""
+    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        """Give the batch the ids it is delivered under; return whether it is delivered at all."""
         return True
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
@@ -111,8 +111,8 @@ class FirstCome(Arrangement):
     def dropped_frames(self) -> int:
         return 0 if self._limit is None else self._limit.dropped_frames
 
-    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        return self._limit is None or self._limit.keeps(batch, rollout, self._backend.version)
+    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        return self._limit is None or self._limit.admit(batch, rollout, self._backend.version)
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:
         lag = self._backend.version - rollout.version
@@ -170,8 +170,8 @@ class LagLimit:
         self._torn = itertools.count(_TORN)
         self.dropped_frames = 0
 
-    def keeps(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
-        """Whether a rollout is young enough for this version of the weights; its ids are those of what was kept."""
+    def admit(self, batch: TensorDictBase, rollout: Rollout, version: int) -> bool:
+        """Rename ids behind dropped rollouts; return whether this one is young enough for this version of weights."""
         self._rename(batch, rollout.worker)
         if version - rollout.version <= self._most:
             return True

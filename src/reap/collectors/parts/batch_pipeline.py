@@ -41,7 +41,8 @@ class BatchPipeline:
         self._options, self.sink = options, sink
         self._total, self._random, self._storing = options.total, options.random_frames, options.devices[1]
         self._copies = LaneMajorCopies()
-        self._same: tuple[TensorDictBase, TensorDictBase] | None = None  # on the slot, and as delivered
+        # With return_same_td: the batch on the slot, and the object that is delivered each time.
+        self._same: tuple[TensorDictBase, TensorDictBase] | None = None
 
     def more(self) -> bool:
         """Return whether a further batch may come: one is in hand, frames are left to collect, or whole episodes."""
@@ -50,10 +51,14 @@ class BatchPipeline:
 
     def forget(self) -> None:
         """Forget what is held: it belongs to the time before."""
-        self.taken, self.ready = [], None
+        self.drop_taken()
         if self.sink is not None:
             self.sink.forget()
         self.whole = None if self.whole is None else WholeTrajectories()
+
+    def drop_taken(self) -> None:
+        """Forget a batch that was taken, and that Ctrl-C has kept from being delivered."""
+        self.taken, self.ready = [], None
 
     # ---- taking ---------------------------------------------------------------------------------------------------
 
@@ -65,7 +70,7 @@ class BatchPipeline:
                 batch = torch.cat([self._assembled(part) for part in rollout.parts], -1)
             else:
                 batch = self._assembled(rollout)
-            if self.arrangement.accepts(batch, rollout):
+            if self.arrangement.admit(batch, rollout):
                 return batch, rollout
 
     def fetch(self, backend: Backend, own: OwnRollout | None = None) -> None:

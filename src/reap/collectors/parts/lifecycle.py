@@ -21,16 +21,16 @@ class Lifecycle:
     def __init__(self, owner: str, why_closed: str | None = None) -> None:
         self._owner = owner
         self.why_closed = why_closed  # None while it is open
-        self.elsewhere: str | None = None  # why it is not this process's own
+        self.why_foreign: str | None = None  # why it is not this process's own
         self.ended = self._closing = False  # whether all is closed, and whether somebody is at it
         self.failed = False  # whether it was closed because something went wrong
         self.busy: int | None = None  # the thread that collects
-        self.collecting = threading.RLock()  # it has this. Not an Event: Ctrl-C could leave one without its lock
+        self.collecting = threading.RLock()  # held by that thread. An Event could lose its lock by Ctrl-C
 
     def check_owner(self) -> None:
         """Raise if this is a copy, in a fork."""
-        if self.elsewhere is not None:
-            raise WrongState(f"this {self._owner} cannot be used here: {self.elsewhere}")
+        if self.why_foreign is not None:
+            raise WrongState(f"this {self._owner} cannot be used here: {self.why_foreign}")
 
     def check_open(self) -> None:
         """Raise if it is closed."""
@@ -49,7 +49,7 @@ class Lifecycle:
         """
         if self.busy not in (None, threading.get_ident()):
             backend.breaker()()
-            away = backend.elsewhere or not close_env
+            away = backend.close_ends_take or not close_env
             if away and self.collecting.acquire(timeout=LEAVE):
                 self.collecting.release()
 
@@ -59,7 +59,7 @@ class Lifecycle:
             return
         first = self.why_closed is None
         try:
-            self._closing, self.why_closed, self.failed = True, self.why_closed or why, failed
+            self._closing, self.why_closed, self.failed = True, self.why_closed or why, self.failed or failed
             end(first)
             self.ended = True
         except KeyboardInterrupt:  # what is left is closed by whoever asks next, or when nobody has it any more

@@ -8,14 +8,13 @@ A subclass overrides what it must: where weights come from, how they are turned,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import TensorDict
 from torch import nn
 
-from reap.errors import UsageError, WrongArgument, WrongState
+from reap.errors import UsageError, WrongArgument, WrongState, warn
 
 
 class WeightUpdaterBase:
@@ -112,7 +111,7 @@ def as_updater(given: Any) -> WeightUpdaterBase | None:
     """Return what was given as `weight_updater`, or what the factory given makes."""
     if given is None:
         return None
-    warnings.warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning, stacklevel=5)
+    warn("weight_updater is deprecated; update_policy_weights_() needs none", DeprecationWarning)
     made = isinstance(given, type) or (callable(given) and not hasattr(given, "push_weights"))
     try:
         updater = given() if made else given

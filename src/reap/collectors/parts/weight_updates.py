@@ -6,7 +6,6 @@ learner ─► update_policy_weights_ ─┬─► "policy": the backend, which 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from reap.collectors.options import Options
 from reap.collectors.parts.staleness import StalenessWatch
 from reap.collectors.parts.updaters import WeightUpdaterBase
-from reap.errors import UsageError, WorkerRaised
+from reap.errors import UsageError, WorkerRaised, warn
 from reap.weights.local import by_worker
 from reap.weights.strategy import extract
 
@@ -44,7 +43,7 @@ class WeightUpdates:
         """From now on, look whether the policy is trained and its copies are left behind."""
         options = self._options
         by_itself = options.update_at_each_batch or self.updater is not None or self._interval > 0
-        if by_itself or options.transport == "none":
+        if by_itself or options.weight_transport == "none":
             return
         if not isinstance(policy, nn.Module):
             kind = type(policy).__name__
@@ -53,7 +52,7 @@ class WeightUpdates:
         self.watch = watch if watch.useful else None
 
     def sent(self, weights: Any, worker_ids: Workers) -> None:
-        """These are about to be sent to these workers; there may be others left to be watched for."""
+        """Stop watching for these workers, which were sent weights; go on while others were not."""
         if self.watch is not None:
             ids = [worker_ids] if isinstance(worker_ids, int) else list(weights) if by_worker(weights) else worker_ids
             self.watch = self.watch if self.watch.sent(ids) else None
@@ -89,7 +88,7 @@ def models_in(
 ) -> dict[str, Any]:
     """Return the models that `update_policy_weights_` was given weights for, by name; None: the policy's own."""
     if policy_weights is not None:
-        warnings.warn("policy_weights is deprecated, use weights", DeprecationWarning, stacklevel=3)
+        warn("policy_weights is deprecated, use weights", DeprecationWarning)
         weights = policy_weights if weights is None else weights
     named = {
         "policy_or_weights": policy_or_weights,

@@ -64,7 +64,7 @@ class DeviceWorker(AnyWorker):
         if needs_recurrent_state(env.spec, model, carry):
             env = DeviceRecurrentState(env, carry)
         self.plan, self.env, self.model, self._holders, self._carry = plan, env, model, env.holders, carry
-        self.halting: Callable[[], bool] | None = None
+        self.should_stop: Callable[[], bool] | None = None
         spec = env.spec
         self.device, self.lanes = env.device, spec.lanes
         one_by_one = Stats(self.lanes, plan.gamma) if plan.track_episodes else None
@@ -108,7 +108,7 @@ class DeviceWorker(AnyWorker):
             policy.keep_nothing()
         if isinstance(policy, TensorPolicy):
             policy.keep_on_device()
-        if isinstance(policy, CallPolicy) and plan.record:  # in a graph a copy is a kernel at every step
+        if isinstance(policy, CallPolicy) and plan.cuda_graphs:  # in a graph a copy is a kernel at every step
             policy.trusted = leaves_inputs_alone(self.model, [columns[key].clone() for key in policy.inputs])
         return policy
 
@@ -119,7 +119,7 @@ class DeviceWorker(AnyWorker):
         policy = self.random.policy if random else self.policy
         if policy.remembers:
             raise UsageError("a hook has appeared on the policy's modules; build the collector after it")
-        if self.plan.record and not random:
+        if self.plan.cuda_graphs and not random:
             self._play(slot)
         else:
             self._fill(slot, self.random if random else None)

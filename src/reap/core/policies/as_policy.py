@@ -3,8 +3,8 @@
     policy ──► random actions │ a flat program │ a TensorDictModule │ a callable on TensorDicts │ a function of tensors
                each is asked in this order (`KINDS`); the first that answers is the policy, once it has been probed
 
-What can be decided once is decided here, by one probing call on a real observation that leaves no trace: random
-generators, buffers and attributes are put back. The probe fixes the columns the policy writes; after it, a call whose
+What can be decided once is decided here, by calls on a real observation that leave no trace: random generators,
+buffers and attributes are put back. The first of them fixes the columns the policy writes; after it, a call whose
 output looks different is an error that names the key.
 """
 

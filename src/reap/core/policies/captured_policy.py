@@ -53,13 +53,13 @@ class CapturedPolicy(SubstitutePolicy):
         self.outputs, self.inner, self._readers = plain.outputs, plain.inner, plain._readers
         self._captures: list[tuple[Captured, list[Key]]] = []
         self._active: Captured | None = None
-        self._keeps: list[Key] = []  # what it looks for of what it wrote at the last step
+        self._keeps: list[Key] = []  # the outputs of the last step that the module reads again
         self._checks: list[tuple[tuple[Tensor, ...], Sequence[Any]]] = []  # inputs of each step, and what was checked
         self._pick: Callable[[Any], Any] = tuple
         self._rollouts, self._compares = 0, False
         self._halves: Halves | None = None  # of the step, where some outputs are left to the end of the rollout
-        self._rows: list[tuple[Any, ...]] = []  # what each step has left
-        self._whole = False  # whether nothing may be left to the end
+        self._rows: list[tuple[Any, ...]] = []  # what each step left to be computed at the end of the rollout
+        self._whole = False  # whether all outputs are computed at each step, as later gave other bits
         self._capture()
 
     def explain(self) -> str:

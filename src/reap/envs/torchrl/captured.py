@@ -1,15 +1,17 @@
 """TorchRL's transformed envs without TorchRL's step: what transforms ask of torch is recorded once and replayed.
 
-    row.outputs, root ──► inverse transforms ──► Gymnasium (reap's lanes) ──► transforms ──► row.next, rewards, flags
-                          └───────────────────── one recorded function ──────────────┘           │
-                                                                           next root  ◄──────────┘
+    row.outputs, root ──► inverse transforms ──► innermost envs (reap's lanes) ──► transforms ──► row.next, rewards …
+                          └────────────────────── one recorded function ─────────────────┘           │
+                                                                               next root  ◄──────────┘
 
 The first step is TorchRL's own. Then `step`, with the innermost env's step as a foreign call in it, is captured (see
 core/capture/recorder.py): the same torch calls on the transforms' own tensors, so the same numbers, and statistics that
-`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets, as it always does.
+`env.transform[0]` and its `state_dict` show as ever. Where an episode ends TorchRL resets; once the same lanes have
+ended together `_RESETS` times, their reset is recorded and replayed as well, unless a transform resets in Python
+(`_RESET_IN_PYTHON`).
 
-Only TorchRL's own transforms that keep nothing in Python are captured (`TRANSFORMS`); a subclass, or one of the user's,
-leaves the env to TorchRL's step. One that is changed between two rollouts is recorded again.
+Only some of TorchRL's own transforms are captured (`TRANSFORMS`); a subclass, or one of the user's, leaves the env to
+TorchRL's step. One that is changed between two rollouts is recorded again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
@@ -46,12 +48,13 @@ Array = np.ndarray[Any, Any]
 
 _RESETS = 4  # so often the same lanes ended together before their reset is recorded
 _PATTERNS = 64  # so many sets of lanes are told apart
-Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]  # a row, its arrays, who fills it
+# A row for the lanes to write, its arrays, and the function that steps them.
+Room = tuple[Row, tuple[Array, ...], Callable[..., list[int]]]
 _RUNS = 64  # for so many sets of lanes a reset stays bound: each holds masks of all lanes
 _TRIES = 3  # recordings in a row that did not last a rollout, before it is given up
 
 
-# Transforms whose steps are functions of tensors, and resets too but for `_RESET_IN_PYTHON`, by reading them.
+# Their code was read: a step is a function of tensors, and so is a reset, but for those in `_RESET_IN_PYTHON`.
 # fmt: off
 TRANSFORMS = frozenset(
     {
@@ -85,6 +88,14 @@ def has_own_method(part: Any) -> bool:
     return any(isinstance(value, (FunctionType, MethodType)) and hasattr(type(part), name) for name, value in held)
 
 
+def not_replayable(transforms: Iterable[Any]) -> str | None:
+    """Say which part of these transforms cannot be replayed; None if all can."""
+    for part in (part for transform in transforms for part in transform.modules()):
+        if not captured_whole(part) or has_own_method(part):
+            return f"{type(part).__name__} is none of the transforms reap can replay"
+    return None
+
+
 def _calls_a_function(primer: Any) -> bool:
     """Whether a primer asks a function of the user's for its values."""
     values = [getattr(primer, "default_value", None)]
@@ -106,9 +117,9 @@ class Base:
         self.size, self._all = tuple(env.batch_size), range(lanes.spec.lanes)
         self.keys: list[Any] = []  # of what its step returns
         self.stepped: list[Tensor] = []  # what TorchRL's own step returned last, by these keys
-        self.given: Sequence[Tensor] = ()  # what is returned in place of a step, while it is recorded and compared
+        self.given: Sequence[Tensor] = ()  # results that stand for a real step, while one is recorded or compared
         self.asked: Sequence[Tensor] = ()  # the actions of the last step that was recorded
-        self._planned: Sequence[Tensor] | None = None  # those the lanes are ready for
+        self._planned: Sequence[Tensor] | None = None  # those of which `prepare` last told the lanes
         self._action: Mapping[Key, Leaf] = {}
         self.reset_keys: list[Any] = []  # of what its reset returns, flags left out: they are False
         self._flags: list[tuple[Any, Tensor]] = []
@@ -247,12 +258,12 @@ class Base:
 
 @dataclass
 class _Reset:
-    """How lanes are reset."""
+    """A recorded reset, and what it was bound to last."""
 
     captured: Captured
     mask: Tensor  # which lanes; the recording looks at it
     due: list[tuple[int, ...]]  # of each base
-    bound: int = -1  # to which rollout
+    bound: int = -1  # the rollout it was bound in
     runs: dict[bytes, tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]] = field(default_factory=dict)  # by lanes
     relied_on: Sequence[Any] = ()  # what `runs` were bound with, beside their masks
     proved: bool = False  # whether it was seen to hold for another mask
@@ -285,7 +296,7 @@ class CapturedRows(TorchRLRows):
         self._run: Callable[..., tuple[Any, ...]] | None = None
         self._captured: Captured | None = None
         self._tries, self._rollouts = 0, 0
-        self._alike = True  # whether resets of some lanes of one base differ in the mask alone
+        self._alike = True  # whether one recording serves every set of lanes of one base, told apart by its mask
         self._resets: dict[bytes, int | _Reset] = {}  # by which lanes ended: how often so far, or how it is done
         self.why: str | None = "it is captured after its first step"
         self._acted: list[Key] = []  # the policy's outputs when it was recorded
@@ -358,13 +369,9 @@ class CapturedRows(TorchRLRows):
         touched = [env for env in self._stepped if not moves.isdisjoint(vars(env))]
         return any(replaced(env, moves) for env in touched)
 
-    def _unknown(self) -> str | None:
-        """Which of the transforms, as they are now, cannot be captured."""
-        parts = (part for t in self._transforms() for part in t.modules())
-        return next((type(part).__name__ for part in parts if not captured_whole(part) or has_own_method(part)), None)
-
     def _rebound(self) -> bool:
         assert self._captured is not None
+        # A method of the user's own is noticed by `bind`, at less cost than by `has_own_method`.
         if self._overridden() or not all(captured_whole(part) for t in self._transforms() for part in t.modules()):
             return False
         if self._transforms() != self._relied_on or not self._captured.bind():
@@ -583,8 +590,8 @@ class CapturedRows(TorchRLRows):
         return ended
 
     def _capture(self, before: TensorDictBase, row: Row) -> None:
-        if (unknown := self._unknown()) is not None:  # put there since
-            raise NotCaptured(f"{unknown} is none of the transforms reap can replay")
+        if (why := not_replayable(self._transforms())) is not None:  # put there since
+            raise NotCaptured(why)
         env, outputs = self.env, list(self._outputs)
         own = {as_key(key) for key in outputs}
         own -= self.spec.observation.keys()  # a policy may write over what an env carries

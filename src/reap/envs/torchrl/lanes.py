@@ -6,9 +6,9 @@
     tensors of fixed shapes                   TorchRLRows: TorchRL steps, results are written into slots
     text, objects, ragged, lazy stacks        TorchRLFrames: TorchRL steps, its frames are kept and stacked
 
-TorchRL decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent or a lane begins
-anew when the env says so, and transforms see what they always see. Only this file imports torchrl, when one of its envs
-is at hand.
+Where TorchRL steps, it also decides about resets, in `step_and_maybe_reset`, as it does in its own collectors: an agent
+or a lane begins anew when the env says so, and transforms see what they always see. A captured step makes the same
+resets. torchrl is imported here and in `_foreign/torchrl_internals.py`, when one of its envs is at hand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reap.core.env import Env
 from reap.envs.adapters.gymnasium import FrameSkip, GymLanes
 from reap.envs.step_limit import STEP_COUNT, StepLimit
 from reap.envs.torchrl.by_hand import replaced, taken_back
-from reap.envs.torchrl.captured import Base, CapturedRows, captured_whole, has_own_method, watching_resets
+from reap.envs.torchrl.captured import Base, CapturedRows, not_replayable, watching_resets
 from reap.envs.torchrl.frames import TorchRLFrames
 from reap.envs.torchrl.rows import OfTorchRL, TorchRLCells, TorchRLEnv, TorchRLRows, looks_like, torchrl_columns
 from reap.errors import UsageError, WrongState
@@ -94,7 +94,7 @@ def _stepped(env: Any, root: TensorDictBase | None = None, left: str | None = No
     bases: list[Base] = []
     transformed: list[Any] = []
     if root is None and left is None:
-        left = _not_inside(env, bases, transformed)
+        left = _find_bases(env, bases, transformed)
         if left is None and transformed:
             found = _captured(env, bases, transformed)
             if found is not None:
@@ -127,8 +127,8 @@ def torchrl_cells(env: Env) -> Env:
     return env if columns is None else TorchRLCells(env.env, env.root, columns)
 
 
-def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | None:
-    """Find the innermost envs and the transformed ones around them; or say why reap cannot step them itself."""
+def _find_bases(env: Any, bases: list[Base], transformed: list[Any]) -> str | None:
+    """Collect the innermost envs and the transformed ones around them; return why reap cannot step them, or None."""
     from torchrl.envs import SerialEnv, TransformedEnv
 
     lanes = _gymnasium(env)
@@ -137,22 +137,19 @@ def _not_inside(env: Any, bases: list[Base], transformed: list[Any]) -> str | No
         return None
     if type(env) is TransformedEnv:
         transformed.append(env)
-        for part in env.transform.modules():
-            if not captured_whole(part) or has_own_method(part):
-                return f"{type(part).__name__} is none of the transforms reap can replay"
-        return _not_inside(env.base_env, bases, transformed)
+        return not_replayable([env.transform]) or _find_bases(env.base_env, bases, transformed)
     if type(env) is SerialEnv:
         parts = torchrl_internals.serial_envs(env)
         if not parts:
             return "this version of TorchRL does not show the envs of a SerialEnv"
-        reasons = (_not_inside(one, bases, transformed) for one in parts)
+        reasons = (_find_bases(one, bases, transformed) for one in parts)
         return next((reason for reason in reasons if reason is not None), None)
     if _is_parallel(env):
-        return _parallel_inside(env, bases, transformed)
+        return _find_parallel_base(env, bases, transformed)
     return f"{type(env).__name__} is no Gymnasium env that reap can step itself"
 
 
-def _parallel_inside(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
+def _find_parallel_base(env: Any, bases: list[Base], transformed: Sequence[Any]) -> str | None:
     """Take a ParallelEnv below transforms over; or say why not."""
     from reap.envs.torchrl.parallel import NotTakenOver, ParallelBase, parallel_lanes
 
