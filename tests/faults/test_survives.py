@@ -127,6 +127,22 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
         assert len(lanes[0]) == len(lanes[1]) + (fault in ("raise", "oom"))  # that one was made anew in its place
 
 
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, DistributedCollector])
+def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
+    """Its last rollouts are delivered, also copied, where the consumer holds others: their slots are not given out."""
+    with collect(kind, [healthy(), healthy(1)], on_failure="drop") as c:
+        held = [c.next()]
+        supervisor = c._backend.supervisor
+        supervisor.drain()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        while not supervisor.workers[1].dropped:
+            supervisor.listen()
+        while any(worker.index == 1 for worker, _ in supervisor.arrived):
+            held.append(c.next())
+        assert sum(batch.origin.worker == 1 for batch in held) > 2
+        assert not supervisor.workers[1].working
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
 def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):

@@ -402,7 +402,9 @@ class Supervisor:
         self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
-        """Give a worker a slot to fill."""
+        """Give a worker a slot to fill. One that was dropped gets none: its last rollouts may be taken after that."""
+        if worker.dropped:
+            return
         self.share_statistics(worker)
         before, self._given = self._given, self._given + worker.size
         worker.fill(slot, random=before < self._random)

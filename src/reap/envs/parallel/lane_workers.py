@@ -247,7 +247,8 @@ class LaneWorkers(abc.ABC):
         self.order(range(len(self.bounds)), BEGIN, everyone)
         while self._pending:
             self.answered()
-        self.cut.clear()  # everybody has begun anew
+        self.cut.clear()  # everybody has begun anew,
+        self.lost.clear()  # also those that were lost meanwhile and replaced
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
