@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 
+import gymnasium as gym
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -25,7 +26,7 @@ from reap.collectors.distributed import (
 )
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
-from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
 from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
 
@@ -64,6 +65,38 @@ def test_in_a_step(kind, fault):
         assert caught.value.worker == f"1 (pid {workers[1]})"
         assert c.closed
         assert all_gone(workers, within=BOUND)
+        del c, caught
+
+
+class Word(str):
+    """Can be read only in the process that wrote it, as an object of a class that others do not have."""
+
+    def __reduce__(self):
+        return _read_at_home, (os.getpid(), str(self))
+
+
+def _read_at_home(pid, text):
+    if os.getpid() != pid:
+        raise ModuleNotFoundError(f"no module for {text!r} here")
+    return Word(text)
+
+
+class Says(CountingEnv):
+    observation_space = gym.spaces.Dict(observation=CountingEnv.observation_space, text=gym.spaces.Text(9))
+
+    def _observation(self):
+        return {"observation": super()._observation(), "text": Word(f"step {self.t}")}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_cannot_be_read_here_is_told(kind):
+    with no_leaks():
+        c = collect(kind, [lambda: Says((3, 1, 5), 0)])
+        workers = pids(c)
+        with pytest.raises(WorkerRaised, match="ModuleNotFoundError.*no module for 'step 0' here") as caught:
+            c.next()
+        assert caught.value.worker == f"0 (pid {workers[0]})"
+        assert c.closed
         del c, caught
 
 

@@ -47,7 +47,14 @@ from reap.backends.remote.gloo_worker import (
     wait,
 )
 from reap.backends.remote.launched_transport import LaunchedTransport
-from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of, store
+from reap.backends.remote.message_transport import (
+    MessageConnection,
+    NetworkChild,
+    SentWeights,
+    connection_of,
+    read,
+    store,
+)
 from reap.backends.remote.remote_worker import Header, Order, header
 from reap.backends.worker_handle import WorkerHandle
 from reap.core.slot import Slot
@@ -168,7 +175,7 @@ class GlooConnection(MessageConnection):
         place = f"from/{self._name}/{self._heard}"
         more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
-        return head.full(more) if head.rollout else pickle.loads(more)
+        return read(head, more)
 
     def _receive_rollout(self, group: Any, slot: Slot) -> None:
         """Receive bytes in the slot itself, if it is the worker's own. Lanes of a slot are not one piece of memory."""

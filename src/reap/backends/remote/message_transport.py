@@ -26,6 +26,7 @@ from torch import Tensor
 from reap._system.interrupts import Interrupts, Wakeup
 from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
+from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
 from reap._system.threads import wait_for_ends
 from reap.backends.base import Transport, WeightChannel, WorkerConnection
@@ -88,10 +89,17 @@ class MessageConnection(WorkerConnection):
     def received(self, message: Message) -> Any:
         """Return what a message says; a rollout's bytes are in its slot then."""
         header = Header(message.header)
-        if message.block is None:
-            return pickle.loads(message.more)
-        store(self.slots[header.slot], message.block)
-        return header.full(message.more)
+        if message.block is not None:
+            store(self.slots[header.slot], message.block)
+        return read(header, message.more)
+
+
+def read(header: Header, more: bytes) -> Any:
+    """Return what a message says; or, if it holds an object of a class that only its sender has, the error for that."""
+    try:
+        return header.full(more) if header.rollout else pickle.loads(more)
+    except Exception as error:
+        return Raised.of(error, "reading what it said")
 
 
 def store(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
