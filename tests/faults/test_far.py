@@ -25,10 +25,21 @@ from reap.collectors.distributed import (
     RPCSyncCollector,
 )
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap.errors import NotReady, UsageError, WorkerDied, WorkerRaised, WorkerSilent
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
-from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
+from tests.faults.worlds import (
+    BOUND,
+    SOON,
+    all_gone,
+    check_what_is_left_out,
+    collect,
+    faulty,
+    gated,
+    healthy,
+    pids,
+    within,
+)
 
 KINDS = [DistributedSyncCollector, DistributedCollector]
 ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
@@ -66,6 +77,23 @@ def test_in_a_step(kind, fault):
         assert c.closed
         assert all_gone(workers, within=BOUND)
         del c, caught
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pause_waits_no_longer_than_it_may(kind, tmp_path):
+    """Also for a batch that is being taken. Afterwards it goes on as if nobody had asked."""
+    gate, memory = tmp_path / "gate", ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    with collect(kind, [gated(gate)], replay_buffer=memory) as c:
+        c.start()
+        memory.sample()
+        with within(SOON), pytest.raises(NotReady, match="after 0.2 s"):
+            c.pause(timeout=0.2)
+        gate.touch()
+        with c.pause(timeout=60):
+            count = memory.write_count
+            assert count == c.stats()["frames"]
+        while memory.write_count == count:
+            memory.sample()
 
 
 class Word(str):

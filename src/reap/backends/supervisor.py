@@ -434,7 +434,7 @@ class Supervisor:
         with self.talking, self.interrupts.held():
             while any(worker.working for worker in self.living):
                 if left == 0 and heard:
-                    raise NotReady(f"workers are still busy after {within} s")
+                    raise NotReady(f"workers are still busy after {within:g} s")
                 self.listen(within=left)
                 heard = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)
