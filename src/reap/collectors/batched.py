@@ -128,10 +128,13 @@ class _FrameStream(Arrangement):
         self._version_key = version_key
 
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        self.name_keys(batch)
+        return True
+
+    def name_keys(self, batch: TensorDictBase) -> None:
         if self._version_key is not None:
             for root in ((), ("next",)):
                 batch.rename_key_((*root, *VERSION), (*root, *self._version_key))
-        return True
 
     def split(self, batch: TensorDictBase) -> TensorDictBase:
         order = torch.argsort(batch["collector", "traj_ids"], stable=True)
@@ -254,6 +257,6 @@ class AsyncBatchedCollector(Collector):
         self._weights.version = self._backend.worker.loop.version = first
         name = key if self.options.track_policy_version and key != VERSION else None
         others = self._backend.worker.layout.columns
-        if name is not None and any(name == other[: len(name)] for other in others):
+        if name is not None and any(name[: len(other)] == other[: len(name)] for other in others):
             raise UsageError(f"policy_version_key is {show(name)}, which is something else in a batch already")
         self._pipeline.arrangement = _FrameStream(name)

@@ -52,6 +52,9 @@ class Arrangement:
         """Frames of rollouts that were not delivered."""
         return 0
 
+    def name_keys(self, batch: TensorDictBase) -> None:
+        """Rename the keys of a batch that are called otherwise when it is delivered."""
+
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
         """Return whether this rollout is delivered; its keys and ids are those of a delivered one then."""
         return True
