@@ -143,6 +143,21 @@ def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
         assert not supervisor.workers[1].working
 
 
+def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):
+    def launch(workers):
+        raise ConnectionError("there is no room")
+
+    c = collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart")
+    c.next()
+    monkeypatch.setattr(c._backend.supervisor.transport, "launch", launch)
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="SIGKILL.*; there is no room") as caught:
+        while True:
+            c.next()
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert "SIGKILL" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
 def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):

@@ -188,6 +188,17 @@ def test_lanes_of_a_parallel_env_that_come_as_they_are_ready(on_failure, fault, 
         assert cuts == (lane == 1 and on_failure == "restart")
 
 
+def test_one_that_is_silent_is_told_of_while_another_is_started(caplog):
+    """The one that is started again has more time, and is not in its way."""
+    with AsyncEnvPool([healthy(0), healthy(1)], backend="threading") as pool:
+        workers = pool._lane_workers
+        now = time.monotonic()
+        workers._pending, workers._restarting = {0: now + 60, 1: now - 100}, {0: None}
+        workers._log_silence()
+        workers._pending, workers._restarting = {}, {}
+    assert "the worker of lane 1 sent nothing for 100 s" in caplog.text
+
+
 class DiesInFirstReset(CountingEnv):
     """Is killed in its first reset, if there is a file that says so; takes the file away."""
 

@@ -290,24 +290,25 @@ class Supervisor:
         self._end(worker)
         try:
             self.transport.launch([worker])
-        except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
-            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
-            self._failure.__cause__ = earlier
+        except (ConnectionError, ReapError) as why:  # there is nobody left who could start one
+            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
+            self._failure.__cause__ = earlier or error
             return
         worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
 
-    def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
-        """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
-        info = yield FIRST
+    def _join(self, worker: WorkerHandle) -> Generator[None, Any, None]:
+        """Tell a newcomer what the others know, one call at a time: each `yield` waits for the answer to the last."""
+        info = yield
         if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
         worker.info = info
         joining = None if self._joining is None else self._joining()
         if worker.begun and joining is not None:
             for name, arguments in joining(worker):
-                yield self.send_call(worker, name, *arguments)
+                self.send_call(worker, name, *arguments)
+                yield
 
     def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
@@ -378,11 +379,10 @@ class Supervisor:
                 finally:
                     self.talking.release()
 
-    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> int:
-        """Send one worker a call, and do not wait for the answer; returns the number of the call."""
+    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> None:
+        """Send one worker a call, and do not wait for the answer."""
         self.calls += 1
         worker.reached.call(dumps((self.calls, name, arguments), name))
-        return self.calls
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
         """These numbers, which are those of workers; else it raises."""

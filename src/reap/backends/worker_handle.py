@@ -37,7 +37,7 @@ class WorkerHandle:
         self.made_at_answer = 0, 0  # of these, before it gave its last answer
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
-        self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
+        self.joining: Generator[None, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
         self.in_a_row = 0  # how many have been launched in its place without ever being there
         self.state_after: Any = None  # where it was after its last rollout, if it says so

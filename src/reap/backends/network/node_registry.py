@@ -138,7 +138,7 @@ class NodeProcess:
         return silent_error(self, seconds, timeout)
 
     def signal(self, number: int) -> None:
-        """Send it a signal. One that waits for a node has ended then: if a node takes it right now, it is killed there."""
+        """Send it a signal. One that waits for a node has ended then; if a node takes it right now, it is killed."""
         if self._node is None:
             self.ended("was ended before a node came for it", "")
         elif not self.gone():

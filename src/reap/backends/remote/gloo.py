@@ -30,6 +30,7 @@ from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
+from reap._system.stacks import all_at_once
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import Nodes
 from reap.backends.network.loopback_store import loopback_store
@@ -122,6 +123,8 @@ class GlooConnection(MessageConnection):
                 with self._new_weights:
                     self._group = group
                     self._new_weights.notify_all()
+                if getattr(self.child.process, "lost", False):  # meanwhile, when there was no group to abandon
+                    self.abandon()
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
@@ -141,9 +144,9 @@ class GlooConnection(MessageConnection):
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()
-        if self._sender is None:
-            self._sender = threading.Thread(target=self._send_all, name=f"reap-sender-{self.index}", daemon=True)
-            self._sender.start()
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, name=f"reap-sender-{self.index}", daemon=True)
+                self._sender.start()
 
     def _send_all(self) -> None:
         with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone
@@ -237,7 +240,10 @@ class GlooTransport(LaunchedTransport):
 
     def join_weights(self) -> None:
         if not self._one_by_one:
-            self._group = self._address.group("weights", 0, len(self._workers) + 1)
+            try:
+                self._group = self._address.group("weights", 0, len(self._workers) + 1)
+            except RuntimeError as error:  # one of them has died meanwhile
+                raise self._unsent(error) from None
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:
@@ -273,14 +279,16 @@ class GlooTransport(LaunchedTransport):
         return self._spare.pop() if self._spare else None
 
     def _unsent(self, error: Exception) -> WorkerDied:
+        until = time.monotonic() + 1.0
         for worker in self._workers:
-            if self._children[worker.index].gone(1.0):
+            if self._children[worker.index].gone(max(0.0, until - time.monotonic())):
                 return worker.child.death().at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> WorkerHandle:
         """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
-        deaf = [worker for worker in self._workers if not worker.child.ask_stack()]
+        stacks = all_at_once({str(worker.index): worker.child.ask_stack for worker in self._workers})
+        deaf = [worker for worker in self._workers if not stacks[str(worker.index)]]
         quiet = (
             deaf
             or [worker for worker in self._workers if not connection_of(worker, GlooConnection).speaks]

@@ -208,7 +208,8 @@ class LaneWorkers(abc.ABC):
         """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
         now = time.monotonic()
         self._look_at = now + silence.LOGGED_AFTER / 4
-        group, since = next(iter(self._pending.items()), (0, now))
+        group = self._longest_away() if self._pending else 0
+        since = self._pending.get(group, now)
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
             first, last = self.bounds[group]
