@@ -443,6 +443,7 @@ def test_wrong_arguments():
         ({"collector_kwargs": {"sync": True}}, "collector_kwargs holds 'sync'"),
         ({"launcher": "join", "secret_file": 3}, "secret_file must be a path, got 3"),
         ({"join_timeout": float("nan")}, "join_timeout"),
+        ({"join_timeout": float("inf")}, "join_timeout"),
         (
             {"collector_class": "sync", "deterministic": True, "on_failure": "restart"},
             "deterministic=True with on_failure='restart'.*collector_class",

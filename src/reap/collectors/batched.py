@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.affinity import Masks, mask
-from reap.arguments import count, flag, one_of
+from reap.arguments import count, flag, one_of, whole
 from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
@@ -205,10 +205,7 @@ class AsyncBatchedCollector(Collector):
             options.update(_devices(device_config, options))
         for unused in _WITHOUT_EFFECT:
             options.pop(unused, None)
-        if policy_version is None:
-            policy_version = 0
-        if isinstance(policy_version, bool) or not isinstance(policy_version, int):
-            raise WrongArgument(f"policy_version must be a whole number, got {policy_version!r}")
+        policy_version = whole("policy_version", policy_version, least=None, none=True) or 0
         version_key = None if policy_version_key is None else _checked_key(policy_version_key)
         if version_key is None and options.setdefault("track_policy_version", False):
             raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")

@@ -63,7 +63,6 @@ class WorkerMemory:
     first: int
     common: bool
     packing: Packing | None
-    begins: bool  # whether the weights all workers begin with are its own
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -228,8 +227,6 @@ class LocalWorkerServer(WorkerServer):
         self._slots = {i: whole.window(i, self.worker.layout, memory.first) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-            if memory.begins:
-                self._shared.begin_with(self.tensors)
         self.settle()
 
     def do_run(self) -> None:

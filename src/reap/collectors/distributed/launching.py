@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from reap.arguments import LONGEST, mapping, one_of
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import (
     DEFAULT_SLURM_CONF,
@@ -44,13 +45,10 @@ def nodes_of(given: Mapping[str, Any]) -> Nodes:
     """Return where a collector listens for workers and who starts them, from the options of `LAUNCHING`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
-    if not isinstance(launcher, str) or launcher not in LAUNCHERS:
-        hint = nearest(str(launcher), LAUNCHERS)
-        raise UsageError(f"launcher must be one of {', '.join(map(repr, LAUNCHERS))}, got {launcher!r}{hint}")
-    if slurm is not None and not isinstance(slurm, Mapping):
-        raise WrongArgument(f"slurm_kwargs must be a mapping, got {type(slurm).__name__}")
-    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not patience > 0:
-        raise WrongArgument(f"join_timeout must be a number of seconds, got {patience!r}")
+    one_of("launcher", launcher, LAUNCHERS)
+    mapping("slurm_kwargs", slurm)
+    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 0 < patience <= LONGEST:
+        raise WrongArgument(f"join_timeout must be a number of seconds, {LONGEST:,.0f} at most, got {patience!r}")
     for name, which in (
         ("slurm_kwargs", ("submitit",)),
         ("secret_file", ("join",)),
