@@ -157,8 +157,10 @@ class AsyncBatchedCollector(Collector):
     Args:
         create_env_fn: a list with one factory (or Gymnasium id) for each env.
         policy: as for `Collector`; it acts in this process. Or `policy_factory`, and one of them there must be.
-        max_batch_size: the most envs the policy decides about at a time; None: 64.
+        max_batch_size: the most envs the policy decides about at a time; None: 64. Never more than half of the envs
+            (rounded up), so that the others step meanwhile, unless `min_batch_size` is more.
         min_batch_size: the fewest; None: 1.
+        backend: the same as `env_backend`, which goes before it; None: "threading".
         env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
         server_config: an object with `max_batch_size` and `min_batch_size`, in place of the two (TorchRL's
             `InferenceServerConfig`); what else it says tunes a server that is not here.
