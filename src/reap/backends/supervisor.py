@@ -13,8 +13,8 @@ A worker that died, raised or fell silent has failed. Then, as the `FailurePolic
 
 A worker that joins is not waited for here: its answers are heard among those of the others.
 
-One thread at a time listens: it holds `talking`. Ctrl-C is let in only while waiting, when nothing is in hand: to go on
-after it is to go on.
+One thread at a time listens: it holds `talking`. Ctrl-C is raised only while waiting, when nothing is half done, so the
+caller may call again as if nothing had happened.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ class WeightPublisher:
         self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
         self._lock = threading.Lock()  # inside `talking`, if both are held
-        self._own: dict[int, tuple[_Given, ...]] = {}  # since then, what earlier ones hold and later ones leave out too
+        # By worker: weights it alone was given since the last ones for all. Earlier ones are kept while they hold a name
+        # that later ones do not.
+        self._own: dict[int, tuple[_Given, ...]] = {}
         self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later
 
     def choose_packing(self) -> Packing | None:

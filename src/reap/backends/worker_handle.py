@@ -22,10 +22,10 @@ class WorkerHandle:
     def __init__(self, job: Job) -> None:
         self.index = job.index
         self.job: Job | None = job  # what it is started from, where it may have to be started again
-        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number, if it shares none with others
+        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number; empty: in lanes of one slot for all
         self.lent: set[int] = set()  # of these, those the consumer looks at
         self.inbox: deque[Any] = deque()  # answers to the call it was asked last
-        self.busy_since = 0.0  # when it was last given something to do while it had nothing, or heard of
+        self.busy_since = 0.0  # since when it is silent: it was last heard then, or given work while it had none
         self.working: dict[int, bool] = {}  # slots it may fill, and whether with random actions
         self.asked: int | None = None  # the call it has not answered yet
         self._question = b""  # that call
@@ -34,7 +34,7 @@ class WorkerHandle:
         self.clock_behind = float("inf")  # seconds that its clock is behind ours, as far as it is known
         self.statistics_heard = 0  # the version of those that it was told
         self.frames = self.rollouts = 0  # made so far
-        self.made_at_answer = 0, 0  # of these, before it gave its last answer
+        self.made_at_answer = 0, 0  # frames and rollouts it had made when it gave its last answer
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[None, Any, None] | None = None  # it was started again: what it is told first

@@ -72,7 +72,7 @@ class Job:
     init: Callable[[], Any] | None = None
     hooks: Hooks | None = None  # None: none, or with a writer as it has them
     strategy: Any = None  # a user's own, by which weights are applied
-    writer: Callable[..., RowWriter] | None = None  # makes what its rollouts are brought to a buffer by, there
+    writer: Callable[..., RowWriter] | None = None  # makes, in the worker, what writes its rollouts into a buffer
     preempted: bool = False  # whether its rollouts may be cut short
     saves: bool = False  # whether it says after each rollout where it is, so that another can go on exactly there
     restarts: int = 0  # how many have been in its place before it
@@ -127,9 +127,8 @@ class WorkerServer:
     """
 
     interruptor: Any = None  # what may stop its rollouts
-    rebuilds: RemoteRebuilds | None = (
-        None  # by which envs that raise are made anew, where its owner can be told at once
-    )
+    # By which envs that raise are made anew, where its owner can be told at once.
+    rebuilds: RemoteRebuilds | None = None
 
     def __init__(self, job: Job, plan: Plan, writer: Callable[[], RowWriter] | None = None) -> None:
         self.index = job.index

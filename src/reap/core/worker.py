@@ -260,7 +260,10 @@ class Worker(AnyWorker):
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
-        """The same loop, on a log in which lanes stand as they were ready; `slot` gets the frames lane by lane."""
+        """The same loop, on a log in which lanes stand as they were ready.
+
+        `slot` gets the frames as the sorter delivers them: lane by lane, or in the order in which they came.
+        """
         if self.policy.remembers:
             raise UsageError(
                 "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "

@@ -24,7 +24,7 @@ from reap._system.listener import Visitor
 from reap._system.silence import silent_error
 from reap.backends.network.authenticated_listener import AuthenticatedListener
 from reap.backends.network.node_agent import run_secret
-from reap.backends.network.node_connection import NodeConnection
+from reap.backends.network.node_connection import CLOSED, NodeConnection
 from reap.errors import WorkerDied, WorkerSilent
 
 _STACK = 1.5  # seconds for a stack to come
@@ -261,7 +261,7 @@ class NodeRegistry:
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
         for node in self._nodes:
-            node.connection.send(end="the collector is closed")
+            node.connection.send(end=CLOSED)
         for node in self._nodes:
             node.connection.wait(max(0.0, until - time.monotonic()))
             node.connection.close()

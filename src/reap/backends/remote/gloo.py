@@ -66,7 +66,10 @@ _LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who wai
 
 
 class _OrderStore:
-    """Where orders are put. It ends with its collector, and workers with it: nobody else keeps it alive."""
+    """The key-value store that carries orders.
+
+    Only this object keeps it alive: when it is closed, workers that wait for an order end.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store

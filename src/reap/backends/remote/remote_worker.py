@@ -1,4 +1,4 @@
-"""RemoteWorker: a worker elsewhere, whose rollouts are sent to whoever asked for it.
+"""RemoteWorker: a worker elsewhere that sends its rollouts to whoever ordered them.
 
     order ──► fill ──► block ──► messages ──► transport        two blocks: one is on its way while the other is filled
           └─► answer ──────────► messages ──► transport

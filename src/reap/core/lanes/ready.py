@@ -13,7 +13,8 @@ are ready. The leaf `READY` says which lane is where.
 A position nobody stands at says -1. A lane that comes without a frame has begun anew: once after a reset of all; later
 because what stepped it has failed. The frame after such a one is the first of another trajectory.
 
-Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
+Guarantees: no frame is doubled or reordered within a lane, and none is lost unless a rollout is broken off (Ctrl-C); a
+frame carries the version that acted.
 The price is two copies of each frame, made for whole rollouts at once: out of the log, and into its place.
 """
 
@@ -73,9 +74,8 @@ class Sorter:
         if VERSION in arrays and version is not None:
             arrays[VERSION][...] = version
         flat = {key: arrays[key].reshape(-1, *arrays[key].shape[2:]) for key in (*self._roots, *self._nexts)}
-        if (
-            self._open_lanes is None
-        ):  # lanes not in hand after a reset are on their way with it: no frame, but an answer
+        # Lanes not in hand after a reset are on their way with it: no frame, but an answer.
+        if self._open_lanes is None:
             self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[READY][0])
             self._begun[:] = True
             self._begun[self._open_lanes] = False

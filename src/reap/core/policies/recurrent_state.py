@@ -47,9 +47,8 @@ def carry_of(policy: Any) -> dict[Key, Tensor]:
                 if not isinstance(first, Tensor):
                     raise WrongArgument(f"carry {key!r} must be a tensor, one lane's first value; got {first!r}")
                 found[as_key(key)] = first.detach().cpu()
-        elif callable(getattr(part, "make_tensordict_primer", None)) and _writes_next(
-            part
-        ):  # TorchRL's recurrent modules
+        # TorchRL's recurrent modules.
+        elif callable(getattr(part, "make_tensordict_primer", None)) and _writes_next(part):
             primers = part.make_tensordict_primer().primers
             for key in primers.keys(True, True):
                 found[as_key(key)] = primers[key].zero().detach().cpu()

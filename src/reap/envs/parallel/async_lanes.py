@@ -71,7 +71,7 @@ class ReadyLanes(Env):
         self._began: tuple[Any, Any] | None = None
 
     def _show(self, keys: Iterable[Key]) -> None:
-        """Which leaves of the workers' are to be seen, and where ours is among them."""
+        """Choose which of the workers' observations are shown; the lane numbers come behind them."""
         whole = self.lane_workers.spec.observation
         self._observation = {**{key: whole[key] for key in keys}, READY: Leaf((), torch.int64)}
         self._shown = [n for n, key in enumerate(whole) if key in self._observation]
@@ -81,7 +81,10 @@ class ReadyLanes(Env):
         return self.lane_workers.stacks()
 
     def bind_policy(self, model: Any) -> None:
-        """What the policy carries and the env primes is kept here, lane by lane: the env has it elsewhere."""
+        """Keep recurrent state that both the policy and a TorchRL primer of the env declare here, lane by lane.
+
+        It is hidden from the env's observations.
+        """
         whole = self.lane_workers.spec
         kept = [key for key in carry_of(model) if key in whole.primed]
         self._show([key for key in whole.observation if key not in kept])

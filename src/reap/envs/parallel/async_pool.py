@@ -31,7 +31,7 @@ from reap.core.device.devices import named_device
 from reap.core.slot import FLAGS
 from reap.envs.base import EnvBase
 from reap.envs.parallel.async_lanes import ReadyLanes
-from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
+from reap.envs.parallel.env_child import RESET, STEP_SOME, UNSEEDED
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.envs.parallel.process_workers import MOST_THREADS, ProcessWorkers, ThreadedProcessWorkers
 from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
@@ -156,7 +156,7 @@ class AsyncEnvPool(EnvBase):
         self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
         self._asked: dict[int, tuple[int, list[int]]] = {}  # groups under way: what for, and which lanes
         self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: what, lane
-        self._ready: dict[int, deque[int]] = {SOME: deque(), BEGIN: deque()}  # lanes that have answered
+        self._ready: dict[int, deque[int]] = {STEP_SOME: deque(), RESET: deque()}  # lanes that have answered
         self._busy: dict[int, int] = {}  # lanes under way or not received yet, and what for
         self._fresh = np.zeros(self.num_envs, bool)  # begun anew; the first observation waits
 
@@ -200,7 +200,7 @@ class AsyncEnvPool(EnvBase):
             array[lanes] = value.reshape(len(lanes), *array.shape[1:])
         for n, lane in enumerate(lanes):
             self._given[lane] = td, n
-        self._order(SOME, lanes)
+        self._order(STEP_SOME, lanes)
 
     def async_step_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
@@ -210,7 +210,7 @@ class AsyncEnvPool(EnvBase):
         With `env_index`: of those. `max_get` leaves further ones for the next call. After `timeout` seconds without
         enough answers: `NotReady`, a TimeoutError; those that came stay for the next call.
         """
-        lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
+        lanes = self._receive(STEP_SOME, min_get, max_get, env_index, timeout)
         row, at = self._lane_workers.row(), np.array(lanes)
         spec = self._lane_workers.spec
         columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
@@ -236,14 +236,14 @@ class AsyncEnvPool(EnvBase):
         lanes = self._lanes_for(tensordict, env_index)
         given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
         self._check_idle(lanes)
-        self._order(BEGIN, lanes, given)
+        self._order(RESET, lanes, given)
         self._begun[lanes] = True
 
     def async_reset_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """First observations of at least `min_get` envs, in the order of their answers; the rest as for steps."""
-        return self._first_of(self._receive(BEGIN, min_get, max_get, env_index, timeout))
+        return self._first_of(self._receive(RESET, min_get, max_get, env_index, timeout))
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class AsyncEnvPool(EnvBase):
                 raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
 
     def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
-        if what == BEGIN:
+        if what == RESET:
             self._lane_workers.seed(lanes, seeds)
             if self.lanes_env.pending_seeds is not None:  # each is used once
                 begun = {*lanes}
@@ -279,7 +279,7 @@ class AsyncEnvPool(EnvBase):
         for lane in lanes:
             self._busy[lane] = what
             if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker has begun it when the last one ended
-                self._ready[BEGIN].append(lane)
+                self._ready[RESET].append(lane)
             else:
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
             self._fresh[lane] = False
@@ -308,7 +308,7 @@ class AsyncEnvPool(EnvBase):
         if max_get is not None and max_get < min_get:
             raise UsageError(f"max_get is {max_get}, below min_get, which is {min_get}")
         deadline = None if timeout is None else time.monotonic() + timeout
-        name = "async_step" if what == SOME else "async_reset"
+        name = "async_step" if what == STEP_SOME else "async_reset"
         pending = {lane for lane, why in self._busy.items() if why == what}
         wanted = pending if env_index is None else set(_numbers(env_index, self.num_envs))
         least = len(wanted) if env_index is not None else min_get
@@ -370,7 +370,7 @@ class AsyncEnvPool(EnvBase):
             values[key] = value.detach().cpu()
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
-            if self._asked or SOME in self._busy.values():  # answers that were not received lie in the row, too
+            if self._asked or STEP_SOME in self._busy.values():  # answers that were not received lie in the row, too
                 raise WrongState("actions look different from those that are under way; receive what was sent first")
             self._action = None  # until everybody has understood
             self._lane_workers.expect(looks)
