@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 from reap._system.processes import Child
-from reap.backends.network.launchers import Nodes
+from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import Forged, MessageSigner
 from reap.backends.remote.gloo import GlooConnection, GlooTransport
@@ -110,7 +110,7 @@ def test_a_group_for_weights_that_cannot_be_joined():
     def group(*_):
         raise RuntimeError("Connection reset by peer")
 
-    transport = GlooTransport(nodes=Nodes("join"))
+    transport = GlooTransport(nodes=NodeSettings("join"))
     transport._workers, transport._address = [], SimpleNamespace(group=group)
     with pytest.raises(WorkerDied, match="weights could not be sent: Connection reset"):
         transport.join_weights()
@@ -118,7 +118,7 @@ def test_a_group_for_weights_that_cannot_be_joined():
 
 def test_who_has_died_is_looked_for_in_a_second_however_many_live():
     living = SimpleNamespace(gone=lambda timeout: threading.Event().wait(timeout))
-    transport = GlooTransport(nodes=Nodes("join"))
+    transport = GlooTransport(nodes=NodeSettings("join"))
     transport._workers = [SimpleNamespace(index=index) for index in range(4)]
     transport._children = dict.fromkeys(range(4), living)
     with within(2.0):
@@ -165,7 +165,7 @@ def test_threads_of_a_worker_are_waited_for_when_it_has_ended():
     worker = SimpleNamespace(index=0, slots={})
     worker.connection = MessageConnection(worker, SentWeights())
     worker.connection.let_end = lambda: done.append("threads")
-    transport = GlooTransport(nodes=Nodes("mp"))
+    transport = GlooTransport(nodes=NodeSettings("mp"))
     transport._children[0] = Process()
     transport.retire(worker)
     assert done == [signal.SIGKILL, "ended", "threads"]

@@ -14,7 +14,7 @@ import torch
 
 from reap._foreign import torch_internals
 from reap.backends.network import node_agent, node_registry
-from reap.backends.network.launchers import Nodes, new_secret, read_secret
+from reap.backends.network.launchers import NodeSettings, new_secret, read_secret
 from reap.backends.network.node_agent import NodeAgent
 from reap.backends.network.node_registry import NodeProcess, NodeRegistry
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
@@ -185,7 +185,7 @@ def test_closing_does_not_wait_for_a_node(options, secret, port):
 
 def test_a_node_that_leaves_when_it_is_wanted_is_waited_for(secret, monkeypatch):
     """What is left of `join_timeout` is for another to come, and nobody is refused later because of it."""
-    pool = Nodes("join", secret_file=str(secret), patience=60.0).open(1, 0, lambda: None)
+    pool = NodeSettings("join", secret_file=str(secret), patience=60.0).open(1, 0, lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(NodeRegistry, "places", 1)  # it hangs up after this
         (process,) = pool.gather([b""], "gloo", [{}], lambda process: None, lambda seconds: None)

@@ -267,12 +267,12 @@ def test_too_many_restarts_are_told_with_the_cause():
 
 def test_a_budget_is_for_a_window():
     budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
-    assert [budget.refusal(0) for _ in range(2)] == [None, None]
-    assert "max_restarts=2, restart_window=0.05" in budget.refusal(0)
+    assert [budget.spend(0) for _ in range(2)] == [None, None]
+    assert "max_restarts=2, restart_window=0.05" in budget.spend(0)
     time.sleep(0.06)
-    assert budget.refusal(0) is None
+    assert budget.spend(0) is None
     assert budget.count == 3
-    assert "10 in a row" in budget.refusal(10), "one that is never there is not tried for ever"
+    assert "10 in a row" in budget.spend(10), "one that is never there is not tried for ever"
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -78,7 +78,8 @@ class Supervisor:
         self._heard: Heard | None = None  # told of each answer to it
         self.interrupts = Interrupts()
         self.talking = threading.RLock()  # one thread at a time listens
-        self._random = self._given = 0  # frames of the run that have random actions, and that were ordered so far
+        self._random_frames = 0  # of the run: so many have random actions
+        self._frames_ordered = 0  # so far
         self._failure: ReapError | None = None  # of the first worker that failed
         self._opened = self._halted = False
         self._owner = os.getpid()
@@ -253,13 +254,13 @@ class Supervisor:
             self._failure = self._failure or error
         elif action == "drop":
             lost = sum(worker.working.values()) * worker.size  # frames with random actions, which others are to make
-            self._given = min(self._given, self._random) - lost
+            self._frames_ordered = min(self._frames_ordered, self._random_frames) - lost
             worker.drop()
             self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif (why := self._budget.refusal(worker.in_a_row)) is None:
+        elif (why := self._budget.spend(worker.failed_starts)) is None:
             self._start_again(worker, error)
         else:
             self._failure = refused(error, why)
@@ -282,7 +283,7 @@ class Supervisor:
         """Launch another in the place of a worker; it joins while others are listened to."""
         if worker.joining is None:
             worker.failed_at = time.monotonic()
-        worker.in_a_row += 1
+        worker.failed_starts += 1
         earlier, self._causes[worker.index] = self._causes.get(worker.index), error
         if worker.job is not None:
             worker.job = replace(worker.job, entropy=fresh_seed(), restarts=worker.restarts + 1)
@@ -326,7 +327,7 @@ class Supervisor:
         """One that was started again is there, and knows what the others know."""
         if worker.asked == FIRST:  # its first words are what somebody waits for
             worker.answered(worker.info)
-        worker.in_a_row = 0
+        worker.failed_starts = 0
         worker.go_on()
         self._started(worker)
         if self.on_return is not None:
@@ -398,7 +399,7 @@ class Supervisor:
 
     def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
-        self._random = frames
+        self._random_frames = frames
         self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
@@ -406,8 +407,8 @@ class Supervisor:
         if worker.dropped:
             return
         self.share_statistics(worker)
-        before, self._given = self._given, self._given + worker.size
-        worker.fill(slot, random=before < self._random)
+        before, self._frames_ordered = self._frames_ordered, self._frames_ordered + worker.size
+        worker.fill(slot, random=before < self._random_frames)
 
     def share_statistics(self, worker: WorkerHandle) -> None:
         """Tell a worker what the envs of others have learned since it was told last. Nobody waits for its answer."""
@@ -418,10 +419,10 @@ class Supervisor:
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""
-        self._given = 0
+        self._frames_ordered = 0
         for worker in self.workers:
             without = -self.waiting(worker)[0] if worker.index in anew else len(worker.working) * worker.size
-            self._given += worker.frames + without
+            self._frames_ordered += worker.frames + without
 
     def waiting(self, worker: WorkerHandle) -> tuple[int, int]:
         """Frames and rollouts of a worker that nobody has taken yet."""

@@ -47,7 +47,7 @@ class WeightPublisher:
         self.packing: Packing | None = None  # what weights for all hold, once that is chosen
         self._channel: WeightChannel | None = None  # None: each worker is sent its own
         self._lock = threading.Lock()  # inside `talking`, if both are held
-        # By worker: weights it alone was given since the last ones for all. Earlier ones are kept while they hold a name
+        # By worker: weights it alone was given since the last ones for all. Earlier ones stay while they hold a name
         # that later ones do not.
         self._own: dict[int, tuple[_Given, ...]] = {}
         self._loaded: tuple[_Given, ...] = ()  # those of a state that was loaded since, for who comes later

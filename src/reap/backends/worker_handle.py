@@ -39,7 +39,7 @@ class WorkerHandle:
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
         self.joining: Generator[None, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
-        self.in_a_row = 0  # how many have been launched in its place without ever being there
+        self.failed_starts = 0  # how many have been launched in its place without ever being there
         self.state_after: Any = None  # where it was after its last rollout, if it says so
         self.dropped = False  # it failed, and the others go on without it
 
@@ -94,7 +94,7 @@ class WorkerHandle:
         return 0 if self.job is None else self.job.restarts
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another that takes its place goes on exactly where it was after its last rollout."""
         return self.begun and self.state_after is not None and self.state_after.get("why") is None
 

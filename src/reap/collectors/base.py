@@ -198,7 +198,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             batch, self._last = pipeline.take(self._backend)
             return pipeline.arrangement.arrange(batch, self._last)
         self._check_not_background()
-        with self._watching():
+        with self._closed_by_failures():
             return pipeline.arrangement.arrange(*pipeline.take(self._backend))
 
     @property
@@ -578,7 +578,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("start() collects into a replay buffer; give replay_buffer")
         if self._runner is None:
             runner = self._make_runner()
-            with self._watching(), self._backend.uninterrupted():
+            with self._closed_by_failures(), self._backend.uninterrupted():
                 runner.start()
                 self._runner = runner  # it runs
 
@@ -620,7 +620,7 @@ class BaseCollector(IterableDataset[TensorDict]):
             raise WrongState("there is nothing to pause: start() was not called")
         paused = Paused(self.resume, kept=kept)
         try:
-            with self._watching():
+            with self._closed_by_failures():
                 runner.pause(paused, timeout)
                 self._raise_background_error()
                 if settle is not None:
@@ -673,7 +673,7 @@ class BaseCollector(IterableDataset[TensorDict]):
 
     def _ask(self, work: Callable[[], T]) -> T:
         """Have a worker do something between two batches."""
-        with self._watching():
+        with self._closed_by_failures():
             return self._between(work)
 
     def _between(self, work: Callable[[], T]) -> T:
@@ -747,7 +747,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         self._life.check_open()
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _closed_by_failures(self) -> Iterator[None]:
         """A worker that fails inside, whatever it was asked, closes the collector."""
         self._check_open()
         try:

@@ -117,7 +117,7 @@ class MultiCollector(BaseCollector):
         self._prepare(workers[0], update_interval=self._placement.update_interval)
         self._policy, self._strategy = policy, settings.strategy()
         self._there: dict[str, Any] = {}  # hooks that are called in the workers
-        if self._direct or settings.hooks_in_workers:
+        if self._workers_write or settings.hooks_in_workers:
             self._there = {"pre_collect_hook": self._before, "post_collect_hook": self._after}
             self._before = self._after = None
         self._sizes = frames
@@ -170,7 +170,7 @@ class MultiCollector(BaseCollector):
     def _make_delivery(self, settings: Options) -> Delivery:
         """Choose which rollouts make a batch."""
         threshold = settings.preemptive_threshold if self._sync else None
-        if self._direct:
+        if self._workers_write:
             return IntoBuffer(in_step=bool(self._sync), threshold=threshold, random_frames=settings.random_frames)
         return InStep(threshold) if self._sync else AsReady(settings.random_frames)
 
@@ -209,8 +209,8 @@ class MultiCollector(BaseCollector):
     def _make_sink(self) -> Sink | None:
         """None where workers write into the buffer themselves: reap's own does not mind who writes."""
         sink = super()._make_sink()  # checks the options
-        self._direct = self._placement.workers_write(self.replay_buffer)
-        return None if self._direct else sink
+        self._workers_write = self._placement.workers_write(self.replay_buffer)
+        return None if self._workers_write else sink
 
     def _plans(
         self, workers: Sequence[Options], makers: Sequence[Any], policy: Any, frames: Sequence[int]
@@ -274,7 +274,7 @@ class MultiCollector(BaseCollector):
     # ---- data -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> TensorDictBase | None:
-        if not self._direct:
+        if not self._workers_write:
             return super()._finish()
         with self._backend.uninterrupted():
             self._send_weights()
@@ -293,7 +293,7 @@ class MultiCollector(BaseCollector):
             self._weights.used(batches, background=True)
 
     def _make_runner(self) -> Runner:
-        if not self._direct or not self._placement.workers_go_on:
+        if not self._workers_write or not self._placement.workers_go_on:
             return super()._make_runner()
         if self.options.update_at_each_batch:
             raise WrongState(
@@ -307,7 +307,7 @@ class MultiCollector(BaseCollector):
 
     def rollout(self) -> TensorDictBase:
         self._check_open()
-        if self._direct:
+        if self._workers_write:
             raise WrongState("workers write their rollouts into the replay buffer; there are none to see here")
         return super().rollout()
 
@@ -386,7 +386,7 @@ class MultiCollector(BaseCollector):
                 self._between(lambda: self._backend.apply(path, strategy, state))
 
         # Workers that write to a buffer have a postproc of their own.
-        there = in_workers if self._direct or not here else None
+        there = in_workers if self._workers_write or not here else None
         find = partial(get_attribute, self) if here else None
         load_model(path, weights, strategy, find=find, ask=self._ask, in_workers=there)
 
@@ -436,7 +436,7 @@ class MultiCollector(BaseCollector):
 
     def _settle(self, timeout: float | None) -> None:
         """Wait, paused in the background, until no worker is making anything any more."""
-        if self._direct:
+        if self._workers_write:
             self._count(*self._backend.settle(timeout))  # it is in the buffer, and nobody has counted it yet
         else:
             self._backend.drain(timeout)

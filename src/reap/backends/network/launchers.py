@@ -64,7 +64,7 @@ def read_secret(path: str | os.PathLike[str] | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSettings:
     """Where a collector listens for workers, and who starts them."""
 
     launcher: str
@@ -86,7 +86,7 @@ class Nodes:
 class NodePool:
     """The nodes of one collector."""
 
-    def __init__(self, nodes: Nodes, secret: bytes, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, secret: bytes, store: int, wake: Callable[[], None]) -> None:
         self._nodes = nodes
         self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, wake)
 
@@ -146,7 +146,7 @@ class NodePool:
 class _Submitted(NodePool):
     """Nodes that are jobs submitted by the collector."""
 
-    def __init__(self, nodes: Nodes, count: int, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, count: int, store: int, wake: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
         folder = Path(conf.pop("folder")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ class _Submitted(NodePool):
 class _Delayed(NodePool):
     """Nodes that were submitted before the collector was there."""
 
-    def __init__(self, nodes: Nodes, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, store: int, wake: Callable[[], None]) -> None:
         if _meeting is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
         meeting = json.loads((_meeting / "jobs").read_text())

@@ -32,7 +32,7 @@ from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.stacks import all_at_once
 from reap.backends.network.authenticated_listener import LOOPBACK
-from reap.backends.network.launchers import Nodes
+from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.gloo_worker import (
@@ -53,8 +53,8 @@ from reap.backends.remote.message_transport import (
     NetworkChild,
     SentWeights,
     connection_of,
+    copy_into_slot,
     read,
-    store,
 )
 from reap.backends.remote.remote_worker import Header, Order, header
 from reap.backends.worker_handle import WorkerHandle
@@ -115,13 +115,13 @@ class GlooConnection(MessageConnection):
         self.thread.start()
 
     def send(self, order: Order | None) -> None:
-        key = f"to/{self._name}/{self.orders}"
-        self.orders += 1
+        key = f"to/{self._name}/{self.orders_sent}"
+        self.orders_sent += 1
         self._put(key, self._signer.sign(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
-            if self._comes():
+            if self._wait_until_here():
                 group = self._address.group(f"data/{self._name}", 0, 2)
                 with self._new_weights:
                     self._group = group
@@ -171,7 +171,7 @@ class GlooConnection(MessageConnection):
         if (group := self._group) is not None:
             abandon(group, 1)
 
-    def _comes(self) -> bool:
+    def _wait_until_here(self) -> bool:
         """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
         return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
@@ -192,7 +192,7 @@ class GlooConnection(MessageConnection):
             if self._passing is None or self._passing.size != size:
                 self._passing = np.empty(size, np.uint8)
             wait(group.recv([torch.from_numpy(self._passing)], 1, 0))
-            store(slot, self._passing)
+            copy_into_slot(slot, self._passing)
 
 
 class GlooTransport(LaunchedTransport):
@@ -201,7 +201,9 @@ class GlooTransport(LaunchedTransport):
     weight_schemes = ("distributed", "per_worker", "none")
     network = "gloo"
 
-    def __init__(self, *, nodes: Nodes, one_by_one: bool = False, start_method: StartMethod = "forkserver") -> None:
+    def __init__(
+        self, *, nodes: NodeSettings, one_by_one: bool = False, start_method: StartMethod = "forkserver"
+    ) -> None:
         super().__init__(nodes=nodes, one_by_one=one_by_one, start_method=start_method)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []

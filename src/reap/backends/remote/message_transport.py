@@ -56,7 +56,7 @@ class MessageConnection(WorkerConnection):
     def __init__(self, worker: WorkerHandle, sent: SentWeights) -> None:
         self.index, self.slots, self._sent = worker.index, worker.slots, sent
         self.inbox: deque[Any] = deque()  # what it has said
-        self.orders = 0  # sent so far
+        self.orders_sent = 0  # sent so far
 
     def send(self, order: Order | None) -> None:
         """Send an order, after those before it; None: go home."""
@@ -90,7 +90,7 @@ class MessageConnection(WorkerConnection):
         """Return what a message says; a rollout's bytes are in its slot then."""
         header = Header(message.header)
         if message.block is not None:
-            store(self.slots[header.slot], message.block)
+            copy_into_slot(self.slots[header.slot], message.block)
         return read(header, message.more)
 
 
@@ -102,7 +102,7 @@ def read(header: Header, more: bytes) -> Any:
         return Raised.of(error, "reading what it said")
 
 
-def store(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     """Write the bytes of a worker's rollout into its slot, or into its lanes of a slot."""
     if slot.block.size == block.size:
         np.copyto(slot.block, block)

@@ -20,7 +20,7 @@ from reap.backends.network.launchers import (
     DEFAULT_SLURM_CONF,
     LAUNCHERS,
     PATIENCE,
-    Nodes,
+    NodeSettings,
     join_later,
     make_executor,
     new_secret,
@@ -29,7 +29,7 @@ from reap.backends.network.launchers import (
 )
 from reap.errors import UsageError, WrongArgument, nearest
 
-LAUNCHING: Mapping[str, Any] = {
+LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "launcher": "mp",
     "tcp_port": None,
     "slurm_kwargs": None,
@@ -41,8 +41,8 @@ DEFAULT_SLURM_CONF_MAIN = {**DEFAULT_SLURM_CONF, "slurm_gpus_per_node": 1}
 _FRAMEWORKS = ("distributed", "rpc")
 
 
-def nodes_of(given: Mapping[str, Any]) -> Nodes:
-    """Return where a collector listens for workers and who starts them, from the options of `LAUNCHING`."""
+def nodes_of(given: Mapping[str, Any]) -> NodeSettings:
+    """Return where a collector listens for workers and who starts them, from the options of `LAUNCH_DEFAULTS`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
     one_of("launcher", launcher, LAUNCHERS)
@@ -60,7 +60,7 @@ def nodes_of(given: Mapping[str, Any]) -> Nodes:
         raise WrongArgument(f"secret_file must be a path, got {secret!r}")
     if launcher == "join" and secret is None:
         raise UsageError("launcher 'join' needs secret_file: python -m reap.join --new-secret FILE makes one")
-    return Nodes(
+    return NodeSettings(
         launcher=launcher,
         listen=_address(given["listen"]),
         port=_port(given["tcp_port"]),

@@ -9,7 +9,7 @@ from typing_extensions import Self, Unpack
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
-from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
 from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
@@ -19,7 +19,7 @@ from reap.errors import UsageError
 class _GlooPlacement(RemotePlacement):
     """Workers are reached by gloo, and started by a launcher."""
 
-    own = {**LAUNCHING, "backend": "gloo"}
+    own = {**LAUNCH_DEFAULTS, "backend": "gloo"}
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])

@@ -2,7 +2,7 @@
 
 The loop steps such an env like any other. Only, a *position* of its rows holds another lane at every step: what goes
 out at row t are observation and action of the lanes in hand, what comes back are the successors of whichever lanes
-are ready. The leaf `READY` says which lane is where.
+are ready. The leaf `LANE_AT` says which lane is where.
 
     log       row t   root  [2 0]   next  [1 3]        a lane's first root belongs to its first next,
               row t+1 root  [1 3]   next  [0 2]        its second to its second, and so on
@@ -28,16 +28,16 @@ import numpy as np
 from reap.core.ledger import Ledger
 from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
 from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
-from reap.spec import READY, Key
+from reap.spec import LANE_AT, Key
 
 Array = np.ndarray[Any, Any]
-COME: Key = ("next", *READY)
+NEXT_LANE_AT: Key = ("next", *LANE_AT)
 _VERSION_NEXT: Key = ("next", *VERSION)
 
 
 def delivered(columns: Iterable[Key]) -> list[Key]:
     """The columns of a log that are data."""
-    return [key for key in columns if key not in (READY, COME, MASK)]
+    return [key for key in columns if key not in (LANE_AT, NEXT_LANE_AT, MASK)]
 
 
 class Sorter:
@@ -76,15 +76,15 @@ class Sorter:
         flat = {key: arrays[key].reshape(-1, *arrays[key].shape[2:]) for key in (*self._roots, *self._nexts)}
         # Lanes not in hand after a reset are on their way with it: no frame, but an answer.
         if self._open_lanes is None:
-            self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[READY][0])
+            self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[LANE_AT][0])
             self._begun[:] = True
             self._begun[self._open_lanes] = False
             self._open = {
                 key: np.zeros_like(flat[key], shape=(len(self._open_lanes), *flat[key].shape[1:]))
                 for key in self._roots
             }
-        sent = np.concatenate([self._open_lanes, arrays[READY].reshape(-1)])
-        came = arrays[COME].reshape(-1)
+        sent = np.concatenate([self._open_lanes, arrays[LANE_AT].reshape(-1)])
+        came = arrays[NEXT_LANE_AT].reshape(-1)
         roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
         roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: nobody stood there
         answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]

@@ -141,7 +141,7 @@ class LaneWorkers(abc.ABC):
         if now > self._look_at:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._at_hand(groups)
+            groups = self._can_be_told(groups)
         for group in groups:
             self._pending[group] = now
             try:
@@ -149,7 +149,7 @@ class LaneWorkers(abc.ABC):
             except ReapError as error:
                 self._lose(self._unit_of(group), error)
 
-    def _at_hand(self, groups: Iterable[int]) -> list[int]:
+    def _can_be_told(self, groups: Iterable[int]) -> list[int]:
         """Those that can be told something: not restarting, not dropped, not begun anew without somebody's notice."""
         coming, gone = self._coming, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
@@ -233,7 +233,7 @@ class LaneWorkers(abc.ABC):
                 else:
                     others.append(group)
             if self.lost:
-                left.intersection_update(self._at_hand(left))  # who has failed draws nothing, and comes back later
+                left.intersection_update(self._can_be_told(left))  # who has failed draws nothing, and comes back later
         return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
@@ -264,9 +264,9 @@ class LaneWorkers(abc.ABC):
         """
         self._token = self._token % TOKENS + 1
         self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
-        left, since = set(self._at_hand(range(len(self.bounds)))), time.monotonic()
+        left, since = set(self._can_be_told(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            if self._restarting and not self._at_hand([group]):
+            if self._restarting and not self._can_be_told([group]):
                 continue  # lost just now, with another of its process
             self._pending[group] = since
             try:
@@ -281,7 +281,7 @@ class LaneWorkers(abc.ABC):
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)
-            left.intersection_update(self._at_hand(left))
+            left.intersection_update(self._can_be_told(left))
         self._pending.clear()
         self.cut.clear()
         self.lost.clear()
@@ -311,7 +311,7 @@ class LaneWorkers(abc.ABC):
                 return
             now, before = time.monotonic(), self._restarting.get(unit)
             tries, since = (0, now) if before is None else (before.tries + 1, before.since)
-            if (why := self.budget.refusal(tries)) is not None:
+            if (why := self.budget.spend(tries)) is not None:
                 raise refused(error, why)
             self._restarting[unit] = Restarting(error, since, tries, {*lost})
             self._lives[unit] = self._lives.get(unit, 0) + 1

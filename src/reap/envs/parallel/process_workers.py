@@ -248,14 +248,14 @@ class ThreadedProcessWorkers(ProcessWorkers):
         if now > self._look_at:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._at_hand(groups)
+            groups = self._can_be_told(groups)
         self._pending.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            if self._restarting and not self._at_hand([group]):
+            if self._restarting and not self._can_be_told([group]):
                 continue  # lost just now, with another of its process: the newcomer knows of no order yet
             try:
                 self._write(group, order)
