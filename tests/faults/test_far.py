@@ -422,7 +422,7 @@ def test_strangers_are_refused(caplog):
     remote, address = c._backend.workers[0], c._backend.transport._address
     assert address.host == "127.0.0.1"
     store = TCPStore("127.0.0.1", address.port, is_master=False, wait_for_workers=False)
-    store.set(f"to/0.0/{remote.connection.orders}", b"x" * 100)
+    store.set(f"to/0.0/{remote.connection.orders_sent}", b"x" * 100)
     assert all_gone(pids(c), within=BOUND)  # first: an order of ours would take the place of what was put there
     with pytest.raises(WorkerDied):
         c.next()
