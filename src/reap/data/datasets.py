@@ -292,7 +292,7 @@ def record(
     """
     if not hasattr(collector, "_listeners"):
         raise WrongArgument(f"record() takes a collector, got {type(collector).__name__}; export() takes batches")
-    if getattr(collector, "_direct", False):
+    if getattr(collector, "_workers_write", False):
         raise UsageError(
             f"record() writes what is delivered here, and the workers of this {type(collector).__name__} write to its "
             f"replay buffer themselves; export() what is in the buffer"
