@@ -81,8 +81,8 @@ class RestartBudget:
         self.policy, self._lately = policy, deque[float]()
         self.count = 0
 
-    def refusal(self, in_a_row: int) -> str | None:
-        """Count one more, if that is allowed; else why it is not.
+    def spend(self, in_a_row: int) -> str | None:
+        """Count one more restart and return None; or return why there may be none.
 
         `in_a_row`: so many in the same place were never there.
         """
@@ -112,7 +112,7 @@ class RestartBudget:
     def replace(self, number: int, error: ReapError, make: Callable[[], T]) -> T:
         """Return what `make` makes in the place of one that failed; that it fails itself counts too."""
         began, tries = time.monotonic(), 0
-        while (why := self.refusal(tries)) is None:
+        while (why := self.spend(tries)) is None:
             try:
                 made = make()
             except ReapError as again:
@@ -126,7 +126,7 @@ class RestartBudget:
 
     def count_rebuilt(self, number: int, error: ReapError, seconds: float) -> None:
         """Count an env that raised and was made anew elsewhere; raises its error if it was one too many."""
-        if (why := self.refusal(0)) is not None:
+        if (why := self.spend(0)) is not None:
             raise refused(error, why)
         self.policy.report(WorkerFailure(number, error, "restart", self.count, seconds))
 

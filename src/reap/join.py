@@ -1,7 +1,7 @@
 """Join a collector with workers of this machine.
 
     python -m reap.join --new-secret FILE                                 once; copy the file to every machine
-    python -m reap.join --address HOST:PORT --secret-file FILE            on each machine, as often as there are workers
+    python -m reap.join --address HOST:PORT --secret-file FILE            on each machine (--workers N: for N of them)
 
 The collector is one with `launcher="join"`; see docs/distributed.md. Ends when the collector does.
 """
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reap.backends.network.launchers import PATIENCE, join, new_secret
+from reap.backends.network.node_connection import CLOSED
 from reap.errors import ReapError
 
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"reap.join: {error}", file=sys.stderr)
         return 1
     print(f"reap.join: {why}", file=sys.stderr)
-    return 0 if "closed" in why else 1
+    return 0 if why == CLOSED else 1
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from reap.errors import UsageError
 
 Key = tuple[str, ...]
 AnyKey = str | tuple[str, ...]
-READY: Key = ("_ready",)  # which lane a position holds, where lanes come as they are ready
+LANE_AT: Key = ("_ready",)  # which lane a position holds, where lanes come as they are ready
 
 # bfloat16 has no NumPy type: its bits travel as int16, and only torch ever reads them.
 _NUMPY = {
@@ -171,7 +171,7 @@ class EnvSpec:
     `batched` says whether a lane dimension is delivered. `rows` says whether every step of every lane is a frame
     ("whole"), or the env marks those that are not, which stay where they are ("masked") or are taken out, the lane's
     later rows moving up ("skipping"). `ready_of` is for envs that answer as they are ready: of so many lanes, `lanes`
-    at a time, and the leaf `READY` says which they are (see core/lanes/ready.py).
+    at a time, and the leaf `LANE_AT` says which they are (see core/lanes/ready.py).
     """
 
     observation: Mapping[Key, Leaf]

@@ -210,7 +210,8 @@ class Scaled(nn.Module):
 def test_versions_begin_where_asked_under_the_name_asked_for(key):
     with made(Scaled(), policy_version=5, policy_version_key=key) as c:
         assert c.policy_version == 5
-        first = c.next()
+        fake, first = c.fake_tensordict(), c.next()
+        assert set(fake.keys(True, True)) == set(first.keys(True, True))
         c.update_policy_weights_(Scaled())
         assert c.policy_version == 6
         second = c.next()
@@ -269,6 +270,7 @@ def test_config_objects_in_place_of_the_options():
         ({"policy_version": "one"}, TypeError, "policy_version must be a whole number, got 'one'"),
         ({"policy_version_key": 3}, TypeError, "policy_version_key must be a key.* got 3"),
         ({"policy_version_key": "action"}, ValueError, "policy_version_key is 'action', which is something else"),
+        ({"policy_version_key": ("action", "by")}, ValueError, "policy_version_key is .*, which is something else"),
         ({"policy_version_key": "next"}, ValueError, "policy_version_key is 'next', which is something else"),
         ({"policy_version_key": None, "track_policy_version": True}, ValueError, "policy_version_key=None names no"),
     ],

@@ -206,7 +206,7 @@ def test_recv_gives_up_in_time_and_loses_nothing(backend, threads, tmp_path):
             assert back["env_index"].tolist() == [1]
             gate.unlink()
         assert back["observation"].tolist() == [[1, 1, 0]]
-        with pytest.raises(UsageError, match="timeout must be a number of seconds ≥ 0 or None, got -1"):
+        with pytest.raises(UsageError, match="timeout must be a number of seconds ≥ 0, got -1"):
             pool.async_step_recv(timeout=-1)
         pool.close()
         del pool, recv, caught

@@ -6,14 +6,22 @@ import logging
 import os
 import pickle
 import signal
+import threading
 import time
+from types import SimpleNamespace
 
+import gymnasium as gym
 import pytest
 import torch
 from torch.distributed import TCPStore
 
 from reap._system.processes import Child
+from reap.backends.network.launchers import NodeSettings
+from reap.backends.network.node_registry import NodeProcess
 from reap.backends.network.signed_messages import Forged, MessageSigner
+from reap.backends.remote.gloo import GlooConnection, GlooTransport
+from reap.backends.remote.gloo_worker import HERE
+from reap.backends.remote.message_transport import BroadcastWeights, MessageConnection, SentWeights
 from reap.backends.remote.rpc_worker import below
 from reap.collectors import Collector, MultiSyncCollector
 from reap.collectors.distributed import (
@@ -24,10 +32,22 @@ from reap.collectors.distributed import (
     RPCSyncCollector,
 )
 from reap.data import LazyTensorStorage, ReplayBuffer
-from reap.errors import UsageError, WorkerDied, WorkerRaised, WorkerSilent
-from reap.testing import CountingWorld, EchoPolicy, assert_same, no_leaks
+from reap.errors import NotReady, UsageError, WorkerDied, WorkerRaised, WorkerSilent
+from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, no_leaks
 from reap.weight_update import WeightSyncScheme
-from tests.faults.worlds import BOUND, SOON, all_gone, check_what_is_left_out, collect, faulty, healthy, pids, within
+from reap.weights.shared import Packing
+from tests.faults.worlds import (
+    BOUND,
+    SOON,
+    all_gone,
+    check_what_is_left_out,
+    collect,
+    faulty,
+    gated,
+    healthy,
+    pids,
+    within,
+)
 
 KINDS = [DistributedSyncCollector, DistributedCollector]
 ALL = [*KINDS, RPCSyncCollector, RPCAsyncCollector]
@@ -64,6 +84,156 @@ def test_in_a_step(kind, fault):
         assert caught.value.worker == f"1 (pid {workers[1]})"
         assert c.closed
         assert all_gone(workers, within=BOUND)
+        del c, caught
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pause_waits_no_longer_than_it_may(kind, tmp_path):
+    """Also for a batch that is being taken. Afterwards it goes on as if nobody had asked."""
+    gate, memory = tmp_path / "gate", ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=8)
+    with collect(kind, [gated(gate)], replay_buffer=memory) as c:
+        c.start()
+        memory.sample()
+        with within(SOON), pytest.raises(NotReady, match="after 0.2 s"):
+            c.pause(timeout=0.2)
+        gate.touch()
+        with c.pause(timeout=60):
+            count = memory.write_count
+            assert count == c.stats()["frames"]
+        while memory.write_count == count:
+            memory.sample()
+
+
+def test_a_group_for_weights_that_cannot_be_joined():
+    """Gloo's own error is told as that of a worker."""
+
+    def group(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    transport = GlooTransport(nodes=NodeSettings("join"))
+    transport._workers, transport._address = [], SimpleNamespace(group=group)
+    with pytest.raises(WorkerDied, match="weights could not be sent: Connection reset"):
+        transport.join_weights()
+
+
+def test_who_has_died_is_looked_for_in_a_second_however_many_live():
+    living = SimpleNamespace(gone=lambda timeout: threading.Event().wait(timeout))
+    transport = GlooTransport(nodes=NodeSettings("join"))
+    transport._workers = [SimpleNamespace(index=index) for index in range(4)]
+    transport._children = dict.fromkeys(range(4), living)
+    with within(2.0):
+        assert "no route" in str(transport._unsent(RuntimeError("no route")))
+
+
+def test_weights_that_were_not_sent_are_not_waited_for():
+    """Orders ask for those that were sent, and each message has a number of its own."""
+    sent, numbers = SentWeights(), []
+
+    def broadcast(packed):
+        numbers.append(int(packed[:8].view(torch.int64)))
+        if len(numbers) == 2:
+            raise MemoryError
+
+    transport = SimpleNamespace(sent=sent, spare=lambda: None, broadcast=broadcast)
+    named = {"weight": torch.ones(3)}
+    weights = BroadcastWeights(Packing.of(named), list(named), transport)
+    weights.publish(named, 1)
+    with pytest.raises(MemoryError):
+        weights.publish(named, 2)
+    assert sent.count == 1
+    weights.publish(named, 3)
+    assert numbers == [1, 2, 3]
+    assert sent.count == 3
+
+
+def test_threads_of_a_worker_are_waited_for_when_it_has_ended():
+    """Before that they may be waiting for it."""
+    done = []
+
+    class Process:
+        silent = False
+
+        def signal(self, number):
+            done.append(number)
+
+        def gone(self, timeout=0.0):
+            return signal.SIGKILL in done
+
+        def release(self):
+            done.append("ended")
+
+    worker = SimpleNamespace(index=0, slots={})
+    worker.connection = MessageConnection(worker, SentWeights())
+    worker.connection.let_end = lambda: done.append("threads")
+    transport = GlooTransport(nodes=NodeSettings("mp"))
+    transport._children[0] = Process()
+    transport.retire(worker)
+    assert done == [signal.SIGKILL, "ended", "threads"]
+
+
+class LostGroup:
+    """A group whose other side is gone: whoever receives from it waits until somebody cuts it off."""
+
+    def __init__(self):
+        self.cut = threading.Event()
+
+    def recv(self, tensors, peer, tag):
+        if tag:
+            self.cut.set()
+
+        def wait(timeout):
+            assert self.cut.wait(SOON), "nobody has cut it off"
+            raise RuntimeError("cut off")
+
+        return SimpleNamespace(wait=wait)
+
+
+def test_a_node_that_is_lost_while_its_group_is_joined():
+    group, process = LostGroup(), NodeProcess(0, 1, lambda process: None)
+
+    def joined(*_):
+        process.ended("is out of reach", "", lost=True)
+        return group
+
+    store = SimpleNamespace(get=lambda key: HERE)
+    address = SimpleNamespace(secret=b"", store=lambda: store, group=joined)
+    worker = SimpleNamespace(index=0, restarts=0, slots={})
+    orders, wakeup = SimpleNamespace(put=None, give_up=lambda name: None), SimpleNamespace(wake=lambda: None)
+    connection = GlooConnection(worker, SentWeights(), process, address, orders, wakeup)
+    connection.let_end()
+    assert group.cut.is_set()
+    process.release()
+
+
+class Word(str):
+    """Can be read only in the process that wrote it, as an object of a class that others do not have."""
+
+    def __reduce__(self):
+        return _read_at_home, (os.getpid(), str(self))
+
+
+def _read_at_home(pid, text):
+    if os.getpid() != pid:
+        raise ModuleNotFoundError(f"no module for {text!r} here")
+    return Word(text)
+
+
+class Says(CountingEnv):
+    observation_space = gym.spaces.Dict(observation=CountingEnv.observation_space, text=gym.spaces.Text(9))
+
+    def _observation(self):
+        return {"observation": super()._observation(), "text": Word(f"step {self.t}")}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_cannot_be_read_here_is_told(kind):
+    with no_leaks():
+        c = collect(kind, [lambda: Says((3, 1, 5), 0)])
+        workers = pids(c)
+        with pytest.raises(WorkerRaised, match="ModuleNotFoundError.*no module for 'step 0' here") as caught:
+            c.next()
+        assert caught.value.worker == f"0 (pid {workers[0]})"
+        assert c.closed
         del c, caught
 
 
@@ -252,7 +422,7 @@ def test_strangers_are_refused(caplog):
     remote, address = c._backend.workers[0], c._backend.transport._address
     assert address.host == "127.0.0.1"
     store = TCPStore("127.0.0.1", address.port, is_master=False, wait_for_workers=False)
-    store.set(f"to/0.0/{remote.connection.orders}", b"x" * 100)
+    store.set(f"to/0.0/{remote.connection.orders_sent}", b"x" * 100)
     assert all_gone(pids(c), within=BOUND)  # first: an order of ours would take the place of what was put there
     with pytest.raises(WorkerDied):
         c.next()
@@ -273,6 +443,7 @@ def test_wrong_arguments():
         ({"collector_kwargs": {"sync": True}}, "collector_kwargs holds 'sync'"),
         ({"launcher": "join", "secret_file": 3}, "secret_file must be a path, got 3"),
         ({"join_timeout": float("nan")}, "join_timeout"),
+        ({"join_timeout": float("inf")}, "join_timeout"),
         (
             {"collector_class": "sync", "deterministic": True, "on_failure": "restart"},
             "deterministic=True with on_failure='restart'.*collector_class",

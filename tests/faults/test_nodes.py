@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from reap._foreign import torch_internals
-from reap.backends.network.launchers import new_secret, read_secret
+from reap.backends.network import node_agent, node_registry
+from reap.backends.network.launchers import NodeSettings, new_secret, read_secret
 from reap.backends.network.node_agent import NodeAgent
+from reap.backends.network.node_registry import NodeProcess, NodeRegistry
 from reap.collectors import MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedCollector, RPCCollector
 from reap.errors import UsageError, WorkerDied
@@ -165,6 +169,75 @@ def test_nobody_comes_in_its_place(options, secret, port):
     assert "is out of reach: it hung up" in str(caught.value.__cause__)
     assert c.closed
     assert not told
+
+
+def test_closing_does_not_wait_for_a_node(options, secret, port):
+    """A worker in the place of another that waits for a node is ended at once."""
+    node = Node(port, secret)
+    c = collect(DistributedCollector, [healthy()], on_failure="restart", **options)
+    c.next()
+    node.lose()
+    while not c.stats()["restarts"]:
+        c._backend.supervisor.listen(within=1.0)
+    with within(SOON - 1):
+        c.shutdown()
+
+
+def test_a_node_that_leaves_when_it_is_wanted_is_waited_for(secret, monkeypatch):
+    """What is left of `join_timeout` is for another to come, and nobody is refused later because of it."""
+    pool = NodeSettings("join", secret_file=str(secret), patience=60.0).open(1, 0, lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(NodeRegistry, "places", 1)  # it hangs up after this
+        (process,) = pool.gather([b""], "gloo", [{}], lambda process: None, lambda seconds: None)
+    assert not process.gone(0.2)
+    assert not pool.registry.nobody_came
+    process.release()
+    pool.close(0.0)
+
+
+def test_a_worker_that_its_node_cannot_start(options, secret, port, monkeypatch):
+    """It is told of as that worker's failure; the node and its other workers go on."""
+    node, make, made = Node(port, secret, workers=2), node_agent.Child, []
+
+    def refuse(*given, **more):
+        made.append(given)
+        if len(made) == 2:
+            raise WorkerDied("no room for another process")
+        return make(*given, **more)
+
+    monkeypatch.setattr(node_agent, "Child", refuse)
+    with collect(DistributedCollector, [healthy(0), healthy(1)], sync=True, on_failure="restart", **options) as c:
+        batches = [c.next() for _ in range(3)]
+        assert c.stats()["restarts"] == 1
+    node.join()
+    assert node.ended == "the collector is closed"
+    check(batches, sync=True, cuts=0)
+
+
+def test_a_stack_is_that_of_now(monkeypatch):
+    """A worker that answered once and does not any more has no stack: it is deaf."""
+    monkeypatch.setattr(node_registry, "_STACK", 0.01)
+    answers = ["where it was"]
+    process = NodeProcess(0, 1, lambda process: None)
+
+    def send(**message):
+        if answers:
+            process.told(answers.pop())
+
+    process.runs_at(SimpleNamespace(host="there", connection=SimpleNamespace(send=send)))
+    assert process.ask_stack() == "where it was"
+    assert process.ask_stack() == ""
+    process.release()
+
+
+def test_a_port_that_is_taken_leaves_no_secret_behind(tmp_path):
+    pytest.importorskip("submitit")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        jobs = {"launcher": "submitit", "slurm_kwargs": {"folder": tmp_path, "timeout_min": 2}}
+        with pytest.raises(UsageError):
+            collect(DistributedCollector, [healthy()], tcp_port=taken, **jobs)
+    assert not list(tmp_path.glob("secret-*"))
 
 
 @pytest.mark.slow  # two jobs that import torch

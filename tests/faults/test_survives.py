@@ -127,6 +127,37 @@ def test_a_worker_that_fails_is_replaced(kind, fault, tmp_path):
         assert len(lanes[0]) == len(lanes[1]) + (fault in ("raise", "oom"))  # that one was made anew in its place
 
 
+@pytest.mark.parametrize("kind", [MultiAsyncCollector, DistributedCollector])
+def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
+    """Its last rollouts are delivered, also copied, where the consumer holds others: their slots are not given out."""
+    with collect(kind, [healthy(), healthy(1)], on_failure="drop") as c:
+        held = [c.next()]
+        supervisor = c._backend.supervisor
+        supervisor.drain()
+        os.kill(pids(c)[1], signal.SIGKILL)
+        while not supervisor.workers[1].dropped:
+            supervisor.listen()
+        while any(worker.index == 1 for worker, _ in supervisor.arrived):
+            held.append(c.next())
+        assert sum(batch.origin.worker == 1 for batch in held) > 2
+        assert not supervisor.workers[1].working
+
+
+def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):
+    def launch(workers):
+        raise ConnectionError("there is no room")
+
+    c = collect(MultiSyncCollector, [healthy(), healthy(1)], on_failure="restart")
+    c.next()
+    monkeypatch.setattr(c._backend.supervisor.transport, "launch", launch)
+    os.kill(pids(c)[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="SIGKILL.*; there is no room") as caught:
+        while True:
+            c.next()
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert "SIGKILL" in str(caught.value.__cause__)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
 def test_a_worker_that_fails_is_left_out(kind, fault, tmp_path):
@@ -236,12 +267,12 @@ def test_too_many_restarts_are_told_with_the_cause():
 
 def test_a_budget_is_for_a_window():
     budget = RestartBudget(FailurePolicy("restart", 2, window=0.05))
-    assert [budget.refusal(0) for _ in range(2)] == [None, None]
-    assert "max_restarts=2, restart_window=0.05" in budget.refusal(0)
+    assert [budget.spend(0) for _ in range(2)] == [None, None]
+    assert "max_restarts=2, restart_window=0.05" in budget.spend(0)
     time.sleep(0.06)
-    assert budget.refusal(0) is None
+    assert budget.spend(0) is None
     assert budget.count == 3
-    assert "10 in a row" in budget.refusal(10), "one that is never there is not tried for ever"
+    assert "10 in a row" in budget.spend(10), "one that is never there is not tried for ever"
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -193,6 +193,44 @@ def test_lanes_of_a_parallel_env_that_come_as_they_are_ready(on_failure, fault, 
         assert cuts == (lane == 1 and on_failure == "restart")
 
 
+def test_one_that_is_silent_is_told_of_while_another_is_started(caplog):
+    """The one that is started again has more time, and is not in its way."""
+    with AsyncEnvPool([healthy(0), healthy(1)], backend="threading") as pool:
+        workers = pool._lane_workers
+        now = time.monotonic()
+        workers._pending, workers._restarting = {0: now + 60, 1: now - 100}, {0: None}
+        workers._log_silence()
+        workers._pending, workers._restarting = {}, {}
+    assert "the worker of lane 1 sent nothing for 100 s" in caplog.text
+
+
+class DiesInFirstReset(CountingEnv):
+    """Is killed in its first reset, if there is a file that says so; takes the file away."""
+
+    def __init__(self, note, lane):
+        super().__init__((3, 1, 5), lane)
+        self.note = note
+
+    def reset(self, **options):
+        if self.note.exists():
+            self.note.unlink()
+            inject("kill")
+        return super().reset(**options)
+
+
+@pytest.mark.parametrize("where", ["processes", "threads of processes"])
+def test_one_that_dies_while_all_are_reset_is_stepped_afterwards(where, tmp_path):
+    """Also one whose lanes are not in hand after the reset."""
+    note = tmp_path / "note"
+    note.touch()
+    makers = [*map(healthy, range(6)), lambda: DiesInFirstReset(note, 6), healthy(7)]
+    with batched(makers, where=where, on_failure="restart") as c:
+        assert c.stats()["restarts"] == 1
+        batches = [c.next().clone() for _ in range(8)]
+    _, counts = check(batches, 8)
+    assert min(counts) > 0
+
+
 @pytest.mark.parametrize("where", ["processes", "threads of processes", "threads"])
 def test_one_that_dies_while_it_is_built_counts(where, tmp_path):
     fault = "raise" if where == "threads" else "exit"

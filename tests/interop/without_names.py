@@ -161,7 +161,6 @@ def weights_travel() -> list[Tensor]:
     named = {name: tensor.detach() for name, tensor in module.named_parameters()}
     file, packing = SharedFile(), Packing.of(named)
     here, there = SharedWeights(file, packing), SharedWeights(file, packing)
-    here.begin_with(list(named.values()))
     here.publish({name: tensor + 1 for name, tensor in named.items()}, 7)
     into = [torch.zeros_like(tensor) for tensor in named.values()]
     assert there.refresh(into) == 7

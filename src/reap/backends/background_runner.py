@@ -74,8 +74,11 @@ class BackgroundRunner:
         self._supervisor.tell("run")  # one that fails at once is found by whoever asks next, as later
         self._watch.start()
 
-    def pause(self, paused: Paused) -> None:
-        """Workers rest between two rollouts; returns when they do. Pauses add up."""
+    def pause(self, paused: Paused, timeout: float | None = None) -> None:
+        """Workers rest between two rollouts; returns when they do. Pauses add up.
+
+        Only remote workers are given a `timeout`, and they do not go on by themselves.
+        """
         self._pauses.begin(paused)
         self.obey_pauses()
         self._supervisor.call("look", self._supervisor.everyone())

@@ -266,7 +266,7 @@ class Transport(Protocol):
         """Let rollouts end where they are; False: from now on they go to their end."""
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
-        """End these workers, which are all, within one deadline, and give back what was opened. May be called twice."""
+        """End these workers, which are all, within a few deadlines, and free what was opened. May be called twice."""
 
 
 class Delivery(Protocol):

@@ -13,8 +13,8 @@ A worker that died, raised or fell silent has failed. Then, as the `FailurePolic
 
 A worker that joins is not waited for here: its answers are heard among those of the others.
 
-One thread at a time listens: it holds `listen_lock`. Ctrl-C is let in only while waiting, when nothing is in hand: to
-go on after it is to go on.
+One thread at a time listens: it holds `listen_lock`. Ctrl-C is raised only while waiting, when nothing is half done, so
+the caller may call again as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Supervisor:
         self._heard: Heard | None = None  # called with each answer to the last call, as it comes
         self.interrupts = Interrupts()
         self.listen_lock = threading.RLock()  # one thread at a time listens
-        self._random = self._ordered_frames = 0  # how many frames have random actions, and how many were ordered so far
+        self._random_frames = 0  # of the run: so many have random actions
+        self._frames_ordered = 0  # so far
         self._failure: ReapError | None = None  # of the first worker that failed
         self._opened = self._halted = False
         self._owner = os.getpid()
@@ -261,14 +262,16 @@ class Supervisor:
         if self._failure is not None or action == "raise" or self._halted:
             self._failure = self._failure or error
         elif action == "drop":
-            lost = sum(worker.pending_slots.values()) * worker.size  # random frames, which others are to make
-            self._ordered_frames = min(self._ordered_frames, self._random) - lost
+            lost = (
+                sum(worker.pending_slots.values()) * worker.size
+            )  # frames with random actions, which others are to make
+            self._frames_ordered = min(self._frames_ordered, self._random_frames) - lost
             worker.drop()
             self._end(worker)
             self.on_failure.report(WorkerFailure(worker.index, error, "drop", self.restarts, 0.0))
             if not self.living:
                 self._failure = error
-        elif (why := self._budget.refusal(worker.failed_starts)) is None:
+        elif (why := self._budget.spend(worker.failed_starts)) is None:
             self._start_again(worker, error)
         else:
             self._failure = refused(error, why)
@@ -299,24 +302,25 @@ class Supervisor:
         self._end(worker)
         try:
             self.transport.launch([worker])
-        except (ConnectionError, ReapError) as refused:  # there is nobody left who could start one
-            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {refused}"))
-            self._failure.__cause__ = earlier
+        except (ConnectionError, ReapError) as why:  # there is nobody left who could start one
+            self._failure = self.at(worker, WorkerDied(f"{error.args[0] if error.args else error}; {why}"))
+            self._failure.__cause__ = earlier or error
             return
         worker.busy_since = time.monotonic() + self.transport.startup_grace
         worker.joining = self._join(worker)
         next(worker.joining)
 
-    def _join(self, worker: WorkerHandle) -> Generator[int, Any, None]:
-        """Tell a newcomer what the others know: yields the number of each call, and is sent the answer to it."""
-        info = yield FIRST
+    def _join(self, worker: WorkerHandle) -> Generator[None, Any, None]:
+        """Tell a newcomer what the others know, one call at a time: each `yield` waits for the answer to the last."""
+        info = yield
         if worker.begun and not info.layout.same_as(worker.info.layout):
             raise SpecMismatch(f"worker {worker.index} was started again, and its rollouts look different now")
         worker.info = info
         joining = None if self._joining is None else self._joining()
         if worker.begun and joining is not None:
             for name, arguments in joining(worker):
-                yield self.send_call(worker, name, *arguments)
+                self.send_call(worker, name, *arguments)
+                yield
 
     def _go_on_joining(self, worker: WorkerHandle, answer: Any) -> None:
         if isinstance(answer, Raised):
@@ -387,11 +391,10 @@ class Supervisor:
                 finally:
                     self.listen_lock.release()
 
-    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> int:
-        """Send one worker a call, and do not wait for the answer; returns the number of the call."""
+    def send_call(self, worker: WorkerHandle, name: str, *arguments: Any) -> None:
+        """Send one worker a call, and do not wait for the answer."""
         self.calls += 1
         worker.live_connection.call(dumps((self.calls, name, arguments), name))
-        return self.calls
 
     def check_numbers(self, workers: Sequence[int]) -> Sequence[int]:
         """These numbers, which are those of workers; else it raises."""
@@ -407,14 +410,16 @@ class Supervisor:
 
     def set_random_frames(self, frames: int) -> None:
         """So many frames of the run have random actions."""
-        self._random = frames
+        self._random_frames = frames
         self.transport.set_random_frames(frames)
 
     def fill(self, worker: WorkerHandle, slot: int) -> None:
-        """Give a worker a slot to fill."""
+        """Give a worker a slot to fill. One that was dropped gets none: its last rollouts may be taken after that."""
+        if worker.dropped:
+            return
         self.share_statistics(worker)
-        before, self._ordered_frames = self._ordered_frames, self._ordered_frames + worker.size
-        worker.fill(slot, random=before < self._random)
+        before, self._frames_ordered = self._frames_ordered, self._frames_ordered + worker.size
+        worker.fill(slot, random=before < self._random_frames)
 
     def share_statistics(self, worker: WorkerHandle) -> None:
         """Tell a worker what the envs of others have learned since it was told last. Nobody waits for its answer."""
@@ -425,10 +430,10 @@ class Supervisor:
 
     def count_wanted(self, anew: Sequence[int]) -> None:
         """Count ordered frames again: those of workers that begin `anew` which nobody has taken are not wanted."""
-        self._ordered_frames = 0
+        self._frames_ordered = 0
         for worker in self.workers:
             without = -self.waiting(worker)[0] if worker.index in anew else len(worker.pending_slots) * worker.size
-            self._ordered_frames += worker.frames + without
+            self._frames_ordered += worker.frames + without
 
     def waiting(self, worker: WorkerHandle) -> tuple[int, int]:
         """Frames and rollouts of a worker that nobody has taken yet."""
@@ -441,7 +446,7 @@ class Supervisor:
         with self.listen_lock, self.interrupts.held():
             while any(worker.pending_slots for worker in self.living):
                 if left == 0 and heard:
-                    raise NotReady(f"workers are still busy after {within} s")
+                    raise NotReady(f"workers are still busy after {within:g} s")
                 self.listen(within=left)
                 heard = True
                 left = None if within is None else max(began + within - time.monotonic(), 0)

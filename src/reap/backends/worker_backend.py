@@ -116,7 +116,7 @@ class WorkerBackend(Backend):
         self._id_block += 1
         yield "begin", self.transport.begin_arguments(worker, self._weights.packing)
         self.transport.resend_weights(worker)
-        goes_on, state_after = worker.can_go_on, worker.state_after
+        goes_on, state_after = worker.can_resume, worker.state_after
         state = {"resume": state_after} if goes_on else {}
         if not goes_on:
             worker.keep_counts()

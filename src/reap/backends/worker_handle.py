@@ -22,7 +22,7 @@ class WorkerHandle:
     def __init__(self, job: Job) -> None:
         self.index = job.index
         self.job: Job | None = job  # what it is started from, where it may have to be started again
-        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number, if it shares none with others
+        self.slots: dict[int, Slot] = {}  # where its rollouts lie, by number; empty: in lanes of one slot for all
         self.lent: set[int] = set()  # of these, those the consumer looks at
         self.inbox: deque[Any] = deque()  # answers to the call it was asked last
         self.busy_since = 0.0  # when it last sent something, or was given work while it had none
@@ -37,7 +37,7 @@ class WorkerHandle:
         self.made_at_answer = 0, 0  # the frames and rollouts it had made when it answered the last call
         self._earlier_at_answer: Mapping[str, Any] = self._earlier  # by then
         self.begun = False  # whether it knows its memory, and can be asked for rollouts
-        self.joining: Generator[int, Any, None] | None = None  # it was started again: what it is told first
+        self.joining: Generator[None, Any, None] | None = None  # it was started again: what it is told first
         self.failed_at = 0.0  # when the one whose place it takes was found to have failed
         self.failed_starts = 0  # replacements launched in a row that failed before they were ready
         self.state_after: Any = None  # its whole state after its last rollout, where it sends that
@@ -95,7 +95,7 @@ class WorkerHandle:
         return 0 if self.job is None else self.job.restarts
 
     @property
-    def can_go_on(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether another that takes its place goes on exactly where it was after its last rollout."""
         return self.begun and self.state_after is not None and self.state_after.get("why") is None
 

@@ -604,8 +604,10 @@ class BaseCollector(IterableDataset[TensorDict]):
         """
         return self._pause()
 
-    def _pause(self, settle: Callable[[], None] | None = None, *, kept: bool = False) -> Paused:
-        """Pause, and `settle` what is under way then; `kept`: until `resume`, also after a block."""
+    def _pause(
+        self, settle: Callable[[], None] | None = None, *, kept: bool = False, timeout: float | None = None
+    ) -> Paused:
+        """Pause within `timeout`, and `settle` what is under way then; `kept`: until `resume`, also after a block."""
         self._check_open()
         runner = self._runner
         if runner is None:
@@ -613,7 +615,7 @@ class BaseCollector(IterableDataset[TensorDict]):
         paused = Paused(self.resume, kept=kept)
         try:
             with self._closing_on_failure():
-                runner.pause(paused)
+                runner.pause(paused, timeout)
                 self._raise_background_error()
                 if settle is not None:
                     settle()

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from typing_extensions import Self, Unpack
 
 from reap._system.affinity import Masks, mask
-from reap.arguments import count, flag, one_of
+from reap.arguments import count, flag, one_of, whole
 from reap.backends.base import Rollout
 from reap.collectors.keywords import BatchedCollectorOptions
 from reap.collectors.options import WORKERS_ONLY, listed, read_options, shows_options
@@ -128,10 +128,13 @@ class _FrameStream(Arrangement):
         self._version_key = version_key
 
     def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+        self.name_keys(batch)
+        return True
+
+    def name_keys(self, batch: TensorDictBase) -> None:
         if self._version_key is not None:
             for root in ((), ("next",)):
                 batch.rename_key_((*root, *VERSION), (*root, *self._version_key))
-        return True
 
     def split(self, batch: TensorDictBase) -> TensorDictBase:
         order = torch.argsort(batch["collector", "traj_ids"], stable=True)
@@ -154,8 +157,10 @@ class AsyncBatchedCollector(Collector):
     Args:
         create_env_fn: a list with one factory (or Gymnasium id) for each env.
         policy: as for `Collector`; it acts in this process. Or `policy_factory`, and one of them there must be.
-        max_batch_size: the most envs the policy decides about at a time; None: 64.
+        max_batch_size: the most envs the policy decides about at a time; None: 64. Never more than half of the envs
+            (rounded up), so that the others step meanwhile, unless `min_batch_size` is more.
         min_batch_size: the fewest; None: 1.
+        backend: the same as `env_backend`, which goes before it; None: "threading".
         env_backend: "threading" for envs that wait, "multiprocessing" for envs that compute; None: as `backend` says.
         server_config: an object with `max_batch_size` and `min_batch_size`, in place of the two (TorchRL's
             `InferenceServerConfig`); what else it says tunes a server that is not here.
@@ -202,10 +207,7 @@ class AsyncBatchedCollector(Collector):
             options.update(_devices(device_config, options))
         for unused in _WITHOUT_EFFECT:
             options.pop(unused, None)
-        if policy_version is None:
-            policy_version = 0
-        if isinstance(policy_version, bool) or not isinstance(policy_version, int):
-            raise WrongArgument(f"policy_version must be a whole number, got {policy_version!r}")
+        policy_version = whole("policy_version", policy_version, least=None, none=True) or 0
         version_key = None if policy_version_key is None else _checked_key(policy_version_key)
         if version_key is None and options.setdefault("track_policy_version", False):
             raise UsageError("policy_version_key=None names no version; leave track_policy_version out, or False")
@@ -254,6 +256,6 @@ class AsyncBatchedCollector(Collector):
         self._weights.version = self._backend.worker.loop.version = first
         name = key if self.options.track_policy_version and key != VERSION else None
         others = self._backend.worker.layout.columns
-        if name is not None and any(name == other[: len(name)] for other in others):
+        if name is not None and any(name[: len(other)] == other[: len(name)] for other in others):
             raise UsageError(f"policy_version_key is {show(name)}, which is something else in a batch already")
         self._pipeline.arrangement = _FrameStream(name)

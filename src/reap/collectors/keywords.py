@@ -20,7 +20,7 @@ class CommonOptions(TypedDict, total=False):
     """What every collector can be told."""
 
     total_frames: int | None
-    """Stop after this many (the last batch is whole); negative or None: never."""
+    """Stop after this many; negative or None: never. The last batch is whole (an `AsyncBatchedCollector` cuts it)."""
     out_keys: Sequence[AnyKey] | None
     """What the parts of a tuple that a function of tensors returns are called, the action among them."""
     max_frames_per_traj: int | None
@@ -109,7 +109,7 @@ class BatchedCollectorOptions(CommonOptions, total=False):
     """What `AsyncBatchedCollector` can be told."""
 
     frames_per_batch: Required[int]
-    """Frames in a batch, over all lanes; rounded up to a whole number of steps."""
+    """Frames in a batch, over all lanes; where lanes go in step, rounded up to a whole number of steps."""
     policy_factory: Callable[[], Any] | None
     """Makes the policy, in place of `policy`."""
     create_env_kwargs: Mapping[str, Any] | None
@@ -162,7 +162,8 @@ class MultiCollectorOptions(CommonOptions, LanesInStepOptions, total=False):
     """What collectors with workers can be told."""
 
     frames_per_batch: Required[int | Sequence[int]]
-    """Frames in a batch, over all lanes; rounded up to a whole number of steps. A list has one for each worker."""
+    """Frames in a batch, over all lanes; where lanes go in step, rounded up to a whole number of steps. A list has one
+    for each worker."""
     policy_factory: Callable[[], Any] | Sequence[Callable[[], Any] | None] | None
     """Makes the policy, in place of `policy`. A list has one for each worker."""
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None

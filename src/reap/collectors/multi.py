@@ -129,7 +129,7 @@ class MultiCollector(BaseCollector):
             for text in sorted({text for worker in self._backend.workers for text in worker.info.warnings}):
                 warn(text, PolicyWarning)
             self._send_first_weights()
-            self._count_frames()
+            self._learn_sizes()
         except BaseException as error:
             self._close(f"it could not be built: {error!r}", failed=isinstance(error, WorkerError))
             raise
@@ -248,8 +248,8 @@ class MultiCollector(BaseCollector):
             return [_packed_weights(first[w]) if w in first else None for w in range(count)]
         return [None if first is None else _packed_weights(first)] * count
 
-    def _count_frames(self) -> None:
-        """How many frames a batch really holds; warns about every rounding."""
+    def _learn_sizes(self) -> None:
+        """Note how many frames a batch really holds, warn of every rounding, and choose how batches are arranged."""
         layouts = [worker.info.layout for worker in self._backend.workers]
         sizes = [layout.steps * layout.lanes for layout in layouts]
         asked = self.options.frames_per_batch
@@ -314,8 +314,8 @@ class MultiCollector(BaseCollector):
     def _check_rollout(self) -> None:
         if self.replay_buffer is not None:
             raise UsageError(
-                f"{type(self).__name__} overrides rollout(), which is not called for rows that workers bring to a "
-                f"replay buffer; give a postproc, or write to the buffer yourself"
+                f"{type(self).__name__} overrides rollout(), which a collector with workers does not call where "
+                f"there is a replay buffer; give a postproc, or write to the buffer yourself"
             )
 
     # Hooks are called here, or in the workers: there where these write to a buffer, where `hooks_in_workers` says so,

@@ -78,8 +78,10 @@ class Options:
     """What a collector can be told.
 
     Args:
-        frames_per_batch: frames in a batch, over all lanes; rounded up to a whole number of steps.
-        total_frames: stop after this many (the last batch is whole); negative or None: never.
+        frames_per_batch: frames in a batch, over all lanes; where lanes go in step, rounded up to a whole number of
+            steps.
+        total_frames: stop after this many; negative or None: never. The last batch is whole (an
+            `AsyncBatchedCollector` cuts it).
         policy_factory: makes the policy, in place of `policy`.
         out_keys: what the parts of a tuple that a function of tensors returns are called, the action among them.
         create_env_kwargs: keywords for the env's factory.

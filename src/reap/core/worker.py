@@ -17,7 +17,7 @@ from tensordict.nn import InteractionType
 from reap.core.columns.batch_columns import columns_of, current_for
 from reap.core.device.cudagraph_policy import pin, pinned, recorded
 from reap.core.env import Env
-from reap.core.lanes.ready import COME, Sorter, delivered
+from reap.core.lanes.ready import NEXT_LANE_AT, Sorter, delivered
 from reap.core.lanes.stream import ENV_INDEX, Stream
 from reap.core.ledger import Ledger, TrajectoryIds
 from reap.core.measuring.episode_log import EPISODE_COLUMNS
@@ -260,7 +260,10 @@ class Worker(AnyWorker):
         return self.stats.frames - before
 
     def _fill_sorted(self, slot: Slot, sorter: Sorter, policy: Policy | None) -> None:
-        """The same loop, on a log in which lanes stand as they were ready; `slot` gets the frames lane by lane."""
+        """The same loop, on a log in which lanes stand as they were ready.
+
+        `slot` gets the frames as the sorter delivers them: lane by lane, or in the order in which they came.
+        """
         if self.policy.remembers:
             raise UsageError(
                 "this policy finds at each step what it wrote at the last one; where lanes come as they are ready it "
@@ -301,7 +304,7 @@ class Worker(AnyWorker):
         arrays, at = self._filling.arrays, int(self.loop.at[0])
         ended = np.flatnonzero(arrays[("next", "done")][at, :, 0])
         if len(ended):
-            self._quota.count(ended if self.sorter is None else arrays[COME][at, ended])
+            self._quota.count(ended if self.sorter is None else arrays[NEXT_LANE_AT][at, ended])
         return self._quota.met or (self.plan.stop is not None and self.plan.stop())
 
     def _cannot_resume(self) -> str | None:

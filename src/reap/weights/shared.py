@@ -80,11 +80,6 @@ class SharedWeights:
         self._copies = [packing.views(block[start + i * size : start + (i + 1) * size]) for i in (0, 1)]
         self._seen = 0
 
-    def begin_with(self, tensors: Sequence[Tensor]) -> None:
-        """What version 0 is; for the one process that knows it, before anybody publishes or reads."""
-        with torch.no_grad():
-            torch_internals.copy_all(self._copies[0], list(tensors))
-
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Make these weights the current ones; what is not among them stays as it was."""
         header = self._header

@@ -86,8 +86,7 @@ class LocalTransport(Transport):
 
     def begin_arguments(self, worker: WorkerHandle, packing: Packing | None) -> tuple[Any, ...]:
         layout, count, first, common = self._memory[worker.index]
-        begins = worker.index == 0 and not worker.begun  # later ones find the latest weights there
-        return (WorkerMemory(layout, count, first, common=common, packing=packing, writes_first_weights=begins),)
+        return (WorkerMemory(layout, count, first, common=common, packing=packing),)
 
     def weight_channel(self, packing: Packing, needed: Sequence[str]) -> SharedWeights:
         return SharedWeights(self._files[0].weights, packing)

@@ -64,7 +64,6 @@ class WorkerMemory:
     first_lane: int
     common: bool  # whether the slots lie in the file that all workers share, or in its own
     packing: Packing | None
-    writes_first_weights: bool  # whether it writes its weights into the shared block, as version 0
 
 
 def run_worker(connection: Connection, fds: Sequence[int], job: Job) -> None:
@@ -229,8 +228,6 @@ class LocalWorkerServer(WorkerServer):
         self._slots = {i: whole.window(i, self.worker.layout, memory.first_lane) for i in range(memory.count)}
         if memory.packing is not None:
             self._shared = SharedWeights(self._files.weights, memory.packing)
-            if memory.writes_first_weights:
-                self._shared.begin_with(self.tensors)
         self.settle()
 
     def do_run(self) -> None:

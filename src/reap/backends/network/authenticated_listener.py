@@ -5,7 +5,9 @@
 
     program ──► tunnel (loopback) ──► listener of another machine ──► port (loopback) ──► program
 
-Behind a listener everything listens on the loopback address alone: stores and agents that know no secrets.
+Behind a listener everything listens on the loopback address alone: stores and agents that know no secrets. Gloo's data
+connections are the exception: they listen on the address that was named. Who is in a group is agreed upon in the store,
+and pickles that come that way are signed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def read_secret(path: str | os.PathLike[str] | None) -> bytes:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeSettings:
     """Where a collector listens for workers, and who starts them."""
 
     launcher: str
@@ -75,7 +75,7 @@ class Nodes:
     patience: float = PATIENCE
 
     def open(self, count: int, store: int, wake: Callable[[], None]) -> NodePool:
-        """Listen, and have so many workers started, if that is our affair."""
+        """Listen for nodes; with submitit, also submit a job for each of so many workers."""
         if self.launcher == "submitit":
             return _Submitted(self, count, store, wake)
         if self.launcher == "submitit_delayed":
@@ -86,7 +86,7 @@ class Nodes:
 class NodePool:
     """The nodes of one collector."""
 
-    def __init__(self, nodes: Nodes, secret: bytes, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, secret: bytes, store: int, wake: Callable[[], None]) -> None:
         self._nodes = nodes
         self.registry = NodeRegistry(nodes.listen, nodes.port, secret, store, wake)
 
@@ -113,7 +113,10 @@ class NodePool:
                     f"{self._nodes.patience:.0f} s (join_timeout)"
                 )
             wait(min(1.0, max(0.0, until - time.monotonic())))
-        node_processes = [registry.start(i, transport, job, more[i], on_end) for i, job in enumerate(jobs)]
+        node_processes = []
+        for i, job in enumerate(jobs):  # a node may have left since it was counted
+            left = max(0.0, until - time.monotonic())
+            node_processes.append(registry.start(i, transport, job, more[i], on_end, left))
         if not spares:
             registry.dismiss_rest()
         return node_processes
@@ -130,7 +133,7 @@ class NodePool:
         return found
 
     def send_for_one(self) -> None:
-        """Have another node come, if that is our affair; else somebody starts one, or nobody does."""
+        """Submit a job for one more node, where this launcher submits jobs; others wait for somebody to start one."""
 
     def check(self) -> None:
         """Raise if some will never come."""
@@ -143,7 +146,7 @@ class NodePool:
 class _Submitted(NodePool):
     """Nodes that are jobs submitted by the collector."""
 
-    def __init__(self, nodes: Nodes, count: int, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, count: int, store: int, wake: Callable[[], None]) -> None:
         conf = {"folder": "reap-jobs", **DEFAULT_SLURM_CONF, **nodes.slurm}
         folder = Path(conf.pop("folder")).absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,14 +157,13 @@ class _Submitted(NodePool):
             )
         self._secret_file = folder / f"secret-{secrets.token_hex(8)}"
         new_secret(self._secret_file)
-        super().__init__(nodes, read_secret(self._secret_file), store, wake)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._secret_file.unlink)
+            super().__init__(nodes, read_secret(self._secret_file), store, wake)
+            undo.callback(super().close, 0.0)
             with executor.batch():
                 self._jobs = [self._submit() for _ in range(count)]
-        except BaseException:
-            super().close(0.0)
-            self._secret_file.unlink()
-            raise
+            undo.pop_all()
 
     def _submit(self) -> Any:
         return self._executor.submit(join, self.registry.host, self.registry.port, str(self._secret_file))
@@ -192,13 +194,13 @@ class _Submitted(NodePool):
 class _Delayed(NodePool):
     """Nodes that were submitted before the collector was there."""
 
-    def __init__(self, nodes: Nodes, store: int, wake: Callable[[], None]) -> None:
+    def __init__(self, nodes: NodeSettings, store: int, wake: Callable[[], None]) -> None:
         if _meeting is None:
             raise UsageError("launcher 'submitit_delayed' works in a function under submitit_delayed_launcher")
         meeting = json.loads((_meeting / "jobs").read_text())
         if meeting["cluster"] != "local" and nodes.listen == LOOPBACK:
             raise UsageError("launcher 'submitit_delayed': name the address that nodes reach, listen='10.…'")
-        nodes = nodes if nodes.port else Nodes(nodes.launcher, nodes.listen, meeting["port"], patience=nodes.patience)
+        nodes = nodes if nodes.port else replace(nodes, port=meeting["port"])
         super().__init__(nodes, read_secret(_meeting / "secret"), store, wake)
         write_json(_meeting / "address", {"host": self.registry.host, "port": self.registry.port})
 

@@ -25,7 +25,7 @@ from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, Child, end
 from reap.backends.network.authenticated_listener import Tunnel
 from reap.backends.network.node_connection import NodeConnection
-from reap.errors import UsageError
+from reap.errors import ReapError, UsageError
 
 _TRANSPORTS = {  # what a worker can be: imported by itself, so that a node is light
     "gloo": "reap.backends.remote.gloo_worker:run_gloo_on_node",
@@ -90,7 +90,11 @@ class NodeAgent:
                 target = functools.partial(
                     _run, transport=_TRANSPORTS[transport], job=data, index=index, address=address, more=more
                 )
-                child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
+                try:
+                    child = Child(pack_bytes(target, "a worker"), name=f"reap-worker-{index}")
+                except ReapError as error:  # there is no room for it; the others go on
+                    self._connection.send(gone=number, how=str(error), stack="")
+                    return None
                 self._children[number] = child
                 child.line.finish()
                 self._connection.send(born=number, pid=child.pid)

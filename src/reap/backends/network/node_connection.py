@@ -21,6 +21,7 @@ from typing import Any
 from reap._system.listener import Visitor
 from reap.backends.network.signed_messages import MessageSigner
 
+CLOSED = "the collector is closed"  # why nodes go home, where all is well
 BEAT, LOST = 1.0, 5.0  # seconds between two signs of life, and without one
 _PIECE = 1 << 16  # bytes sent at once
 _SIZES = struct.Struct("!IQ")

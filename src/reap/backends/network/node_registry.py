@@ -24,7 +24,7 @@ from reap._system.listener import Visitor
 from reap._system.silence import silent_error
 from reap.backends.network.authenticated_listener import AuthenticatedListener
 from reap.backends.network.node_agent import run_secret
-from reap.backends.network.node_connection import NodeConnection
+from reap.backends.network.node_connection import CLOSED, NodeConnection
 from reap.errors import WorkerDied, WorkerSilent
 
 _STACK = 1.5  # seconds for a stack to come
@@ -69,7 +69,8 @@ class NodeProcess:
         self._node: _RegisteredNode | None = None  # once there is one
         self.placed = threading.Event()  # it has a node, or needs none any more
         self.sentinel, self._tell = os.pipe()
-        self._how, self._stack, self._asked = "", "", threading.Event()
+        self._how, self._stack = "", ""  # how it ended, and its last stack
+        self._answer, self._asked = "", threading.Event()  # its stack, when it was asked for
         self._pid, self._born = 0, threading.Event()
         self._ending = threading.Lock()
         self.silent = False  # whether it was found to be: it is ended sooner
@@ -111,7 +112,7 @@ class NodeProcess:
 
     def told(self, text: str) -> None:
         """Its node has sent its stack."""
-        self._stack = text
+        self._answer = text
         self._asked.set()
 
     def gone(self, timeout: float = 0.0) -> bool:
@@ -126,18 +127,21 @@ class NodeProcess:
         """Return where every thread of it is right now; empty if it does not even answer signals."""
         if self._node is None:
             return "(it waits for a node to come)"
+        self._answer = ""
         self._asked.clear()
         self._node.connection.send(ask=self.number)
         self._asked.wait(_STACK)
-        return self._stack
+        return self._answer
 
     def silence(self, seconds: float, timeout: float | None) -> WorkerSilent:
         """Return the error for one that sent nothing for so long, with its stack; one that gives none is killed."""
         return silent_error(self, seconds, timeout)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
-        if self._node is not None and not self.gone():
+        """Send it a signal. One that waits for a node has ended then; if a node takes it right now, it is killed."""
+        if self._node is None:
+            self.ended("was ended before a node came for it", "")
+        elif not self.gone():
             self._node.connection.send(signal=self.number, which=int(number))
 
     def release(self) -> None:
@@ -158,7 +162,7 @@ class NodeRegistry:
         self._nodes: list[_RegisteredNode] = []
         self._waiting: deque[tuple[NodeProcess, bytes, Mapping[str, Any]]] = deque()  # for a place
         self._started = 0
-        self.nobody_came = ""  # in time, for one that waited
+        self.nobody_came = ""  # why a worker found no node within `join_timeout`; empty: none has failed to
         self._changing = threading.Lock()
         services: dict[str, Any] = {"node": self._receive}
         self._listener = AuthenticatedListener(host, port, secret, services)
@@ -219,7 +223,7 @@ class NodeRegistry:
         """Ends the wait of one that has no place after so many seconds."""
         if not node_process.placed.wait(patience):
             self.nobody_came = f"no node came to {self.host}:{self.port} within {patience:g} s (join_timeout)"
-            node_process.ended(f"could not be replaced: {self.nobody_came}", "")
+            node_process.ended(f"has no place: {self.nobody_came}", "")
 
     def _fill_places(self) -> None:
         """Whoever waits for a place has one, as far as there are any."""
@@ -257,7 +261,7 @@ class NodeRegistry:
         until = time.monotonic() + patience
         self._listener.close()  # first: one that goes home may come again at once
         for node in self._nodes:
-            node.connection.send(end="the collector is closed")
+            node.connection.send(end=CLOSED)
         for node in self._nodes:
             node.connection.wait(max(0.0, until - time.monotonic()))
             node.connection.close()

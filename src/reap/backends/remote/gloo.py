@@ -30,8 +30,9 @@ from reap._system.interrupts import Wakeup
 from reap._system.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
+from reap._system.stacks import all_at_once
 from reap.backends.network.authenticated_listener import LOOPBACK
-from reap.backends.network.launchers import Nodes
+from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.network.signed_messages import MessageSigner
 from reap.backends.remote.gloo_worker import (
@@ -47,7 +48,14 @@ from reap.backends.remote.gloo_worker import (
     wait,
 )
 from reap.backends.remote.launched_transport import LaunchedTransport
-from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of, store
+from reap.backends.remote.message_transport import (
+    MessageConnection,
+    NetworkChild,
+    SentWeights,
+    connection_of,
+    copy_into_slot,
+    read,
+)
 from reap.backends.remote.remote_worker import Header, Order, header
 from reap.backends.worker_handle import WorkerHandle
 from reap.core.slot import Slot
@@ -58,7 +66,10 @@ _LOOK = 0.001  # seconds between looks at one that is: gloo wakes nobody who wai
 
 
 class _OrderStore:
-    """Where orders are put. It ends with its collector, and workers with it: nobody else keeps it alive."""
+    """The key-value store that carries orders.
+
+    Only this object keeps it alive: when it is closed, workers that wait for an order end.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -104,17 +115,19 @@ class GlooConnection(MessageConnection):
         self.thread.start()
 
     def send(self, order: Order | None) -> None:
-        key = f"to/{self._name}/{self.orders}"
-        self.orders += 1
+        key = f"to/{self._name}/{self.orders_sent}"
+        self.orders_sent += 1
         self._put(key, self._signer.sign(pickle.dumps(order), key))
 
     def _receive_all(self) -> None:
         try:
-            if self._comes():
+            if self._wait_until_here():
                 group = self._address.group(f"data/{self._name}", 0, 2)
                 with self._new_weights:
                     self._group = group
                     self._new_weights.notify_all()
+                if getattr(self.child.process, "lost", False):  # meanwhile, when there was no group to abandon
+                    self.abandon()
                 words = header()
                 while True:
                     wait(group.recv([torch.from_numpy(words)], 1, 0))
@@ -134,9 +147,9 @@ class GlooConnection(MessageConnection):
         with self._new_weights:
             self._to_send = packed
             self._new_weights.notify_all()
-        if self._sender is None:
-            self._sender = threading.Thread(target=self._send_all, name=f"reap-sender-{self.index}", daemon=True)
-            self._sender.start()
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, name=f"reap-sender-{self.index}", daemon=True)
+                self._sender.start()
 
     def _send_all(self) -> None:
         with contextlib.suppress(ConnectionError, RuntimeError):  # it is gone
@@ -158,7 +171,7 @@ class GlooConnection(MessageConnection):
         if (group := self._group) is not None:
             abandon(group, 1)
 
-    def _comes(self) -> bool:
+    def _wait_until_here(self) -> bool:
         """Wait for its first sign; or until somebody who knows that there will be none calls it off."""
         return bytes(self._address.store().get(f"here/{self._name}")) == HERE
 
@@ -168,7 +181,7 @@ class GlooConnection(MessageConnection):
         place = f"from/{self._name}/{self._heard}"
         more = self._signer.verified(receive(group, 1, head.more), place) if head.more else b""
         self._heard += 1
-        return head.full(more) if head.rollout else pickle.loads(more)
+        return read(head, more)
 
     def _receive_rollout(self, group: Any, slot: Slot) -> None:
         """Receive bytes in the slot itself, if it is the worker's own. Lanes of a slot are not one piece of memory."""
@@ -179,7 +192,7 @@ class GlooConnection(MessageConnection):
             if self._passing is None or self._passing.size != size:
                 self._passing = np.empty(size, np.uint8)
             wait(group.recv([torch.from_numpy(self._passing)], 1, 0))
-            store(slot, self._passing)
+            copy_into_slot(slot, self._passing)
 
 
 class GlooTransport(LaunchedTransport):
@@ -188,7 +201,9 @@ class GlooTransport(LaunchedTransport):
     weight_schemes = ("distributed", "per_worker", "none")
     network = "gloo"
 
-    def __init__(self, *, nodes: Nodes, one_by_one: bool = False, start_method: StartMethod = "forkserver") -> None:
+    def __init__(
+        self, *, nodes: NodeSettings, one_by_one: bool = False, start_method: StartMethod = "forkserver"
+    ) -> None:
         super().__init__(nodes=nodes, one_by_one=one_by_one, start_method=start_method)
         self._under_way: deque[tuple[Any, Tensor]] = deque()
         self._spare: list[Tensor] = []
@@ -230,7 +245,10 @@ class GlooTransport(LaunchedTransport):
 
     def join_weights(self) -> None:
         if not self._one_by_one:
-            self._group = self._address.group("weights", 0, len(self._workers) + 1)
+            try:
+                self._group = self._address.group("weights", 0, len(self._workers) + 1)
+            except RuntimeError as error:  # one of them has died meanwhile
+                raise self._unsent(error) from None
 
     def broadcast(self, packed: Tensor) -> None:
         if self._one_by_one:
@@ -266,14 +284,16 @@ class GlooTransport(LaunchedTransport):
         return self._spare.pop() if self._spare else None
 
     def _unsent(self, error: Exception) -> WorkerDied:
+        until = time.monotonic() + 1.0
         for worker in self._workers:
-            if self._children[worker.index].gone(1.0):
+            if self._children[worker.index].gone(max(0.0, until - time.monotonic())):
                 return worker.child.death().at(worker=worker.name)
         return WorkerDied(f"weights could not be sent: {error}")
 
     def _no_taker(self) -> WorkerHandle:
         """Gloo does not say who takes none: it is who does not answer, or has nothing to say for the longest time."""
-        deaf = [worker for worker in self._workers if not worker.child.ask_stack()]
+        stacks = all_at_once({str(worker.index): worker.child.ask_stack for worker in self._workers})
+        deaf = [worker for worker in self._workers if not stacks[str(worker.index)]]
         quiet = (
             deaf
             or [worker for worker in self._workers if not connection_of(worker, GlooConnection).speaks]

@@ -10,7 +10,7 @@ import functools
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,7 +63,7 @@ class Address:
 
 
 def abandon(group: Any, peer: int) -> None:
-    """Whoever waits for somebody in this group waits no longer: a wait that times out closes all its connections."""
+    """Close all connections of a group, so that every wait in it fails: gloo does so when a wait times out."""
     with contextlib.suppress(RuntimeError):
         group.recv([torch.empty(1)], peer, _NEVER_USED).wait(timedelta(milliseconds=1))
 
@@ -90,7 +90,7 @@ def join_broadcast(group: Any, packed: torch.Tensor) -> Any:
     return group.broadcast([packed], options)
 
 
-class _GlooConnection(ParentConnection):
+class GlooParentConnection(ParentConnection):
     """Orders are keys of the store, one after the other. A thread sends, in order."""
 
     def __init__(self, name: str, address: Address) -> None:
@@ -106,8 +106,7 @@ class _GlooConnection(ParentConnection):
     def next_order(self) -> Order | None:
         key = f"to/{self._name}/{self._heard}"
         try:
-            self._store.wait([key], EVER)
-            signed = self._store.get(key)
+            signed = self._store.get(key)  # waits for it, for as long as the store's timeout
             self._store.delete_key(key)
         except RuntimeError as error:  # the store ends with whoever made it
             raise ConnectionError(str(error)) from None
@@ -145,19 +144,22 @@ class _GlooConnection(ParentConnection):
 
 
 class _ReceivedWeights(WeightInbox):
-    """Weights that come over the network, in a thread. `next_ones` returns what receives them, one after the other."""
+    """Weights that come over the network, in a thread.
 
-    def __init__(self, next_ones: Callable[[], Callable[[torch.Tensor], Any]]) -> None:
+    `open_channel` joins, in that thread, what they come by, and returns a function that begins to receive a tensor.
+    """
+
+    def __init__(self, open_channel: Callable[[], Callable[[torch.Tensor], Any]]) -> None:
         super().__init__()
-        self._next_ones = next_ones
+        self._open_channel = open_channel
 
-    def expect(self, packing: Packing, tensors: Sequence[torch.Tensor]) -> None:
-        super().expect(packing, tensors)
+    def expect(self, packing: Packing) -> None:
+        super().expect(packing)
         threading.Thread(target=self._receive, args=(packing,), name="reap-weights", daemon=True).start()
 
     def _receive(self, packing: Packing) -> None:
         try:
-            receive_into = self._next_ones()
+            receive_into = self._open_channel()
             while True:
                 packed = self.room(weights_size(packing))
                 wait(receive_into(packed))
@@ -189,14 +191,13 @@ def run_gloo(
 
     `one_by_one`: weights are sent to it alone, not to all workers by broadcast: each of them may be replaced.
     """
-    parent = _GlooConnection(name_of(index, restarts), address)
+    parent = GlooParentConnection(name_of(index, restarts), address)
     opened = load_job(job, parent)
     if opened is None:
         return
-    first = index == 0 and restarts == 0  # it begins with its own weights, and so do all
     weights: Weights
     if fds:
-        weights = LocalWeights(SharedFile(fd=fds[0]), first=first)
+        weights = LocalWeights(SharedFile(fd=fds[0]))
     elif one_by_one:
         weights = _ReceivedWeights(lambda: lambda packed: parent.group.recv([packed], 0, WEIGHTS))
     else:

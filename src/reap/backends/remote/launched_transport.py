@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from reap._system.processes import BOOT, StartMethod
-from reap.backends.network.launchers import NodePool, Nodes
+from reap.backends.network.launchers import NodePool, NodeSettings
 from reap.backends.network.node_registry import NodeProcess
 from reap.backends.remote.message_transport import MessageConnection, MessageTransport
 from reap.backends.worker_handle import WorkerHandle
@@ -25,7 +25,9 @@ class LaunchedTransport(MessageTransport):
 
     network: ClassVar[str]  # by which a node knows which kind of worker to run
 
-    def __init__(self, *, nodes: Nodes, one_by_one: bool = False, start_method: StartMethod = "forkserver") -> None:
+    def __init__(
+        self, *, nodes: NodeSettings, one_by_one: bool = False, start_method: StartMethod = "forkserver"
+    ) -> None:
         super().__init__(start_method=start_method)
         self._nodes, self._one_by_one = nodes, one_by_one
         self._local = nodes.launcher == "mp"

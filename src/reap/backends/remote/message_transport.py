@@ -26,6 +26,7 @@ from torch import Tensor
 from reap._system.interrupts import Interrupts, Wakeup
 from reap._system.pickling import pack_bytes
 from reap._system.processes import DEADLINE, LEAVE, Child, StartMethod, end
+from reap._system.remote_errors import Raised
 from reap._system.silence import Silence
 from reap._system.threads import wait_for_ends
 from reap.backends.base import Transport, WeightChannel, WorkerConnection
@@ -41,7 +42,7 @@ C = TypeVar("C", bound=WorkerConnection)
 
 
 class SentWeights:
-    """How often weights were sent to all workers. Orders tell it: nobody acts with older ones."""
+    """Counts publications of weights for all workers. Orders carry the count: a worker first waits for that one."""
 
     count = 0
 
@@ -55,7 +56,7 @@ class MessageConnection(WorkerConnection):
     def __init__(self, worker: WorkerHandle, sent: SentWeights) -> None:
         self.index, self.slots, self._sent = worker.index, worker.slots, sent
         self.inbox: deque[Any] = deque()  # what it has said
-        self.orders = 0  # sent so far
+        self.orders_sent = 0  # sent so far
 
     def send(self, order: Order | None) -> None:
         """Send an order, after those before it; None: go home."""
@@ -88,13 +89,20 @@ class MessageConnection(WorkerConnection):
     def received(self, message: Message) -> Any:
         """Return what a message says; a rollout's bytes are in its slot then."""
         header = Header(message.header)
-        if message.block is None:
-            return pickle.loads(message.more)
-        store(self.slots[header.slot], message.block)
-        return header.full(message.more)
+        if message.block is not None:
+            copy_into_slot(self.slots[header.slot], message.block)
+        return read(header, message.more)
 
 
-def store(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+def read(header: Header, more: bytes) -> Any:
+    """Return what a message says; or, if it holds an object of a class that only its sender has, the error for that."""
+    try:
+        return header.full(more) if header.rollout else pickle.loads(more)
+    except Exception as error:
+        return Raised.of(error, "reading what it said")
+
+
+def copy_into_slot(slot: Slot, block: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
     """Write the bytes of a worker's rollout into its slot, or into its lanes of a slot."""
     if slot.block.size == block.size:
         np.copyto(slot.block, block)
@@ -157,6 +165,7 @@ class BroadcastWeights:
         self._optional = [name for name in packing.shapes if name not in set(needed)]
         self._kept: dict[str, Tensor] = {}  # of the optional ones, those that were sent: the latest of each
         self._given: dict[str, int] = {}  # the message in which each was sent as something new
+        self._messages = transport.sent.count  # the number of the last one, also if it could not be sent
 
     def publish(self, named: Mapping[str, Tensor], version: int) -> None:
         """Pack once, send to all. What is left out goes along as it was: whoever is busy sees the last message only."""
@@ -164,12 +173,13 @@ class BroadcastWeights:
         packed = transport.spare()
         if packed is None:
             packed = torch.empty(weights_size(self.packing), dtype=torch.uint8)
-        transport.sent.count += 1
-        count = transport.sent.count
+        self._messages += 1
+        count = self._messages
         self._kept.update({name: named[name].detach().clone() for name in self._optional if name in named})
         self._given.update(dict.fromkeys(named, count))
         pack_weights(packed, self.packing, {**self._kept, **named}, self._given, count, version)
         transport.broadcast(packed)
+        transport.sent.count = count  # last: workers wait for what orders ask for
 
 
 class MessageTransport(Transport):
@@ -238,13 +248,13 @@ class MessageTransport(Transport):
             self._sentinels[worker.index] = sentinel
 
     def retire(self, worker: WorkerHandle) -> None:
-        """End its process, if that is on this machine; what is received from it ends with it."""
+        """End its process, here or on its node, and wait until nothing is received from it any more."""
         if (sentinel := self._sentinels.pop(worker.index, None)) is not None and self._selector is not None:
             self._selector.unregister(sentinel)
         if (child := self._children.pop(worker.index, None)) is not None:
             child.signal(signal.SIGKILL)
-            connection_of(worker, MessageConnection).let_end()
             end([child], patience=0.0, deadline=DEADLINE)
+            connection_of(worker, MessageConnection).let_end()  # its threads may wait for it until it has ended
 
     def close(self, workers: Sequence[WorkerHandle]) -> None:
         selector, self._selector = self._selector, None

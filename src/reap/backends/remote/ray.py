@@ -222,8 +222,8 @@ class RayConnection(MessageConnection):
             self._ask_message()
 
     def send(self, order: Order | None) -> None:
-        self.actor.order.options(concurrency_group="orders").remote(self.orders, order)
-        self.orders += 1
+        self.actor.order.options(concurrency_group="orders").remote(self.orders_sent, order)
+        self.orders_sent += 1
 
     def send_weights(self, packed: Any) -> None:
         self.actor.take_weights.options(concurrency_group="weights").remote(packed)
@@ -345,7 +345,7 @@ class RayActorTransport(MessageTransport):
             all_of_them = [connection_of(worker, RayConnection) for worker in workers if not worker.dropped]
             here = [p for one in all_of_them if (p := self._process_of(one.child)) is not None]
             living = [one for one in all_of_them if not (one.child.gone() or one.child.silent)]
-            left = [one.actor.leave.remote(one.orders, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
+            left = [one.actor.leave.remote(one.orders_sent, 0.2 * DEADLINE, 0.4 * DEADLINE) for one in living]
             if left:
                 self._ray.wait(left, num_returns=len(left), timeout=0.7 * DEADLINE)
             for one in all_of_them:

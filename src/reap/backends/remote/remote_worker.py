@@ -1,4 +1,4 @@
-"""RemoteWorker: a worker elsewhere, whose rollouts are sent to whoever asked for it.
+"""RemoteWorker: a worker elsewhere that sends its rollouts to whoever ordered them.
 
     order ──► fill ──► block ──► messages ──► transport        two blocks: one is on its way while the other is filled
           └─► answer ──────────► messages ──► transport
@@ -27,12 +27,13 @@ from reap._system.remote_errors import Raised
 from reap.backends.worker_server import Job, RolloutReady, WorkerServer, what_it_did
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Slot
-from reap.core.stats import numbers_of, stats_of
+from reap.core.stats import TOLD, numbers_of, stats_of
 from reap.seeding import seed_process
 from reap.weights.shared import Packing, SharedWeights
 
 BLOCKS = 2  # of a remote worker
-_WORDS, _SPAN, _STATS = 16, 6, 8  # of a header: how many, and where its times and numbers about episodes begin
+_SPAN, _STATS = 6, 8  # where in a header its times, and the numbers about episodes, begin
+_WORDS = _STATS + len(TOLD)
 _FIRST = 16  # bytes of packed weights before what is said of each: count and version
 
 Order = tuple[Literal["fill"], int, bool, int] | tuple[Literal["call"], bytes, int]
@@ -63,7 +64,7 @@ class Message(NamedTuple):
         words, numbers = header(), numbers_of(full.stats)
         words[:6] = 1, len(data), full.slot, full.frames, full.version, full.since
         words[_SPAN:_STATS].view(np.float64)[:] = full.span
-        words[_STATS : _STATS + len(numbers)].view(np.float64)[:] = numbers
+        words[_STATS:].view(np.float64)[:] = numbers
         return cls(words, block, data)
 
 
@@ -108,8 +109,8 @@ class ParentConnection(Protocol):
 class Weights(Protocol):
     """What a remote worker acts with, from the moment it is told which tensors they are."""
 
-    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
-        """Which tensors they are, and those it begins with."""
+    def expect(self, packing: Packing) -> None:
+        """Learn which tensors they are."""
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
         """Copy the latest, of this number at least, into `tensors`: their version, or None if nothing is new."""
@@ -118,14 +119,12 @@ class Weights(Protocol):
 class LocalWeights(Weights):
     """On the machine of whoever publishes them: in memory that both see."""
 
-    def __init__(self, file: SharedFile, *, first: bool) -> None:
-        self._file, self._first = file, first
+    def __init__(self, file: SharedFile) -> None:
+        self._file = file
         self._shared: SharedWeights | None = None
 
-    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+    def expect(self, packing: Packing) -> None:
         self._shared = SharedWeights(self._file, packing)
-        if self._first:
-            self._shared.begin_with(tensors)
 
     def refresh(self, tensors: Sequence[Tensor], at_least: int) -> int | None:
         """Nobody has to wait: weights were written before the order was given."""
@@ -147,7 +146,7 @@ class WeightInbox(Weights):
         with self._changed:
             return self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8)
 
-    def expect(self, packing: Packing, tensors: Sequence[Tensor]) -> None:
+    def expect(self, packing: Packing) -> None:
         self._packing = packing
 
     def put(self, packed: Tensor) -> None:
@@ -251,7 +250,7 @@ class RemoteWorker(WorkerServer):
     def do_begin(self, packing: Packing | None) -> None:
         """All workers are there: weights come from now on."""
         if packing is not None:
-            self._weights.expect(packing, self.tensors)
+            self._weights.expect(packing)
 
     def do_load_weights(self, data: bytes, version: int) -> None:
         """Act with weights that were sent to this worker alone."""

@@ -29,7 +29,7 @@ from reap._system.pickling import dumps
 from reap._system.processes import DEADLINE, GOODBYE, StartMethod
 from reap._system.processes import end as end_children
 from reap._system.temporary import TemporaryFolder
-from reap.backends.network.launchers import Nodes
+from reap.backends.network.launchers import NodeSettings
 from reap.backends.network.loopback_store import loopback_store
 from reap.backends.remote.launched_transport import LaunchedTransport
 from reap.backends.remote.message_transport import MessageConnection, NetworkChild, SentWeights, connection_of
@@ -128,7 +128,7 @@ class RPCConnection(MessageConnection):
         )
 
     def send(self, what: Order | None) -> None:
-        number, self.orders = self.orders, self.orders + 1
+        number, self.orders_sent = self.orders_sent, self.orders_sent + 1
         self._members.call(self.agent, order, number, what)
 
     def send_weights(self, packed: Tensor) -> None:
@@ -197,7 +197,7 @@ class TensorPipeTransport(LaunchedTransport):
         self,
         *,
         agent: Mapping[str, Any],
-        nodes: Nodes,
+        nodes: NodeSettings,
         one_by_one: bool = False,
         start_method: StartMethod = "forkserver",
     ) -> None:

@@ -167,7 +167,7 @@ def run_rpc(connection: Any, fds: Any, *, job: bytes, index: int, file: str, wor
     store = FileStore(file, -1)
     store.set_timeout(JOIN)
     world.join(index, store)
-    _live(job, LocalWeights(SharedFile(fd=fds[0]), first=index == 0 and world.restarts == 0))
+    _live(job, LocalWeights(SharedFile(fd=fds[0])))
 
 
 def run_rpc_on_node(

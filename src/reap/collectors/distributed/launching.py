@@ -14,12 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from reap.arguments import LONGEST, mapping, one_of
 from reap.backends.network.authenticated_listener import LOOPBACK
 from reap.backends.network.launchers import (
     DEFAULT_SLURM_CONF,
     LAUNCHERS,
     PATIENCE,
-    Nodes,
+    NodeSettings,
     join_later,
     make_executor,
     new_secret,
@@ -28,7 +29,7 @@ from reap.backends.network.launchers import (
 )
 from reap.errors import UsageError, WrongArgument, nearest
 
-LAUNCHING: Mapping[str, Any] = {
+LAUNCH_DEFAULTS: Mapping[str, Any] = {
     "launcher": "mp",
     "tcp_port": None,
     "slurm_kwargs": None,
@@ -40,17 +41,14 @@ DEFAULT_SLURM_CONF_MAIN = {**DEFAULT_SLURM_CONF, "slurm_gpus_per_node": 1}
 _FRAMEWORKS = ("distributed", "rpc")
 
 
-def nodes_of(given: Mapping[str, Any]) -> Nodes:
-    """Return where a collector listens for workers and who starts them, from the options of `LAUNCHING`."""
+def nodes_of(given: Mapping[str, Any]) -> NodeSettings:
+    """Return where a collector listens for workers and who starts them, from the options of `LAUNCH_DEFAULTS`."""
     launcher = "join" if given["launcher"] is None else given["launcher"]
     slurm, patience = given["slurm_kwargs"], given["join_timeout"]
-    if not isinstance(launcher, str) or launcher not in LAUNCHERS:
-        hint = nearest(str(launcher), LAUNCHERS)
-        raise UsageError(f"launcher must be one of {', '.join(map(repr, LAUNCHERS))}, got {launcher!r}{hint}")
-    if slurm is not None and not isinstance(slurm, Mapping):
-        raise WrongArgument(f"slurm_kwargs must be a mapping, got {type(slurm).__name__}")
-    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not patience > 0:
-        raise WrongArgument(f"join_timeout must be a number of seconds, got {patience!r}")
+    one_of("launcher", launcher, LAUNCHERS)
+    mapping("slurm_kwargs", slurm)
+    if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not 0 < patience <= LONGEST:
+        raise WrongArgument(f"join_timeout must be a number of seconds, {LONGEST:,.0f} at most, got {patience!r}")
     for name, which in (
         ("slurm_kwargs", ("submitit",)),
         ("secret_file", ("join",)),
@@ -62,7 +60,7 @@ def nodes_of(given: Mapping[str, Any]) -> Nodes:
         raise WrongArgument(f"secret_file must be a path, got {secret!r}")
     if launcher == "join" and secret is None:
         raise UsageError("launcher 'join' needs secret_file: python -m reap.join --new-secret FILE makes one")
-    return Nodes(
+    return NodeSettings(
         launcher=launcher,
         listen=_address(given["listen"]),
         port=_port(given["tcp_port"]),

@@ -174,7 +174,7 @@ class RayCollector(MultiCollector):
         if self._sync:
             frames = sum(worker.size for worker in self._backend.workers)
             self.options = dataclasses.replace(own, frames_per_batch=frames)
-        self._count_frames()
+        self._learn_sizes()
 
     def stop_remote_collectors(self) -> None:
         """End all actors; the collector is closed then."""

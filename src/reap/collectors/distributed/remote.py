@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -91,10 +92,15 @@ class FarCollector(MultiCollector):
         ...     buffer.dumps("somewhere")
 
         Args:
-            timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that.
+            timeout: seconds to wait for what workers are making; NotReady (a TimeoutError) after that, and it goes on.
             resume: False: stay paused after the block, until `resume()`.
         """
-        return self._pause(lambda: self._settle(timeout), kept=not resume)
+        until = None if timeout is None else time.monotonic() + timeout
+
+        def settle() -> None:
+            self._settle(None if until is None else max(0.0, until - time.monotonic()))
+
+        return self._pause(settle, kept=not resume, timeout=timeout)
 
 
 def _interval(each: Any, interval: Any) -> int:

@@ -12,7 +12,7 @@ from typing_extensions import Self, Unpack
 from reap.arguments import mapping
 from reap.backends.remote.rpc import THREADS, TensorPipeTransport
 from reap.collectors.distributed.keywords import DEFAULTS, RPCCollectorOptions
-from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
 from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
@@ -22,7 +22,7 @@ from reap.errors import UsageError, WrongArgument
 class _TensorPipePlacement(RemotePlacement):
     """Workers are called over TensorPipe, and started by a launcher."""
 
-    own = {**LAUNCHING, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
+    own = {**LAUNCH_DEFAULTS, "tensorpipe_options": None, "backend": "gloo", "visible_devices": None}
 
     def transport(self, plans: Sequence[Any], options: Options) -> TensorPipeTransport:
         mapping("tensorpipe_options", self.given["tensorpipe_options"])

@@ -9,7 +9,7 @@ from typing_extensions import Self, Unpack
 
 from reap.backends.remote.gloo import GlooTransport
 from reap.collectors.distributed.keywords import DEFAULTS, DistributedCollectorOptions
-from reap.collectors.distributed.launching import LAUNCHING, check_backend_name, nodes_of
+from reap.collectors.distributed.launching import LAUNCH_DEFAULTS, check_backend_name, nodes_of
 from reap.collectors.distributed.remote import FarCollector, RemotePlacement
 from reap.collectors.multi import WITHOUT, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from reap.collectors.options import Options, shows_options
@@ -19,7 +19,7 @@ from reap.errors import UsageError
 class _GlooPlacement(RemotePlacement):
     """Workers are reached by gloo, and started by a launcher."""
 
-    own = {**LAUNCHING, "backend": "gloo"}
+    own = {**LAUNCH_DEFAULTS, "backend": "gloo"}
 
     def transport(self, plans: Sequence[Any], options: Options) -> GlooTransport:
         check_backend_name(self.given["backend"])
@@ -30,11 +30,14 @@ class _GlooPlacement(RemotePlacement):
 @FarCollector.register
 @shows_options(without=WITHOUT, more=DistributedCollectorOptions, defaults={**DEFAULTS, **_GlooPlacement.own})
 class DistributedCollector(MultiCollector):
-    """Collects with workers that are reached by torch.distributed (gloo); a slot is one tensor, weights a broadcast.
+    """Collects with workers that are reached by torch.distributed (gloo); a rollout is sent as one tensor.
 
     >>> collector = DistributedCollector([make_env] * 2, policy, frames_per_batch=200, total_frames=1000)
     >>> for batch in collector:
     ...     collector.update_policy_weights_()
+
+    Workers of this machine read new weights from shared memory. To nodes they are broadcast; or sent one by one, where
+    `on_failure` lets workers be replaced or dropped.
 
     Nothing listens but on the loopback address, unless `listen` names another. A trainer's own process group is left
     alone. See `FarCollector`.

@@ -52,8 +52,11 @@ class Arrangement:
         """Frames of rollouts that were not delivered."""
         return 0
 
+    def name_keys(self, batch: TensorDictBase) -> None:
+        """Rename the keys of a batch that are called otherwise when it is delivered."""
+
     def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
-        """Give the batch the ids it is delivered under; return whether it is delivered at all."""
+        """Return whether this rollout is delivered; its keys and ids are those of a delivered one then."""
         return True
 
     def arrange(self, batch: TensorDictBase, rollout: Rollout) -> TensorDictBase:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from reap._system.threads import CTRL_C, join
 from reap.backends.base import Halted
 from reap.backends.local.pauses import AGAIN, Paused, Pauses
 from reap.core.capture.chance import beside_the_learner
-from reap.errors import WorkerRaised, WorkerSilent
+from reap.errors import NotReady, WorkerRaised, WorkerSilent
 
 T = TypeVar("T")
 _LOOK = 0.002  # seconds between looks at a buffer whose limiter has us rest: it may be another process that samples
@@ -41,8 +42,11 @@ class Runner(Protocol):
     def start(self) -> None:
         """Begin to collect."""
 
-    def pause(self, paused: Paused) -> None:
-        """Rest between two batches while this pause holds; returns when it does. Pauses add up."""
+    def pause(self, paused: Paused, timeout: float | None = None) -> None:
+        """Rest between two batches while this pause holds; returns when it does. Pauses add up.
+
+        `timeout`: seconds that the batch which is being taken may still take; `NotReady` after that.
+        """
 
     def resume(self, paused: Paused | None = None) -> None:
         """This pause is over, or the last one somebody has; go on, if there is no other."""
@@ -137,18 +141,21 @@ class ThreadRunner:
             with self._change:
                 self._change.notify_all()
 
-    def _until(self, true: Callable[[], bool]) -> None:
-        """Tell the thread that something is new, and wait until something is true.
+    def _until(self, true: Callable[[], bool], timeout: float | None = None) -> None:
+        """Tell the thread that something is new, and wait until something is true, or raise after `timeout` seconds.
 
         Ctrl-C is let in now and then: a `Condition` that it breaks off may be left without its lock.
         """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
         with self._interrupts.held():
             while True:
                 with self._lock:
                     self._change.notify_all()
                     if true():
                         return
-                    self._change.wait(CTRL_C)
+                    if (left := until - time.monotonic()) <= 0:
+                        raise NotReady(f"a batch is still being taken after {timeout:g} s")
+                    self._change.wait(min(CTRL_C, left))
                 self._interrupts.let_in()
 
     def between(self, work: Callable[[], T]) -> T:
@@ -162,10 +169,10 @@ class ThreadRunner:
         self._until(future.done)
         return future.result()
 
-    def pause(self, paused: Paused) -> None:
+    def pause(self, paused: Paused, timeout: float | None = None) -> None:
         self._pauses.begin(paused)
         if threading.current_thread() is not self._thread:
-            self._until(lambda: self._resting or self._over)
+            self._until(lambda: self._resting or self._over, timeout)
 
     def resume(self, paused: Paused | None = None) -> None:
         with self._interrupts.held(), self._lock:

@@ -167,5 +167,6 @@ class BatchPipeline:
     def empty(self, batch: TensorDictBase, postproc: Callable[[Any], Any] | None) -> TensorDictBase:
         """Return a batch of zeros `[lanes, T]` as it would be delivered; nothing is counted."""
         batch = batch if self._storing is None else batch.to(self._storing)
+        self.arrangement.name_keys(batch)
         split = self.arrangement.split if self._options.split_trajs else None
         return processed(batch, split=split, postproc=postproc, hook=None)

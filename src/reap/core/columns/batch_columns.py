@@ -11,7 +11,7 @@ import torch
 from reap.core.policy import Policy, RandomActions
 from reap.core.slot import FLAGS, FRAME, MASK, TRAJ_IDS, VERSION, Layout
 from reap.errors import SpecMismatch
-from reap.spec import READY, EnvSpec, Key, Leaf, show
+from reap.spec import LANE_AT, EnvSpec, Key, Leaf, show
 
 
 def current_for(observation: Mapping[Key, Leaf], lanes: int) -> list[np.ndarray[Any, Any]]:
@@ -47,7 +47,7 @@ def columns_of(
     more: Mapping[Key, Leaf] | None = None,
 ) -> dict[Key, Leaf]:
     """Every column of a batch, flags first so that they lie side by side; `more`: further ones."""
-    check_names(spec, {READY} if spec.ready_of is None else ())
+    check_names(spec, {LANE_AT} if spec.ready_of is None else ())
     ours = (RESERVED | {key[0] for key in spec.side if key not in policy.inputs}) - {"next"}
     taken = [key for key in policy.outputs if key[0] in ours and key not in spec.action and key != VERSION]
     if taken:

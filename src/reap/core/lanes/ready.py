@@ -2,7 +2,7 @@
 
 The loop steps such an env like any other. Only, a *position* of its rows holds another lane at every step: what goes
 out at row t are observation and action of the lanes in hand, what comes back are the successors of whichever lanes
-are ready. The leaf `READY` says which lane is where.
+are ready. The leaf `LANE_AT` says which lane is where.
 
     log       row t   root  [2 0]   next  [1 3]        a lane's first root belongs to its first next,
               row t+1 root  [1 3]   next  [0 2]        its second to its second, and so on
@@ -13,7 +13,8 @@ are ready. The leaf `READY` says which lane is where.
 A position nobody stands at says -1. A lane that comes without a frame has begun anew: once after a reset of all; later
 because what stepped it has failed. The frame after such a one is the first of another trajectory.
 
-Guarantees: no frame is lost, doubled or reordered within a lane; a frame carries the version that acted.
+Guarantees: no frame is doubled or reordered within a lane, and none is lost unless a rollout is broken off (Ctrl-C); a
+frame carries the version that acted.
 The price is two copies of each frame, made for whole rollouts at once: out of the log, and into its place.
 """
 
@@ -27,16 +28,16 @@ import numpy as np
 from reap.core.ledger import Ledger
 from reap.core.measuring.episode_log import EPISODE_LENGTH, EPISODE_RETURN
 from reap.core.slot import CUT, MASK, TRAJ_IDS, VERSION, Slot
-from reap.spec import READY, Key
+from reap.spec import LANE_AT, Key
 
 Array = np.ndarray[Any, Any]
-COME: Key = ("next", *READY)
+NEXT_LANE_AT: Key = ("next", *LANE_AT)
 _VERSION_NEXT: Key = ("next", *VERSION)
 
 
 def delivered(columns: Iterable[Key]) -> list[Key]:
     """The columns of a log that are data."""
-    return [key for key in columns if key not in (READY, COME, MASK)]
+    return [key for key in columns if key not in (LANE_AT, NEXT_LANE_AT, MASK)]
 
 
 class Sorter:
@@ -73,18 +74,17 @@ class Sorter:
         if VERSION in arrays and version is not None:
             arrays[VERSION][...] = version
         flat = {key: arrays[key].reshape(-1, *arrays[key].shape[2:]) for key in (*self._roots, *self._nexts)}
-        if (
-            self._open_lanes is None
-        ):  # lanes not in hand after a reset are on their way with it: no frame, but an answer
-            self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[READY][0])
+        # Lanes not in hand after a reset are on their way with it: no frame, but an answer.
+        if self._open_lanes is None:
+            self._open_lanes = np.setdiff1d(np.arange(self._lanes), arrays[LANE_AT][0])
             self._begun[:] = True
             self._begun[self._open_lanes] = False
             self._open = {
                 key: np.zeros_like(flat[key], shape=(len(self._open_lanes), *flat[key].shape[1:]))
                 for key in self._roots
             }
-        sent = np.concatenate([self._open_lanes, arrays[READY].reshape(-1)])
-        came = arrays[COME].reshape(-1)
+        sent = np.concatenate([self._open_lanes, arrays[LANE_AT].reshape(-1)])
+        came = arrays[NEXT_LANE_AT].reshape(-1)
         roots, nexts = np.argsort(sent, kind="stable"), np.argsort(came, kind="stable")
         roots, nexts = roots[sent[roots] >= 0], nexts[came[nexts] >= 0]  # -1: nobody stood there
         answered = _turn(sent[roots]) < np.bincount(came[nexts], minlength=self._lanes)[sent[roots]]

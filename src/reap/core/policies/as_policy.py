@@ -33,7 +33,7 @@ from reap.core.policies.untouched import untouched
 from reap.core.policy import Policy, RandomActions, RandomPolicy, TensorDictPolicy, TensorPolicy
 from reap.core.slot import Row
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerRaised, WrongArgument, WrongState, warn
-from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show, show_keys
+from reap.spec import LANE_AT, EnvSpec, Key, Leaf, as_key, show, show_keys
 
 
 class PolicyWarning(UserWarning):
@@ -62,7 +62,7 @@ class PolicyContext:
     @property
     def observation(self) -> list[Key]:
         """What the env observes: without the policy's own state, and without who is ready."""
-        return [key for key in self.spec.observation if key not in self.carry and key != READY]
+        return [key for key in self.spec.observation if key not in self.carry and key != LANE_AT]
 
     @property
     def loose(self) -> dict[Key, Leaf]:

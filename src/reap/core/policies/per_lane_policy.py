@@ -15,7 +15,7 @@ from torch import Tensor
 
 from reap.core.policy import PolicyWrapper, TensorDictPolicy
 from reap.core.slot import MASK, Row, Slot
-from reap.spec import READY, Key
+from reap.spec import LANE_AT, Key
 
 Array = np.ndarray[Any, Any]
 _DONE: Key = ("next", "done")
@@ -28,7 +28,7 @@ class PerLanePolicy(PolicyWrapper):
 
     def __init__(self, policy: TensorDictPolicy, lanes: int) -> None:
         super().__init__(policy)
-        self.inputs, self._lanes = (*policy.inputs, READY), lanes
+        self.inputs, self._lanes = (*policy.inputs, LANE_AT), lanes
         self._kept: dict[Key, Tensor] = {}
         self._last: tuple[Array, Array] | None = None  # of the last row: where episodes ended, and where frames are
 

@@ -31,7 +31,7 @@ from reap.core.env import Env, Rows
 from reap.core.slot import Row
 from reap.core.wrapped import Wrapped
 from reap.errors import UsageError, WrongArgument
-from reap.spec import READY, EnvSpec, Key, Leaf, as_key, show
+from reap.spec import LANE_AT, EnvSpec, Key, Leaf, as_key, show
 
 IS_INIT: Key = ("is_init",)
 
@@ -101,7 +101,7 @@ class RecurrentState(Wrapped):
         shapes = [(spec.lanes, *leaf.shape) for leaf in added.values()]
         self._now = [np.broadcast_to(first, shape).copy() for first, shape in zip(self._first, shapes)]
         self._gaps = spec.rows != "whole"
-        self._lane = list(own).index(READY) if READY in own else None
+        self._lane = list(own).index(LANE_AT) if LANE_AT in own else None
         self.has_after_step = env.has_after_step or self._lane is not None
         self._in_hand = np.zeros(0, np.int64)
         self._on_the_way = [np.repeat(first[None], spec.all_lanes, 0) for first in self._carried(self._first)]

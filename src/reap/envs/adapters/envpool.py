@@ -23,7 +23,7 @@ from reap.envs.info import InfoKeys, info_entry, info_leaves
 from reap.envs.spaces import Actions, Observations, fit
 from reap.errors import UsageError, WrongArgument, missing, raised_by, reraise
 from reap.seeding import fresh_seed
-from reap.spec import READY, EnvSpec, Key, Leaf, numpy_dtype, show
+from reap.spec import LANE_AT, EnvSpec, Key, Leaf, numpy_dtype, show
 
 
 def is_envpool(thing: Any) -> bool:
@@ -120,17 +120,17 @@ class EnvPoolReady(EnvPoolLanes):
         super().__init__(env, categorical=categorical, info_keys=info_keys)
         self._lanes, self._count = self._count, int(env.spec.config.batch_size)  # a row holds those that answered
         own = self.spec
-        check_names(own, {READY})
+        check_names(own, {LANE_AT})
         self._lane = len(own.observation)
         self.spec = dataclasses.replace(
             own,
-            observation={**own.observation, READY: Leaf((), torch.int64)},
+            observation={**own.observation, LANE_AT: Leaf((), torch.int64)},
             lanes=self._count,
             ready_of=self._lanes,
             rows="skipping",
             single_steps=False,
             single_resets=False,
-            side=own.side | {READY},
+            side=own.side | {LANE_AT},
         )
         self._over = np.zeros(self._lanes, bool)  # the next answer of such a lane is that of a reset
         self._in_hand: np.ndarray[Any, Any] = np.arange(self._lanes, dtype=np.int32)

@@ -28,7 +28,7 @@ from reap.core.slot import Row
 from reap.envs.parallel.env_child import STEP
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.errors import SpecMismatch, UsageError
-from reap.spec import READY, Key, Leaf
+from reap.spec import LANE_AT, Key, Leaf
 
 
 class ReadyLanes(Env):
@@ -47,7 +47,7 @@ class ReadyLanes(Env):
         self._lanes = [np.arange(first, last) for first, last in lane_workers.bounds]
         spec = lane_workers.spec
         try:
-            check_names(spec, {READY, ENV_INDEX})
+            check_names(spec, {LANE_AT, ENV_INDEX})
         except SpecMismatch:
             lane_workers.close()
             raise
@@ -60,7 +60,7 @@ class ReadyLanes(Env):
             rows="skipping",
             single_steps=False,
             single_resets=False,
-            side=spec.side | {READY},
+            side=spec.side | {LANE_AT},
         )
         self.draws = lane_workers.traits.draws
         self.tells_cuts = lane_workers.on_failure.action != "raise"
@@ -71,9 +71,9 @@ class ReadyLanes(Env):
         self._began: tuple[Any, Any] | None = None
 
     def _show(self, keys: Iterable[Key]) -> None:
-        """Which leaves of the workers' are to be seen, and where ours is among them."""
+        """Choose which of the workers' observations are shown; the lane numbers come behind them."""
         whole = self.lane_workers.spec.observation
-        self._observation = {**{key: whole[key] for key in keys}, READY: Leaf((), torch.int64)}
+        self._observation = {**{key: whole[key] for key in keys}, LANE_AT: Leaf((), torch.int64)}
         self._shown = [n for n, key in enumerate(whole) if key in self._observation]
         self._lane = len(self._shown)  # our leaf's place in a row
 
@@ -81,7 +81,10 @@ class ReadyLanes(Env):
         return self.lane_workers.stacks()
 
     def bind_policy(self, model: Any) -> None:
-        """What the policy carries and the env primes is kept here, lane by lane: the env has it elsewhere."""
+        """Keep recurrent state that both the policy and a TorchRL primer of the env declare here, lane by lane.
+
+        It is hidden from the env's observations.
+        """
         whole = self.lane_workers.spec
         kept = [key for key in carry_of(model) if key in whole.primed]
         self._show([key for key in whole.observation if key not in kept])

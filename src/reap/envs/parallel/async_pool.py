@@ -4,8 +4,8 @@
                                                               └───► worker 1 ├──► async_step_recv(min_get=2)
                                                               └───► worker 2 ┘     the first two, in order of arrival
 
-A worker that holds several envs steps those it was asked for together. Nothing is pickled on the way: actions and
-results lie in memory both sides see.
+A worker that holds several envs steps those it was asked for together. Actions and results lie in memory both sides
+see; only text and objects are pickled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from reap.core.device.devices import named_device
 from reap.core.slot import FLAGS
 from reap.envs.base import EnvBase
 from reap.envs.parallel.async_lanes import ReadyLanes
-from reap.envs.parallel.env_child import BEGIN, SOME, UNSEEDED
+from reap.envs.parallel.env_child import RESET, STEP_SOME, UNSEEDED
 from reap.envs.parallel.lane_workers import LaneWorkers
 from reap.envs.parallel.process_workers import MOST_THREADS, ProcessWorkers, ThreadedProcessWorkers
 from reap.envs.parallel.thread_workers import InlineEnv, ThreadWorkers
@@ -58,8 +58,9 @@ class AsyncEnvPool(EnvBase):
             another, for a debugger.
         envs_per_worker: how many envs share a thread or process at most; as many in each.
         worker_threads: each env of a process in a thread of its own there: for envs that wait, beside a busy policy.
-        min_ready: for collectors: the policy decides about at least so many envs at a time,
-        max_ready: and at most so many, whoever is ready; None: half of them.
+        min_ready: for collectors: the fewest envs the policy decides about at a time.
+        max_ready: for collectors: the most; None: no limit of its own. It is never more than half of the envs, so that
+            the others step meanwhile, unless `min_ready` is more.
         create_env_kwargs: keywords for the factories, one mapping or a list.
         timeout: seconds an env may take for one answer before it is reported as stuck; None: for ever.
         max_frames_per_traj: truncate episodes at this length and add `step_count`.
@@ -70,8 +71,9 @@ class AsyncEnvPool(EnvBase):
             its error; "restart" it, in its thread or in another process, where its lanes begin anew; "drop" it. A
             thread that hangs cannot be replaced. See docs/failures.md.
         max_restarts: how many may be started again within `restart_window` seconds; None: any number.
-        restart_window: see there.
+        restart_window: seconds over which restarts are counted.
         on_restart: called with a `reap.collectors.WorkerFailure` after each restart, and when one is dropped.
+        device: where the tensors of `reset` and `step` by hand are.
     """
 
     def __init__(
@@ -100,12 +102,12 @@ class AsyncEnvPool(EnvBase):
         arguments.one_of("backend", backend, _BACKENDS)
         arguments.flag("worker_threads", worker_threads)
         arguments.one_of("start_method", start_method, ("forkserver", "spawn"))
-        _whole("envs_per_worker", envs_per_worker)
+        arguments.count("envs_per_worker", envs_per_worker)
         arguments.seconds("timeout", timeout)
-        _whole("min_ready", min_ready)
-        _whole("max_ready", max_ready, none=True)
-        _whole("num_sub_threads", num_sub_threads)
-        _whole("max_frames_per_traj", max_frames_per_traj, least=None, none=True)
+        arguments.count("min_ready", min_ready)
+        arguments.count("max_ready", 1 if max_ready is None else max_ready)
+        arguments.count("num_sub_threads", num_sub_threads)
+        max_frames_per_traj = arguments.whole("max_frames_per_traj", max_frames_per_traj, least=None, none=True)
         failures = failure_policy(on_failure, max_restarts, restart_window, on_restart)
         place = named_device("device", device)
         made = one_each("the number of envs", len(create_env_fns), list(create_env_fns), create_env_kwargs)
@@ -142,18 +144,19 @@ class AsyncEnvPool(EnvBase):
         self._begun = np.zeros(self.num_envs, bool)
         self._failure: str | None = None
         guard(self)
-        self._restart_book()
+        self._clear_orders()
 
     def in_fork(self, why: str) -> None:
         """Called in a fork: the envs, and what they answer, are its owner's."""
         self._failure = why
         refuse_all(self, why)
 
-    def _restart_book(self) -> None:
+    def _clear_orders(self) -> None:
+        """Forget who is under way, and with what."""
         self._given: dict[int, tuple[TensorDictBase, int]] = {}  # lanes under way: what was sent, and which row of it
         self._asked: dict[int, tuple[int, list[int]]] = {}  # groups under way: what for, and which lanes
         self._queue: dict[int, deque[tuple[int, int]]] = {}  # orders for groups that are under way: what, lane
-        self._ready: dict[int, deque[int]] = {SOME: deque(), BEGIN: deque()}  # lanes that have answered
+        self._ready: dict[int, deque[int]] = {STEP_SOME: deque(), RESET: deque()}  # lanes that have answered
         self._busy: dict[int, int] = {}  # lanes under way or not received yet, and what for
         self._fresh = np.zeros(self.num_envs, bool)  # begun anew; the first observation waits
 
@@ -166,18 +169,18 @@ class AsyncEnvPool(EnvBase):
 
     def reset(self) -> TensorDictBase:
         """Begin new episodes in all envs and wait for them."""
-        self._alive()
-        self._idle("reset")
+        self._check_usable()
+        self._check_all_idle("reset")
         seeds, self.lanes_env.pending_seeds = self.lanes_env.pending_seeds, None
-        with self._failing():
+        with self._noting_failure():
             self._lane_workers.begin(seeds)
-        self._restart_book()
+        self._clear_orders()
         self._begun[:] = True
         return self._first_of(list(range(self.num_envs)))
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
         """One step of all envs; the result goes under "next"."""
-        self._idle("step")
+        self._check_all_idle("step")
         self.async_step_send(tensordict, range(self.num_envs))
         back = self.async_step_recv(min_get=self.num_envs)
         order = torch.argsort(back["env_index"])
@@ -187,9 +190,9 @@ class AsyncEnvPool(EnvBase):
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: Any = None) -> None:
         """Let some envs step with the actions in `tensordict` `[k]`: those of `env_index`, or of its entry, or all."""
-        self._alive()
+        self._check_usable()
         lanes = self._lanes_for(tensordict, env_index)
-        self._may_step(lanes)  # first: the actions and flags of those under way lie in the row that is written below
+        self._check_may_step(lanes)  # first: actions and flags of those under way lie in the row that is written below
         td = tensordict if tensordict.ndim else tensordict.unsqueeze(0)
         actions = self._actions(td, lanes)
         row = self._lane_workers.row()
@@ -197,7 +200,7 @@ class AsyncEnvPool(EnvBase):
             array[lanes] = value.reshape(len(lanes), *array.shape[1:])
         for n, lane in enumerate(lanes):
             self._given[lane] = td, n
-        self._order(SOME, lanes)
+        self._order(STEP_SOME, lanes)
 
     def async_step_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
@@ -207,7 +210,7 @@ class AsyncEnvPool(EnvBase):
         With `env_index`: of those. `max_get` leaves further ones for the next call. After `timeout` seconds without
         enough answers: `NotReady`, a TimeoutError; those that came stay for the next call.
         """
-        lanes = self._receive(SOME, min_get, max_get, env_index, timeout)
+        lanes = self._receive(STEP_SOME, min_get, max_get, env_index, timeout)
         row, at = self._lane_workers.row(), np.array(lanes)
         spec = self._lane_workers.spec
         columns: dict[Key, Any] = {(name,): flag[:, None] for name, flag in zip(FLAGS, row.flags)}
@@ -229,18 +232,18 @@ class AsyncEnvPool(EnvBase):
 
         `seeds`: one for each of them, in that order; without, those of `set_seed`, if it was called before.
         """
-        self._alive()
+        self._check_usable()
         lanes = self._lanes_for(tensordict, env_index)
         given = self._pending(lanes) if seeds is None else _seeds(seeds, len(lanes))
-        self._at_rest(lanes)
-        self._order(BEGIN, lanes, given)
+        self._check_idle(lanes)
+        self._order(RESET, lanes, given)
         self._begun[lanes] = True
 
     def async_reset_recv(
         self, min_get: int = 1, env_index: Any = None, *, max_get: int | None = None, timeout: float | None = None
     ) -> TensorDictBase:
         """First observations of at least `min_get` envs, in the order of their answers; the rest as for steps."""
-        return self._first_of(self._receive(BEGIN, min_get, max_get, env_index, timeout))
+        return self._first_of(self._receive(RESET, min_get, max_get, env_index, timeout))
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
@@ -249,13 +252,13 @@ class AsyncEnvPool(EnvBase):
         pending = self.lanes_env.pending_seeds
         return [UNSEEDED] * len(lanes) if pending is None else [pending[lane] for lane in lanes]
 
-    def _at_rest(self, lanes: Sequence[int]) -> None:
+    def _check_idle(self, lanes: Sequence[int]) -> None:
         busy = [lane for lane in lanes if lane in self._busy]
         if busy:
             raise WrongState(f"env {busy[0]} is under way already; receive what it answers before sending to it again")
 
-    def _may_step(self, lanes: Sequence[int]) -> None:
-        self._at_rest(lanes)
+    def _check_may_step(self, lanes: Sequence[int]) -> None:
+        self._check_idle(lanes)
         for lane in lanes:
             if not self._begun[lane]:
                 who = f"env {lane} has begun no episode" if self._begun.any() else "no env has begun an episode"
@@ -265,7 +268,7 @@ class AsyncEnvPool(EnvBase):
                 raise UsageError(f"envs {first} to {last - 1} step all at once; send to all of them, not to some")
 
     def _order(self, what: int, lanes: Sequence[int], seeds: Sequence[int] = ()) -> None:
-        if what == BEGIN:
+        if what == RESET:
             self._lane_workers.seed(lanes, seeds)
             if self.lanes_env.pending_seeds is not None:  # each is used once
                 begun = {*lanes}
@@ -276,7 +279,7 @@ class AsyncEnvPool(EnvBase):
         for lane in lanes:
             self._busy[lane] = what
             if self._fresh[lane] and given.get(lane) == UNSEEDED:  # its worker has begun it when the last one ended
-                self._ready[BEGIN].append(lane)
+                self._ready[RESET].append(lane)
             else:
                 self._queue.setdefault(self._group_of[lane], deque()).append((what, lane))
             self._fresh[lane] = False
@@ -292,21 +295,20 @@ class AsyncEnvPool(EnvBase):
         while queue and queue[0][0] == what:
             lanes.append(queue.popleft()[1])
         self._asked[group] = what, lanes
-        with self._failing():
+        with self._noting_failure():
             self._lane_workers.order([group], what, lanes)
 
     def _receive(
         self, what: int, min_get: int, max_get: int | None, env_index: Any, timeout: float | None
     ) -> list[int]:
-        self._alive()
-        if timeout is not None and timeout != 0 and not _is_time(timeout):
-            raise UsageError(f"timeout must be a number of seconds ≥ 0 or None, got {timeout!r}")
-        _whole("min_get", min_get, least=None)
-        _whole("max_get", max_get, none=True)
+        self._check_usable()
+        arguments.seconds("timeout", timeout, zero=True)
+        arguments.whole("min_get", min_get, least=None)
+        arguments.count("max_get", 1 if max_get is None else max_get)
         if max_get is not None and max_get < min_get:
             raise UsageError(f"max_get is {max_get}, below min_get, which is {min_get}")
         deadline = None if timeout is None else time.monotonic() + timeout
-        name = "async_step" if what == SOME else "async_reset"
+        name = "async_step" if what == STEP_SOME else "async_reset"
         pending = {lane for lane, why in self._busy.items() if why == what}
         wanted = pending if env_index is None else set(_numbers(env_index, self.num_envs))
         least = len(wanted) if env_index is not None else min_get
@@ -317,7 +319,7 @@ class AsyncEnvPool(EnvBase):
         ready = self._ready[what]
         while (came := sum(lane in wanted for lane in ready)) < least:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            with self._failing():
+            with self._noting_failure():
                 answered = self._lane_workers.answered(left)
             if not answered:
                 raise NotReady(
@@ -368,14 +370,14 @@ class AsyncEnvPool(EnvBase):
             values[key] = value.detach().cpu()
         looks = {key: Leaf(tuple(value.shape[1:]), value.dtype) for key, value in values.items()}
         if looks != self._action:
-            if self._asked or SOME in self._busy.values():  # answers that were not received lie in the row, too
+            if self._asked or STEP_SOME in self._busy.values():  # answers that were not received lie in the row, too
                 raise WrongState("actions look different from those that are under way; receive what was sent first")
             self._action = None  # until everybody has understood
             self._lane_workers.expect(looks)
             self._action = looks
         return {key: value.numpy() for key, value in values.items()}
 
-    def _alive(self) -> None:
+    def _check_usable(self) -> None:
         if self.is_closed:
             raise WrongState(f"{type(self).__name__} is closed; make a new one")
         if (action := self._lane_workers.on_failure.action) != "raise":
@@ -387,7 +389,7 @@ class AsyncEnvPool(EnvBase):
             raise WrongState(f"{type(self).__name__} has failed: {self._failure}; close it and make a new one")
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _noting_failure(self) -> Iterator[None]:
         """An env that failed is told of once; others' answers may be lost with it, so that nobody waits again."""
         try:
             yield
@@ -395,21 +397,9 @@ class AsyncEnvPool(EnvBase):
             self._failure = str(error).partition("\n")[0]
             raise
 
-    def _idle(self, what: str) -> None:
+    def _check_all_idle(self, what: str) -> None:
         if self._busy:
             raise WrongState(f"{what}() is for all envs, but env {min(self._busy)} is under way; receive it first")
-
-
-def _whole(name: str, value: Any, *, least: int | None = 1, none: bool = False) -> None:
-    if value is None and none:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
-        bound = "" if least is None else f" ≥ {least}"
-        raise UsageError(f"{name} must be a whole number{bound}, got {value!r}")
-
-
-def _is_time(seconds: Any) -> bool:
-    return not isinstance(seconds, bool) and isinstance(seconds, (int, float)) and seconds > 0
 
 
 def _numbers(env_index: Any, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The other side of ParallelEnv: what runs in a process that holds lanes.
+"""The other side of ParallelEnv and AsyncEnvPool: what runs in a process that holds lanes.
 
     order pipe ──► slot, step ──► env.step on its lanes of that row ──► lanes that ended begin anew ──► one byte back
 
@@ -38,14 +38,20 @@ from reap.failures import RemoteRebuilds
 from reap.seeding import fresh_seed, seed_process
 from reap.spec import EnvSpec, Key, Leaf
 
-ORDER = struct.Struct("iii")  # what, slot, step
-# a step of all lanes, of some; a message; new episodes in some; are you done?; no more; random actions for all;
-# another env in a thread
-STEP, SOME, CALL, BEGIN, PING, END, DRAW, REBUILD = range(8)
+ORDER = struct.Struct("iii")  # what; slot; step, or the token of a PING
+STEP = 0  # step all lanes
+STEP_SOME = 1  # step the chosen lanes
+CALL = 2  # read a message
+RESET = 3  # new episodes in the chosen lanes
+PING = 4  # answer when all before is done
+END = 5  # go home
+DRAW = 6  # random actions for all lanes
+REBUILD = 7  # another env in this thread
 UNSEEDED = -1
-DONE, FAILED, REBUILT = b"\1", b"\2", b"\3"
+ANSWERED, FAILED, REBUILT = b"\1", b"\2", b"\3"
 FDS = 5  # order pipe, reply and three files; what follows is the child class's own
 PONG = 16  # plus the token of the question
+TOKENS = 200  # so many at most: with PONG they are one byte
 
 
 class Traits(NamedTuple):
@@ -146,7 +152,7 @@ def choices(file: SharedFile, lanes: int) -> tuple[np.ndarray[Any, Any], np.ndar
     return block[8 * lanes :].view(np.bool_), block[: 8 * lanes].view(np.int64)
 
 
-def begin_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any, Any]) -> None:
+def reset_some(env: Env, lanes: Sequence[int], into: Rows, seeds: np.ndarray[Any, Any]) -> None:
     """New episodes in `lanes`, each with its seed if it was given one."""
     seeded = [lane for lane in lanes if seeds[lane] != UNSEEDED]
     if seeded:
@@ -242,8 +248,8 @@ class EnvChild(abc.ABC):
             os.write(self._reply, bytes([PONG + token]))
         return what == PING
 
-    def _done(self) -> None:
-        os.write(self._reply, DONE)
+    def _answer(self) -> None:
+        os.write(self._reply, ANSWERED)
 
     def _obey(self, what: int, place: int, step: int) -> None:
         """Whatever is no message; nothing, where lanes are told otherwise."""
@@ -279,25 +285,25 @@ class LanesChild(EnvChild):
         if self._answered(what, step):
             return
         chosen: Sequence[int] = range(self.spec.lanes) if what == STEP else np.flatnonzero(self._some).tolist()
-        if what == BEGIN:
-            begin_some(self._env, chosen, self._first, self._seeds)
+        if what == RESET:
+            reset_some(self._env, chosen, self._first, self._seeds)
         elif what == DRAW:
             self._env.draw(self._rows[place][step])
         else:
             advance(self._env, chosen, self._rows[place][step], self._first, self._rebuilt)
         if not self._loose:
             if self._rebuilt is None or not self._rebuilt.told:
-                self._done()
+                self._answer()
                 return
             send(self._connection, self._rebuilt.take())  # before the byte: who has read that reads this
             os.write(self._reply, REBUILT)
             return
-        stepped = self._rows[place][step].next if what in (STEP, SOME) else None
+        stepped = self._rows[place][step].next if what in (STEP, STEP_SOME) else None
         told = LooseValues(
             list(chosen), [(stepped and stepped[n][chosen], self._first[n][chosen]) for n in self._loose]
         )
         packed = dumps(told, "an observation")  # before it says that it is done: it may fail
-        self._done()  # before what it says: who does not listen yet would leave us waiting
+        self._answer()  # before what it says: who does not listen yet would leave us waiting
         self._connection.send_bytes(packed)
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:

@@ -1,7 +1,7 @@
 """EnvProcess: a child process that holds lanes, as its parent sees it.
 
     order pipe ──► what to do, on which row         a few numbers, written at once
-    reply pipe ◄── one byte for each order          done, failed, or the token of a question
+    reply pipe ◄── one byte for each order          done, done with envs made anew, failed, or a question's token
     messages   ◄─► calls and their answers          how actions look, memory, resets, errors
 
 The other side is env_child.py.

@@ -6,7 +6,8 @@
     results ◄── row ◄── answered() → [1] ◄────────────────────────── done
                     ◄── answered() → [0] ◄────── done                                in the order in which they come
 
-A group that died, raised or took too long has failed; so have those that share its process. As the `FailurePolicy`
+A group that died, raised or took too long has failed; so have those that share its process. Where an env that raises
+can be made anew in its place, it is, and only its lanes are in `cut`. As the `FailurePolicy`
 says, it is told of; or left out; or another one is started, which nobody waits for: when it has begun new episodes it
 answers like the others, and its lanes are in `cut` until somebody takes note.
 
@@ -32,13 +33,11 @@ from reap._system.processes import BOOT
 from reap._system.stacks import all_at_once
 from reap.core.env import Rows
 from reap.core.slot import Row
-from reap.envs.parallel.env_child import BEGIN, DRAW, UNSEEDED, Traits
+from reap.envs.parallel.env_child import DRAW, RESET, TOKENS, UNSEEDED, Traits
 from reap.errors import ReapError, SpecMismatch, UsageError, WorkerError
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure, refused
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
-
-_TOKENS = 200
 
 Makers = Sequence[Sequence[tuple[Any, Mapping[str, Any]]]]  # group by group, lane by lane: a factory and its keywords
 
@@ -123,7 +122,7 @@ class LaneWorkers(abc.ABC):
         self._last_seeds: dict[int, int] = {}  # of lanes that were seeded
         self._pending: dict[int, float] = {}  # groups under way, and since when; the longest first
         self._token = 0  # of the last settling
-        self._look_at = 0.0  # when to look next whether somebody is silent, though others are not
+        self._look_at = 0.0  # when to look next for a silent group, even if others answer
         self._logged: tuple[int, float] | None = None  # a group that was silent, and since when
         guard(self)
 
@@ -142,7 +141,7 @@ class LaneWorkers(abc.ABC):
         if now > self._look_at:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._at_hand(groups)
+            groups = self._can_be_told(groups)
         for group in groups:
             self._pending[group] = now
             try:
@@ -150,8 +149,8 @@ class LaneWorkers(abc.ABC):
             except ReapError as error:
                 self._lose(self._unit_of(group), error)
 
-    def _at_hand(self, groups: Iterable[int]) -> list[int]:
-        """Those that are there, and whose new beginning, if they have failed, was taken note of."""
+    def _can_be_told(self, groups: Iterable[int]) -> list[int]:
+        """Those that can be told something: not restarting, not dropped, not begun anew without somebody's notice."""
         coming, gone = self._coming, self.cut | self.dropped
         return [group for group in groups if group not in coming and gone.isdisjoint(range(*self.bounds[group]))]
 
@@ -208,7 +207,8 @@ class LaneWorkers(abc.ABC):
         """Who has owed an answer for longest, and for a long time, is told of, once. Asked now and then."""
         now = time.monotonic()
         self._look_at = now + silence.LOGGED_AFTER / 4
-        group, since = next(iter(self._pending.items()), (0, now))
+        group = self._longest_away() if self._pending else 0
+        since = self._pending.get(group, now)
         if self.timeout is None and now - since >= silence.LOGGED_AFTER and self._logged != (group, since):
             self._logged = group, since
             first, last = self.bounds[group]
@@ -233,7 +233,7 @@ class LaneWorkers(abc.ABC):
                 else:
                     others.append(group)
             if self.lost:
-                left.intersection_update(self._at_hand(left))  # who has failed draws nothing, and comes back later
+                left.intersection_update(self._can_be_told(left))  # who has failed draws nothing, and comes back later
         return others
 
     def begin(self, seeds: Sequence[int] | None) -> None:
@@ -244,10 +244,11 @@ class LaneWorkers(abc.ABC):
                 flag[:] = False  # of steps that were broken off
         everyone = range(self.spec.lanes)
         self.seed(everyone, seeds)
-        self.order(range(len(self.bounds)), BEGIN, everyone)
+        self.order(range(len(self.bounds)), RESET, everyone)
         while self._pending:
             self.answered()
-        self.cut.clear()  # everybody has begun anew
+        self.cut.clear()  # everybody has begun anew,
+        self.lost.clear()  # also those that were lost meanwhile and replaced
 
     def seed(self, lanes: Sequence[int], seeds: Sequence[int] | None) -> None:
         """With which seeds `lanes` begin when they are next told to; None: with none. None of them is under way."""
@@ -261,11 +262,11 @@ class LaneWorkers(abc.ABC):
         Orders are followed one after another: who has answered a question that was never asked before has answered
         all that came before it.
         """
-        self._token = self._token % _TOKENS + 1
+        self._token = self._token % TOKENS + 1
         self.cut.clear()  # everybody will be told to begin anew, or has answered all that came before
-        left, since = set(self._at_hand(range(len(self.bounds)))), time.monotonic()
+        left, since = set(self._can_be_told(range(len(self.bounds)))), time.monotonic()
         for group in left:
-            if self._restarting and not self._at_hand([group]):
+            if self._restarting and not self._can_be_told([group]):
                 continue  # lost just now, with another of its process
             self._pending[group] = since
             try:
@@ -280,7 +281,7 @@ class LaneWorkers(abc.ABC):
                 left.discard(group)
                 self._pending.pop(group, None)
             self._check_silence(now)
-            left.intersection_update(self._at_hand(left))
+            left.intersection_update(self._can_be_told(left))
         self._pending.clear()
         self.cut.clear()
         self.lost.clear()
@@ -310,7 +311,7 @@ class LaneWorkers(abc.ABC):
                 return
             now, before = time.monotonic(), self._restarting.get(unit)
             tries, since = (0, now) if before is None else (before.tries + 1, before.since)
-            if (why := self.budget.refusal(tries)) is not None:
+            if (why := self.budget.spend(tries)) is not None:
                 raise refused(error, why)
             self._restarting[unit] = Restarting(error, since, tries, {*lost})
             self._lives[unit] = self._lives.get(unit, 0) + 1

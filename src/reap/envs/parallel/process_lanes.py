@@ -37,14 +37,15 @@ from reap.core.resume import CannotResume, packed, unpacked
 from reap.core.shared_slots import SharedFile
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
-    BEGIN,
-    DONE,
+    ANSWERED,
     DRAW,
     PING,
     PONG,
     REBUILT,
-    SOME,
+    RESET,
     STEP,
+    STEP_SOME,
+    TOKENS,
     UNSEEDED,
     EnvChild,
     LanesChild,
@@ -60,8 +61,6 @@ from reap.errors import CorruptState, ReapError, SpecMismatch, UsageError, Worke
 from reap.failures import FailurePolicy, RestartBudget, WorkerFailure
 from reap.seeding import restart_seed
 from reap.spec import EnvSpec, Key, Leaf, show
-
-_TOKENS = 200
 
 
 def _alone(things: Sequence[Any]) -> Any:
@@ -220,14 +219,14 @@ class ProcessLanes(Env):
 
     def place(self, what: int) -> int:
         """The number of the slot everybody sees; new episodes need none."""
-        return 0 if what == BEGIN else self._exchange().place or 0
+        return 0 if what == RESET else self._exchange().place or 0
 
     def _settle(self, process: EnvProcess) -> None:
         """A step was broken off (Ctrl-C), between any two lines: whether it was sent, and answered, is not known.
 
         So it is asked something it was never asked before: who has answered that has answered all that came before.
         """
-        self._token = self._token % _TOKENS + 1
+        self._token = self._token % TOKENS + 1
         process.order(PING, 0, self._token)
         while True:
             process.wait()
@@ -255,9 +254,9 @@ class ProcessLanes(Env):
         if data == REBUILT:
             self.rebuilt += self.count_rebuilt(process)
             return 0
-        if data != DONE and (not data or data[0] < PONG):
+        if data != ANSWERED and (not data or data[0] < PONG):
             raise process.gone()
-        return 0 if data == DONE else data[0] - PONG
+        return 0 if data == ANSWERED else data[0] - PONG
 
     def count_rebuilt(self, process: EnvProcess) -> list[int]:
         """Hear which envs of a process have raised and were made anew; returns the lanes that have made no frame."""
@@ -417,7 +416,7 @@ class ProcessLanes(Env):
                     self._settle(process)
                 if all_of_them or self._some[process.first : process.last].any():
                     process.owes = True
-                    process.order(STEP if all_of_them else SOME, place, step)
+                    process.order(STEP if all_of_them else STEP_SOME, place, step)
             except ReapError as error:
                 self._lose(process, error)
 

@@ -1,4 +1,7 @@
-"""Lanes stepped by child processes: one per group, results in memory both sides see, one byte back."""
+"""Lanes stepped by child processes: one for each group, or for several groups with a thread each.
+
+Results lie in memory both sides see; a few bytes come back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from reap._system.fork_server.server import MOST_FDS
 from reap._system.interrupts import Interrupts
 from reap._system.remote_errors import Raised
 from reap.core.slot import Row
-from reap.envs.parallel.env_child import BEGIN, FDS, ORDER, PING
+from reap.envs.parallel.env_child import FDS, ORDER, PING, RESET
 from reap.envs.parallel.env_process import EnvProcess
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers
 from reap.envs.parallel.process_lanes import ProcessLanes
@@ -147,7 +150,7 @@ class ProcessWorkers(LaneWorkers):
         self._selector.unregister(process.child.line.fileno())
         self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
-            self._order_group(group, BEGIN, range(*self.bounds[group]))
+            self._order_group(group, RESET, range(*self.bounds[group]))
 
     # ---- who it is ------------------------------------------------------------------------------------------------
 
@@ -245,14 +248,14 @@ class ThreadedProcessWorkers(ProcessWorkers):
         if now > self._look_at:
             self._log_silence()
         if self.cut or self.dropped or self._restarting:
-            groups = self._at_hand(groups)
+            groups = self._can_be_told(groups)
         self._pending.update(dict.fromkeys(groups, now))
         if lanes is not None:
             for group in groups:
                 self._lanes.choose(*self.bounds[group], lanes)
         order = ORDER.pack(what, self._lanes.place(what), 0)
         for group in groups:
-            if self._restarting and not self._at_hand([group]):
+            if self._restarting and not self._can_be_told([group]):
                 continue  # lost just now, with another of its process: the newcomer knows of no order yet
             try:
                 self._write(group, order)

@@ -27,17 +27,17 @@ from reap.core.columns.batch_columns import current_for, layout_by_hand
 from reap.core.env import Env
 from reap.core.slot import Layout, Row, RowKeys, Slot
 from reap.envs.parallel.env_child import (
-    BEGIN,
     DRAW,
     PING,
     REBUILD,
+    RESET,
     UNSEEDED,
     Rebuilt,
     RebuiltLanes,
     Traits,
     advance,
-    begin_some,
     built,
+    reset_some,
 )
 from reap.envs.parallel.lane_workers import LaneWorkers, Makers, joint_spec, joint_traits, lanes_named
 from reap.errors import ReapError, SpecMismatch, WorkerSilent, as_raised
@@ -118,7 +118,7 @@ class LaneGroup:
             if new.spec.lanes != env.spec.lanes:
                 raise SpecMismatch(f"the env that was made anew has {new.spec.lanes} lanes, not {env.spec.lanes}")
             new.expect(self.action)
-            begin_some(new, range(new.spec.lanes), self.into, self.seeds)
+            reset_some(new, range(new.spec.lanes), self.into, self.seeds)
         except BaseException:
             new.close()
             raise
@@ -126,8 +126,8 @@ class LaneGroup:
 
     def _obey(self, env: Env, what: int, lanes: Sequence[int] | None) -> None:
         chosen = range(env.spec.lanes) if lanes is None else [lane - self.first for lane in lanes]
-        if what == BEGIN:
-            begin_some(env, chosen, self.into, self.seeds)
+        if what == RESET:
+            reset_some(env, chosen, self.into, self.seeds)
         elif what == DRAW:
             env.draw(self.row)
         elif what != PING:

@@ -21,7 +21,7 @@ import numpy as np
 from reap._system.messages import send
 from reap._system.remote_errors import Raised
 from reap.core.slot import Layout, Row
-from reap.envs.parallel.env_child import BEGIN, DRAW, END, FDS, ORDER, SOME, STEP, EnvChild, Rebuilt
+from reap.envs.parallel.env_child import DRAW, END, FDS, ORDER, RESET, STEP, STEP_SOME, EnvChild, Rebuilt
 from reap.envs.parallel.thread_workers import ThreadWorkers
 from reap.errors import ReapError
 from reap.spec import Key, Leaf
@@ -65,9 +65,9 @@ class ThreadedChild(EnvChild):
     def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
         """Return what a thread is to do; it asks when it has read its order."""
         thread, lanes = self._lane_workers.threads[number], None
-        if what in (SOME, BEGIN):
+        if what in (STEP_SOME, RESET):
             lanes = (thread.first + np.flatnonzero(self._some[thread.first : thread.last])).tolist()
-        if what in (STEP, SOME, DRAW):
+        if what in (STEP, STEP_SOME, DRAW):
             thread.row = self._rows[place][number]
         return what, lanes, token
 

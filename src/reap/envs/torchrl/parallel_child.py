@@ -22,7 +22,7 @@ from reap._system.remote_errors import Raised
 from reap.core.env import Env
 from reap.core.slot import Layout, Row, RowKeys
 from reap.envs.adapters.gymnasium import GymLanes
-from reap.envs.parallel.env_child import BEGIN, DRAW, STEP, EnvChild, Traits, advance, begin_some
+from reap.envs.parallel.env_child import DRAW, RESET, STEP, EnvChild, Traits, advance, reset_some
 from reap.envs.parallel.lane_workers import joint_spec, joint_traits
 from reap.envs.torchrl.by_hand import innermost, inside
 from reap.envs.torchrl.captured import CapturedRows
@@ -71,13 +71,13 @@ class TorchRLChild(EnvChild):
             if what not in (STEP, DRAW):
                 own = np.flatnonzero(self._some[first:last]).tolist()
             into = [array[first:last] for array in self._first]
-            if what == BEGIN:
-                begin_some(part, own, into, self._seeds[first:last])
+            if what == RESET:
+                reset_some(part, own, into, self._seeds[first:last])
             elif what == DRAW:
                 part.draw(self._rows_by_part[place][n][step])
             elif own:
                 advance(part, own, self._rows_by_part[place][n][step], into)
-        self._done()
+        self._answer()
 
     def do_slot(self, place: int, layout: Layout, start: int, end: int) -> None:
         self._slots[place] = layout, start, end
