@@ -6,6 +6,7 @@ not installed (the tests, the docs, the benchmarks).
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -271,9 +272,9 @@ def demo(where, root):
 
 
 def bench(where, root):
-    import torchvision  # noqa: F401
-
-    module("benchmarks", "--help", where=where, PYTHONPATH=str(root))
+    board = where / "board.json"
+    module("benchmarks", "--only", "DQN's", "Pong", "--quick", "--json", board, where=where, PYTHONPATH=str(root))
+    assert json.loads(board.read_text())["rows"], board.read_text()  # it needs TorchRL, Atari and torchvision
 
 
 def test(where, root):

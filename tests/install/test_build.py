@@ -42,8 +42,8 @@ if __name__ == "__main__":
 
 def test_the_wheel_holds_every_module(built):
     inside = {name for name in zipfile.ZipFile(built[".whl"]).namelist() if name.startswith("reap/")}
-    here = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "reap").rglob("*.py")}
-    assert here | {"reap/py.typed"} == inside
+    files = [path for kind in ("*.py", "*.html", "py.typed") for path in (ROOT / "src" / "reap").rglob(kind)]
+    assert {path.relative_to(ROOT / "src").as_posix() for path in files} == inside
 
 
 @pytest.mark.parametrize("kind", [".whl", ".gz"], ids=["wheel", "sdist"])
