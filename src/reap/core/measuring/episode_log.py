@@ -38,7 +38,7 @@ COLUMNS = (
 TIME, RETURN, LENGTH, DISCOUNTED, LANE, WORKER, VERSION, TERMINATED, SECONDS = range(len(COLUMNS))
 Episodes = np.ndarray[Any, np.dtype[np.float64]]  # [n, 9]
 NO_EPISODES: Episodes = np.zeros((0, len(COLUMNS)))
-_CHUNKS = 256  # arrays that are held before they are put together
+_CHUNKS, _LARGE = 256, 8192  # arrays, and episodes in them, that are held before they are put together
 _SHARES = (10, 50, 90)  # percentiles
 SUMMARY = (
     "mean_return",
@@ -52,35 +52,57 @@ class UntoldEpisodes:
     """Episodes that nobody was told of, the last `KEPT` of them. One thread may add while another takes."""
 
     def __init__(self) -> None:
-        self._chunks: deque[Episodes] = deque()  # appended and popped by functions of C: no lock is needed
+        # Appended and popped by functions of C: no lock is needed. Small arrays are put together into larger ones.
+        self._small: deque[Episodes] = deque()
+        self._large: deque[Episodes] = deque()
+        self._rows = 0  # in the small ones, at most
         self.forgotten = 0
 
     def __bool__(self) -> bool:
-        return bool(self._chunks)
+        return bool(self._small or self._large)
 
     def add(self, episodes: Episodes) -> None:
         """Add episodes that have ended."""
         if not len(episodes):
             return
-        self._chunks.append(episodes)
-        if len(self._chunks) >= _CHUNKS or len(episodes) > KEPT:
-            self._chunks.append(self._trimmed(self.take()))
+        self._small.append(episodes)
+        self._rows += len(episodes)
+        if len(self._small) >= _CHUNKS or self._rows >= _LARGE:
+            self._rows = 0
+            self._large.append(np.concatenate([NO_EPISODES, *_popped(self._small)]))
+            self._forget_oldest()
 
     def take(self) -> Episodes:
         """All of them, by their ends; from here on somebody was told."""
-        found = []
-        while self._chunks:
-            try:
-                found.append(self._chunks.popleft())
-            except IndexError:  # another thread has it
-                break
+        found = [*_popped(self._large), *_popped(self._small)]
         if not found:
             return NO_EPISODES
-        return self._trimmed(by_time(np.concatenate(found)))
-
-    def _trimmed(self, episodes: Episodes) -> Episodes:
+        episodes = by_time(np.concatenate(found))
         self.forgotten += max(len(episodes) - KEPT, 0)
         return episodes[-KEPT:]
+
+    def _forget_oldest(self) -> None:
+        beyond = sum(map(len, tuple(self._large))) - KEPT
+        while beyond > 0 and self._large:
+            try:
+                oldest = self._large.popleft()
+            except IndexError:  # another thread has it
+                return
+            if len(oldest) > beyond:
+                self._large.appendleft(oldest[beyond:].copy())
+            self.forgotten += min(len(oldest), beyond)
+            beyond -= len(oldest)
+
+
+def _popped(chunks: deque[Episodes]) -> list[Episodes]:
+    """All that is in there, the oldest first; it is empty then."""
+    found = []
+    while chunks:
+        try:
+            found.append(chunks.popleft())
+        except IndexError:  # another thread has it
+            break
+    return found
 
 
 class EpisodeLog:
