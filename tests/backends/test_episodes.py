@@ -332,3 +332,15 @@ def test_the_parts_of_the_time_add_up(workers):
     assert min(parts["env"], parts["policy"], parts["wait"]) > 0
     every = [stats[f"worker_{w}/collect_seconds"] for w in range(stats["workers"])]
     assert parts["env"] + parts["policy"] + parts["loop"] == pytest.approx(sum(every))
+
+
+def test_episodes_nobody_asks_for_hold_the_memory_of_those_that_are_kept():
+    from reap.core.measuring.episode_log import COLUMNS, KEPT, UntoldEpisodes
+
+    untold = UntoldEpisodes()
+    for n in range(1000):
+        untold.add(np.full((800, len(COLUMNS)), n, float))
+    arrays = [array if array.base is None else array.base for array in (*untold._large, *untold._small)]
+    assert sum(array.nbytes for array in arrays) < 1.2 * KEPT * 8 * len(COLUMNS)
+    assert len(untold.take()) == KEPT
+    assert untold.forgotten == 800_000 - KEPT
