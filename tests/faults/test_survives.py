@@ -140,7 +140,7 @@ def test_nothing_more_is_asked_of_one_that_was_left_out(kind):
         while any(worker.index == 1 for worker, _ in supervisor.arrived):
             held.append(c.next())
         assert sum(batch.origin.worker == 1 for batch in held) > 2
-        assert not supervisor.workers[1].working
+        assert not supervisor.workers[1].pending_slots
 
 
 def test_what_ended_a_worker_is_the_cause_where_no_other_can_be_launched(monkeypatch):

@@ -127,7 +127,7 @@ class _FrameStream(Arrangement):
     def __init__(self, version_key: Key | None) -> None:
         self._version_key = version_key
 
-    def accepts(self, batch: TensorDictBase, rollout: Rollout) -> bool:
+    def admit(self, batch: TensorDictBase, rollout: Rollout) -> bool:
         self.name_keys(batch)
         return True
 
