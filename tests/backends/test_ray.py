@@ -282,10 +282,18 @@ def test_shutdown_in_the_middle_of_a_step():
         del c
 
 
+def assert_begins(batch, *keys):
+    """In these columns the batch is the first that each lane makes."""
+    want = CountingWorld([(3, 1, 5)]).batch(8)
+    for key in keys:
+        for lane in batch[key]:
+            assert torch.equal(lane, torch.as_tensor(want[key])[0])
+
+
 @pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_team_inside(kind):
     """One actor, two processes in it: their lanes, weights, seeds; one of them dies and is named by both numbers."""
-    policy, world = Placed(), CountingWorld([(3, 1, 5)] * (2 if kind == "sync" else 1))
+    policy = Placed()
     with no_leaks(sockets=False):
         c = collect(
             [lambda: healthy(0)()],
@@ -301,9 +309,7 @@ def test_a_team_inside(kind):
         assert inside == [0, 1]
         batch = c.next()
         if kind == "sync":
-            for key, want in world.batch(8).items():
-                if key in ("observation", ("next", "reward")):
-                    assert torch.equal(batch[key][0], torch.as_tensor(want)[0])
+            assert_begins(batch, ("observation",), ("next", "reward"))
         assert batch.batch_size == ((2, 8) if kind == "sync" else (16,))
         assert acts_with(batch, 1.0)
         double(policy, c)
@@ -314,7 +320,10 @@ def test_a_team_inside(kind):
         state = c.state_dict()
         c.load_state_dict(state)
         if kind == "sync":  # else some are made already
-            assert c.next()["collector", "traj_ids"].min() >= int(state["traj_pool"]["traj_id"])
+            seen, batch = batch["collector", "traj_ids"].max(), c.next()
+            assert_begins(batch, ("observation",))  # the episodes that the seed began go on, under their own ids
+            assert batch["collector", "traj_ids"].min() > seen
+            assert batch["collector", "traj_ids"].max() >= int(state["traj_pool"]["traj_id"])
         (numbers,) = c.map_fn("policy.pid")
         os.kill(numbers[1], signal.SIGKILL)
         with pytest.raises(WorkerDied, match=rf"worker 0/1 \(pid {numbers[1]}\).*SIGKILL"):

@@ -106,7 +106,10 @@ class World:
 
     def die(self, data):
         """A writer is killed between reserve and commit."""
-        count = data.draw(st.integers(1, 4))
+        self.lose(data.draw(st.integers(1, 4)))
+
+    def lose(self, count):
+        """A writer is killed, and so many rows with it."""
         ring = self.buffer._memory.ring
         _first, entry = ring.reserve(count)
         with ring.lock.locked():
@@ -159,6 +162,17 @@ def test_windows_never_cross(data, sampler, capacity, n_steps, gamma, verbs):
     world = World(capacity, sampler, n_steps, gamma)
     for verb in ["write", *verbs, "sample"]:
         (world.sample if verb == "sample" else lambda: getattr(world, verb)(data))()
+
+
+@pytest.mark.parametrize("sampler", list(SAMPLERS))
+def test_a_ring_of_nothing_but_what_dead_writers_left_is_empty(sampler):
+    world = World(6, sampler, 1, 1.0)
+    world.writers[0].extend(frames([1, 1], [0, 1], [False, True]))
+    world.rows += [(1, 0, False), (1, 1, True)]
+    world.sample()
+    for count in (1, 2, 3):
+        world.lose(count)
+    world.sample()
 
 
 def test_while_three_processes_write():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 import warnings
 
 import gymnasium as gym
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from reap.core.wrapped import Wrapped
-from reap.envs import EnvPoolEnv, GymEnv, SerialEnv, TorchEnv
+from reap.envs import AsyncEnvPool, EnvPoolEnv, GymEnv, SerialEnv, TorchEnv
 from reap.testing import CountingEnv, check_env
 
 
@@ -462,3 +464,42 @@ def test_nothing_is_said_of_the_collector_that_tries_an_asynchronous_pool():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="frames_per_batch")
         check_env(lambda: EnvPoolEnv("CartPole-v1", num_envs=4, batch_size=2), steps=40)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_whichever_lane_is_ready_first_its_actions_are_the_same(masked):
+    """In every other copy lane 0 waits until lane 1 is three steps ahead, in the others lane 1 waits for lane 0."""
+    late = itertools.cycle([0, 1])
+
+    class Waiting(variant()):
+        if masked:
+            observation_space = gym.spaces.Dict(
+                observation=CountingEnv.observation_space, action_mask=gym.spaces.MultiBinary(3)
+            )
+            action_space = gym.spaces.Discrete(3)
+
+        def __init__(self, waits, ahead):
+            super().__init__()
+            self.waits, self.ahead, self.steps = waits, ahead, 0
+
+        def shown(self, observation):
+            return dict(observation=observation, action_mask=np.array([1, 0, 1], np.int8)) if masked else observation
+
+        def reset(self, **how):
+            observation, info = super().reset(**how)
+            return self.shown(observation), info
+
+        def step(self, action):
+            self.steps += 1
+            if self.waits:
+                assert self.ahead.wait(60)
+            elif self.steps == 3:
+                self.ahead.set()
+            observation, *rest = CountingEnv.step(self, action)
+            return self.shown(observation), *rest
+
+    def make():
+        ahead, who = threading.Event(), next(late)
+        return AsyncEnvPool([lambda n=n: GymEnv(Waiting(n == who, ahead)) for n in (0, 1)], max_ready=1)
+
+    assert check_env(make, steps=40) == []

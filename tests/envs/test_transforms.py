@@ -12,6 +12,7 @@ import torch
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedSyncCollector
+from reap.core.measuring.moments import LearnedStatistics, Moments, RunningStatistics, StatisticsPool, merged
 from reap.data import LazyTensorStorage, ReplayBuffer
 from reap.envs import AsyncEnvPool, GymEnv, ParallelEnv, SerialEnv, TorchEnv
 from reap.envs.transforms import (
@@ -340,6 +341,27 @@ def test_workers_that_come_as_they_are_ready_share_too():
     assert 0 < how.statistics().mean[0] < 3
 
 
+def test_a_worker_that_is_ahead_of_all_others_is_told_nothing_of_the_right_shape():
+    """It reports twice before any other has: what the others have seen is of no values yet, and they have a shape."""
+    learned, pool = LearnedStatistics(), StatisticsPool()  # here, where no env has said a shape
+    worker = pickle.loads(pickle.dumps(RunningStatistics((learned.id, ("observation",)))))
+    worker.expect((3,))
+    for _ in range(2):
+        worker.update(np.arange(12.0).reshape(4, 3))
+        pool.report(0, {worker.name: worker.own()})
+        worker.hear(pool.for_worker(0)[worker.name])
+    assert worker.count == pytest.approx(8, abs=1e-3)
+    assert learned.of(("observation",)).count == pytest.approx(8, abs=1e-3)
+    np.testing.assert_allclose(learned.of(("observation",)).mean, [4.5, 5.5, 6.5], rtol=1e-4)
+
+
+def test_statistics_of_several_shapes_go_on_from_a_state_with_their_own():
+    seen = {("x", ("observation",)): Moments.of(np.ones((4, 3))), ("x", ("next", "reward")): Moments.of(np.ones(4))}
+    pool = StatisticsPool()
+    pool.load([None, None], {0: seen})
+    assert [one.mean.shape for one in pool.for_worker(0).values()] == [(3,), ()]
+
+
 def test_workers_in_the_background_share_about_once_a_second():
     how = NormalizeReward()
     buffer = ReplayBuffer(storage=LazyTensorStorage(100_000), batch_size=4)
@@ -352,8 +374,6 @@ def test_workers_in_the_background_share_about_once_a_second():
 
 
 def test_merging_does_not_depend_on_how_data_are_shared_out():
-    from reap.core.measuring.moments import Moments, merged
-
     values = np.random.default_rng(0).normal(1e4, 3, (600, 5))
     want = Moments.of(values)
     for cuts in ([100, 250], [1, 2, 3, 599], range(7, 600, 7)):

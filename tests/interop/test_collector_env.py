@@ -59,6 +59,22 @@ def test_moved_by_hand_it_begins_anew(make):
         assert bool((firsts(batch).abs() <= 0.05).all())  # CartPole's first states
 
 
+def test_moved_by_hand_and_reset_it_begins_anew_once(make):
+    """Not again with the next batch: where it was seeded, the seeded state would be gone."""
+    with Collector(make(), None, frames_per_batch=8) as collector:
+        collector.next()
+        collector.env.rollout(3)
+        collector.set_seed(3)
+        want = torch.as_tensor(gym.make("CartPole-v1").reset(seed=3)[0])
+        assert torch.equal(firsts(collector.next())[0], want)
+    own = gym.make("CartPole-v1")
+    own.reset(seed=3)
+    with Collector(GymEnv("CartPole-v1"), None, frames_per_batch=8) as collector:
+        collector.env.set_seed(3)
+        collector.reset()
+        assert torch.equal(firsts(collector.next())[0], torch.as_tensor(own.reset()[0]))
+
+
 def test_looking_at_it_begins_nothing():
     env = mocks.CountingEnv(max_steps=100)
     policy = TensorDictModule(lambda o: torch.ones_like(o, dtype=torch.int8), ["observation"], ["action"])

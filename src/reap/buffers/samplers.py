@@ -210,7 +210,8 @@ class PrioritizedSampler(Sampler):
         self._catch_up(memory)
         tree, total = self._tree, self._tree.total
         if not total:
-            raise nothing() if self._low == self._high else WrongState("every priority is zero: there is none to draw")
+            _live(memory, self._low, self._high)  # raises if there is no row, be it that writers died with all of them
+            raise WrongState("every priority is zero: there is none to draw")
         rows = tree.draw(torch.rand(count, dtype=torch.float64, generator=generator).numpy())
         # Weights in float64 and as one power of the ratio: small priorities neither overflow nor lose their digits.
         weights = (tree[rows] / tree.least) ** -self.beta

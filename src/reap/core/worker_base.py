@@ -75,14 +75,18 @@ class AnyWorker:
     def _before_rollout(self) -> None:
         """Begin anew where that is asked for each time, or where somebody else has moved the lanes since."""
         if self.plan.reset_at_each_iter or self.env.driver is not self.loop.driver_token:
-            self._reset(range(self.lanes))
-            self.env.driver = self.loop.driver_token
+            self._begin(range(self.lanes))
 
     def reset(self, lanes: Sequence[int] | None = None) -> None:
         """New episodes in `lanes`, or in all."""
         if lanes is not None and len(lanes) < self.lanes and not self.env.spec.single_resets:
             raise UsageError(f"reset({list(lanes)}): this env cannot reset single lanes")
-        self._reset(range(self.lanes) if lanes is None else lanes)
+        self._begin(range(self.lanes) if lanes is None else lanes)
+
+    def _begin(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
+        self._reset(lanes, seeds, fresh_ids=fresh_ids)
+        if len({*lanes}) == self.lanes:  # whoever has moved them before, it is known now where all of them are
+            self.env.driver = self.loop.driver_token
 
     def _reset(self, lanes: Sequence[int], seeds: Sequence[int] | None = None, *, fresh_ids: bool = True) -> None:
         raise NotImplementedError
@@ -92,7 +96,7 @@ class AnyWorker:
         seeds, following = chain(seed, self.lanes, static=static)
         seed_process(seed)
         # Ids nobody has seen yet stay: a seeded run begins at trajectory 0 like any other.
-        self._reset(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
+        self._begin(range(self.lanes), seeds, fresh_ids=self.stats.frames > 0)
         return following
 
     def open_state(self, why: str | None = None) -> dict[str, Any]:

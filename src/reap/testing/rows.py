@@ -14,9 +14,13 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from reap.collectors import Collector
+from reap.core.policies.action_masks import action_masks, legal_choice
+from reap.core.policy import Policy
+from reap.core.slot import Row
 from reap.envs import as_env
 from reap.errors import ReapError, UsageError
-from reap.spec import as_key, show
+from reap.seeding import chain
+from reap.spec import LANE_AT, EnvSpec, Leaf, as_key, show
 from reap.testing import generators
 from reap.testing.calls import CallWatch
 
@@ -67,6 +71,9 @@ class _Stream:
         self.watch = CallWatch(env)
         per_batch = max(1, steps // _BATCHES)
         self._left = -(-steps // per_batch)
+        if env.spec.ready_of is not None and not env.draws:
+            by_lane = _ActionsByLane(env.spec, seed)
+            env.make_policy = lambda *_: by_lane  # type: ignore[method-assign]
         self._collector = Collector(env, frames_per_batch=env.spec.all_lanes * per_batch)
         self.refused: str | None = None
         generators.scatter(seed)
@@ -125,6 +132,37 @@ class _Stream:
             self._collector.shutdown()
         except Exception as cause:
             wrong.append(f"close raised {cause!r}.")
+
+
+class _ActionsByLane(Policy):
+    """Random actions that belong to lanes: a lane's n-th is the same, whichever lanes are ready before it."""
+
+    def __init__(self, spec: EnvSpec, seed: int) -> None:
+        self._masks = action_masks(spec)
+        self.inputs, self.outputs = (LANE_AT, *self._masks.values()), dict(spec.action)
+        seeds, _ = chain(seed, spec.all_lanes)
+        self._generators = [torch.Generator().manual_seed(own).get_state() for own in seeds]
+
+    def act(self, row: Row) -> None:
+        lanes, *masks = row.inputs
+        legal = dict(zip(self._masks, masks))
+        before = torch.get_rng_state()
+        for at, lane in enumerate(lanes.tolist()):
+            if lane < 0:  # nobody stands there, but what is written is looked through with the others
+                for column in row.outputs:
+                    column[at] = column[0]
+                continue
+            torch.set_rng_state(self._generators[lane])
+            for (key, leaf), column in zip(self.outputs.items(), row.outputs):
+                column[at] = leaf.rand() if key not in legal else _allowed(leaf, legal[key][at])
+            self._generators[lane] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _allowed(leaf: Leaf, mask: Tensor) -> Tensor:
+    """Return one of the actions that a mask allows, as this leaf has it."""
+    index = legal_choice(mask)
+    return (torch.nn.functional.one_hot(index, leaf.n) if leaf.one_hot else index).reshape(leaf.shape)
 
 
 def _columns(batch: TensorDictBase) -> Columns:

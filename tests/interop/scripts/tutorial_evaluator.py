@@ -35,6 +35,8 @@ for n, data in enumerate(collector):
         for parameter in policy.parameters():
             parameter.add_(0.1 * (n + 1))
     collector.update_policy_weights_()
+    if n:  # TorchRL plays on to the end of a batch: how many episodes it has begun by now is its own affair
+        judged.set_seed(7 + n)
     if n < 2:
         result = evaluator.evaluate(policy, step=n)
     else:

@@ -215,6 +215,7 @@ class StatisticsPool:
             home = _here.get(name[0])
             mine = None if home is None else home.of(name[1])
             if mine is not None and name not in self._former:
+                mine.expect(moments.mean.shape)  # first: what is sent on before others report has that shape too
                 self._former[name] = mine.__getstate__()["elsewhere"]  # what it had seen before it was sent
             self._seen.setdefault(name, {})[worker] = moments
             if mine is not None:
@@ -248,5 +249,5 @@ class StatisticsPool:
         self._seen, self._former = {}, {}
         for worker, seen in reports.items():
             for name, kept in zip(seen, former):
-                self._former[name] = as_moments(kept) or merged([], next(iter(seen.values())).mean.shape)
+                self._former[name] = as_moments(kept) or merged([], seen[name].mean.shape)
             self.report(worker, seen)
