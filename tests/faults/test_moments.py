@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from reap.collectors import AsyncCollector
+from reap.collectors import AsyncCollector, Collector
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
@@ -151,6 +151,26 @@ def test_batches_go_on(kind, step):
         moments(step, stream.collector.next, stream.go_on)
         stream.collector.shutdown()
         stream.collector = None
+
+
+def test_an_env_is_closed_after_a_batch_that_was_broken_off():
+    envs = []
+
+    def take():
+        envs.append(CountingEnv((3, 1, 5)))
+        collector = collect(Collector, envs[-1])
+        try:
+            with Moment(len(envs)) as moment:
+                collector.next()
+        except KeyboardInterrupt:
+            pass
+        collector.shutdown()
+        assert envs[-1].closed, f"after Ctrl-C at moment {len(envs)}: {moment.where}"
+        return moment.came
+
+    while take():
+        pass
+    assert len(envs) > 100
 
 
 @pytest.mark.parametrize(("kind", "step"), some(EVERY, sync=61))
