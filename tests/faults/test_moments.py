@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
+import socket
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from reap._system.conversation import Answer, ChildSilent, Conversation
+from reap._system.messages import MessageSocket
 from reap.collectors import AsyncCollector, Collector
+from reap.envs import ParallelEnv
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
 from tests.faults.moments import Moment
-from tests.faults.worlds import HERE, KINDS, all_gone, collect, healthy, pids, whole
+from tests.faults.worlds import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = {"sync": KINDS[0], "async": KINDS[1], "one": AsyncCollector}
@@ -181,6 +189,47 @@ def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
         moments(step, lambda: getattr(stream.collector, verb)(), lambda _: stream.go_on(None))
         stream.collector.shutdown()
         stream.collector = None
+
+
+def test_half_a_message_is_kept():
+    at, came = 1, True
+    while came:
+        (ours, theirs), (sentinel, _) = pairs = socket.socketpair(), socket.socketpair()
+        talk = Conversation(SimpleNamespace(line=MessageSocket(ours), sentinel=sentinel.fileno(), gone=lambda: False))
+        messages = [pickle.dumps(Answer(call, f"answer {call}")) for call in (1, 2)]
+        data = b"".join(len(one).to_bytes(4, "big") + one for one in messages)
+        theirs.sendall(data[:20])
+        with Moment(at) as moment:
+            try:
+                talk.next(0.0)
+            except (KeyboardInterrupt, ChildSilent):
+                pass
+        theirs.sendall(data[20:])
+        assert talk.answer(2, 1.0) == "answer 2", moment.where
+        at, came = at + 1, moment.came
+        for one in (*pairs[0], *pairs[1]):
+            one.close()
+    assert at > 20
+
+
+class Large(CountingEnv):
+    """What it is in the middle of does not go into a socket at once."""
+
+    def __init__(self, lengths, lane):
+        super().__init__(lengths, lane)
+        self.memory = np.zeros(1_000_000, np.uint8)
+
+
+@pytest.mark.parametrize(("timeout", "step"), [(None, 97), (60.0, 97), pytest.param(None, 5, marks=ALL)])
+def test_large_answers_nobody_waits_for_are_not_in_the_way(timeout, step):
+    makers = [functools.partial(Large, one, lane) for lane, one in enumerate(LANES)]
+    with no_leaks():
+        collector = collect(Collector, ParallelEnv(3, makers, timeout=timeout), frames_per_batch=24)
+        seen = {}
+        moments(step, collector.state_dict, lambda _: whole(collector.next(), seen))
+        assert collector.state_dict()["resume"] is not None
+        collector.shutdown()
+        collector = None
 
 
 @pytest.mark.parametrize(("kind", "step"), some(EVERY, single=5, **{"async": 151}))
