@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import pickle
 import socket
 import time
@@ -18,6 +20,7 @@ from reap._system.conversation import Answer, ChildSilent, Conversation
 from reap._system.messages import MessageSocket
 from reap.collectors import AsyncCollector, Collector
 from reap.envs import ParallelEnv
+from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
@@ -191,6 +194,17 @@ def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
         stream.collector = None
 
 
+def test_pipes_are_closed_by_whoever_closes_next():
+    with no_leaks():
+        at, came = 1, True
+        while came:
+            fds = list(os.pipe())
+            with contextlib.suppress(KeyboardInterrupt), Moment(at) as moment:
+                ThreadedProcessWorkers._close(fds)
+            ThreadedProcessWorkers._close(fds)
+            at, came = at + 1, moment.came
+
+
 def test_half_a_message_is_kept():
     at, came = 1, True
     while came:
@@ -199,11 +213,8 @@ def test_half_a_message_is_kept():
         messages = [pickle.dumps(Answer(call, f"answer {call}")) for call in (1, 2)]
         data = b"".join(len(one).to_bytes(4, "big") + one for one in messages)
         theirs.sendall(data[:20])
-        with Moment(at) as moment:
-            try:
-                talk.next(0.0)
-            except (KeyboardInterrupt, ChildSilent):
-                pass
+        with contextlib.suppress(KeyboardInterrupt, ChildSilent), Moment(at) as moment:
+            talk.next(0.0)
         theirs.sendall(data[20:])
         assert talk.answer(2, 1.0) == "answer 2", moment.where
         at, came = at + 1, moment.came

@@ -174,9 +174,10 @@ class EnvProcess:
     def kill(self) -> None:
         """End it at once: it has failed, whatever it may still be doing. May be called twice."""
         if not self.ended:
-            self.child.signal(signal.SIGKILL)
-            self.hang_up()
-            end([self.child], patience=0.0, deadline=DEADLINE)
+            with Interrupts().held():  # a few seconds at most; interrupted, it would leave descriptors behind
+                self.child.signal(signal.SIGKILL)
+                self.hang_up()
+                end([self.child], patience=0.0, deadline=DEADLINE)
 
     def hang_up(self) -> None:
         """Close all that leads to it, upon which it ends by itself."""

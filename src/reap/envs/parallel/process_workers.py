@@ -217,8 +217,9 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     @staticmethod
     def _close(fds: list[int]) -> None:
-        while fds:
-            os.close(fds.pop())
+        with Interrupts().held():  # what is taken from the list is also closed
+            while fds:
+                os.close(fds.pop())
 
     def _close_pipes(self) -> None:
         for fds in self._ours.values():
