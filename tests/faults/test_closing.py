@@ -9,10 +9,12 @@ import threading
 import time
 
 import pytest
+import torch
 
 from reap.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from reap.collectors.distributed import DistributedSyncCollector, RPCSyncCollector
-from reap.envs import ParallelEnv, SerialEnv
+from reap.envs import AsyncEnvPool, ParallelEnv, SerialEnv
+from reap.envs.parallel.env_child import STEP_SOME
 from reap.errors import WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, EchoPolicy, no_leaks
 from tests.faults.worlds import (
@@ -385,3 +387,22 @@ def test_a_step_that_does_not_end_is_broken_off(kind):
     waits.join()
     assert told
     assert all_gone(workers, 0)
+
+
+def test_an_order_that_is_read_when_all_end_is_dropped_silently(capfd):
+    def slow():
+        from reap.testing import CountingEnv
+
+        class Slow(CountingEnv):
+            def step(self, action):
+                time.sleep(0.3)  # its process is told to end meanwhile
+                return super().step(action)
+
+        return Slow((50,), 0)
+
+    pool = AsyncEnvPool([slow] * 2, backend="multiprocessing", envs_per_worker=2, worker_threads=True)
+    first = pool.reset()
+    pool.async_step_send(first.set("action", torch.zeros(2, 1)))
+    pool._lane_workers.order([0], STEP_SOME, [0])  # another, which waits in the pipe
+    pool.close()
+    assert "Traceback" not in capfd.readouterr().err

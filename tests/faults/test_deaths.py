@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from reap.backends.delivery import OWN_SLOTS
-from reap.collectors import Collector
+from reap.collectors import AsyncBatchedCollector, Collector
 from reap.envs import ParallelEnv, SerialEnv
 from reap.errors import SpecMismatch, UsageError, WorkerDied, WorkerError, WorkerRaised, WorkerSilent, WrongState
 from reap.testing import CountingEnv, CountingWorld, EchoPolicy, assert_same, inject, no_leaks
@@ -330,6 +331,33 @@ class Breaking(CountingEnv):
         if self.left < 0:
             raise self.error
         return super().step(action)
+
+
+LANES_ELSEWHERE = {
+    "in step": lambda makers: Collector(ParallelEnv(2, makers), EchoPolicy(), frames_per_batch=24),
+    **{
+        name: functools.partial(
+            AsyncBatchedCollector, policy=EchoPolicy(), frames_per_batch=24, env_backend="multiprocessing", **options
+        )
+        for name, options in {"ready": {}, "threads": {"worker_threads": True, "envs_per_worker": 2}}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LANES_ELSEWHERE)
+def test_what_an_env_elsewhere_raises_may_be_large(kind):
+    class Large(CountingEnv):
+        def step(self, action):
+            raise ValueError("x" * 2_000_000)  # more than goes into a socket at once
+
+    with no_leaks():
+        collector = LANES_ELSEWHERE[kind]([Large, healthy(1)])
+        with pytest.raises(WorkerRaised) as told:
+            while True:  # others may fill a batch before it is heard
+                collector.next()
+        assert len(str(told.value)) > 2_000_000
+        collector.shutdown()
+        del collector, told
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("stopped")])

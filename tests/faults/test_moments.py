@@ -5,16 +5,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import pickle
+import socket
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from reap.collectors import AsyncCollector
+from reap._system.conversation import Answer, ChildSilent, Conversation
+from reap._system.messages import MessageSocket
+from reap.collectors import AsyncCollector, Collector
+from reap.envs import ParallelEnv
+from reap.envs.parallel.process_workers import ThreadedProcessWorkers
 from reap.testing import CountingEnv, CountingWorld, assert_same, no_leaks
 from tests.background.worlds import KINDS as IN_BACKGROUND
 from tests.background.worlds import buffer, check_end, make
 from tests.faults.moments import Moment
-from tests.faults.worlds import HERE, KINDS, all_gone, collect, healthy, pids, whole
+from tests.faults.worlds import HERE, KINDS, LANES, all_gone, collect, healthy, pids, whole
 
 pytestmark = pytest.mark.timeout(120)
 WORKERS = {"sync": KINDS[0], "async": KINDS[1], "one": AsyncCollector}
@@ -153,6 +164,26 @@ def test_batches_go_on(kind, step):
         stream.collector = None
 
 
+def test_an_env_is_closed_after_a_batch_that_was_broken_off():
+    envs = []
+
+    def take():
+        envs.append(CountingEnv((3, 1, 5)))
+        collector = collect(Collector, envs[-1])
+        try:
+            with Moment(len(envs)) as moment:
+                collector.next()
+        except KeyboardInterrupt:
+            pass
+        collector.shutdown()
+        assert envs[-1].closed, f"after Ctrl-C at moment {len(envs)}: {moment.where}"
+        return moment.came
+
+    while take():
+        pass
+    assert len(envs) > 100
+
+
 @pytest.mark.parametrize(("kind", "step"), some(EVERY, sync=61))
 @pytest.mark.parametrize("verb", ["state_dict", "update_policy_weights_"])
 def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
@@ -161,6 +192,55 @@ def test_what_is_asked_is_not_in_the_way_of_batches(kind, verb, step):
         moments(step, lambda: getattr(stream.collector, verb)(), lambda _: stream.go_on(None))
         stream.collector.shutdown()
         stream.collector = None
+
+
+def test_pipes_are_closed_by_whoever_closes_next():
+    with no_leaks():
+        at, came = 1, True
+        while came:
+            fds = list(os.pipe())
+            with contextlib.suppress(KeyboardInterrupt), Moment(at) as moment:
+                ThreadedProcessWorkers._close(fds)
+            ThreadedProcessWorkers._close(fds)
+            at, came = at + 1, moment.came
+
+
+def test_half_a_message_is_kept():
+    at, came = 1, True
+    while came:
+        (ours, theirs), (sentinel, _) = pairs = socket.socketpair(), socket.socketpair()
+        talk = Conversation(SimpleNamespace(line=MessageSocket(ours), sentinel=sentinel.fileno(), gone=lambda: False))
+        messages = [pickle.dumps(Answer(call, f"answer {call}")) for call in (1, 2)]
+        data = b"".join(len(one).to_bytes(4, "big") + one for one in messages)
+        theirs.sendall(data[:20])
+        with contextlib.suppress(KeyboardInterrupt, ChildSilent), Moment(at) as moment:
+            talk.next(0.0)
+        theirs.sendall(data[20:])
+        assert talk.answer(2, 1.0) == "answer 2", moment.where
+        at, came = at + 1, moment.came
+        for one in (*pairs[0], *pairs[1]):
+            one.close()
+    assert at > 20
+
+
+class Large(CountingEnv):
+    """What it is in the middle of does not go into a socket at once."""
+
+    def __init__(self, lengths, lane):
+        super().__init__(lengths, lane)
+        self.memory = np.zeros(1_000_000, np.uint8)
+
+
+@pytest.mark.parametrize(("timeout", "step"), [(None, 97), (60.0, 97), pytest.param(None, 5, marks=ALL)])
+def test_large_answers_nobody_waits_for_are_not_in_the_way(timeout, step):
+    makers = [functools.partial(Large, one, lane) for lane, one in enumerate(LANES)]
+    with no_leaks():
+        collector = collect(Collector, ParallelEnv(3, makers, timeout=timeout), frames_per_batch=24)
+        seen = {}
+        moments(step, collector.state_dict, lambda _: whole(collector.next(), seen))
+        assert collector.state_dict()["resume"] is not None
+        collector.shutdown()
+        collector = None
 
 
 @pytest.mark.parametrize(("kind", "step"), some(EVERY, single=5, **{"async": 151}))

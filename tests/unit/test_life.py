@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reap.collectors import Collector
+from reap._foreign.torch_internals import set_grad_enabled
+from reap.collectors import Collector, base
 from reap.envs import GymEnv
 from reap.errors import UsageError, WorkerRaised, WrongState
 from reap.testing import CountingEnv, EchoPolicy
@@ -32,6 +33,21 @@ def test_an_interrupt_while_a_rollout_is_finished():
     batch = c.next()
     assert batch["observation"][:, 1:].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]  # a new episode …
     assert batch["collector", "traj_ids"].unique().tolist() == [1]  # … with an id of its own
+
+
+def test_an_interrupt_when_a_batch_was_made(monkeypatch):
+    c = Collector(CountingEnv((50,)), EchoPolicy(), frames_per_batch=4)
+    c.next()
+
+    def interrupted(graded):
+        set_grad_enabled(graded)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as during:
+        during.setattr(base, "set_grad_enabled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            c.next()
+    assert c.next()["observation"][:, 2].tolist() == [4, 5, 6, 7]  # nobody is collecting, and no frame was lost
 
 
 def test_one_thread_at_a_time():

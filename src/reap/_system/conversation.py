@@ -69,7 +69,8 @@ class Conversation:
         """Wait for its next message, so many seconds at most; raises what it raised, `ChildGone` or `ChildSilent`."""
         line, until = self.child.line, None if within is None else time.monotonic() + within
         while True:
-            gone = self.hear()
+            with Interrupts().held():  # what is half read when Ctrl-C comes would be lost
+                gone = self.hear()
             if self.inbox:
                 message = self.inbox.popleft()
                 if isinstance(message, Raised):
@@ -91,6 +92,12 @@ class Conversation:
                 if isinstance(message.value, Raised):
                     raise message.value.unpack()
                 return message.value
+
+    def unasked(self, within: float | None = None) -> Any:
+        """Wait for what it says unasked. Answers that come before it are of calls that were broken off."""
+        while isinstance(message := self.next(within), Answer):
+            pass
+        return message
 
 
 # ---- the child's side -----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class InlineBackend(Backend):
         self.on_rollout: Callable[..., None] | None = None  # told of each
         self._episodes = EpisodeLog()
         self._gate = threading.RLock()  # again in one thread: a signal handler may close
-        self._inside: list[int] = []  # threads that are in the env
+        self._inside: dict[object, int] = {}  # visits to the env, and the thread of each
         self._closing = False  # whether the last of them closes it
         # Not an Event: that is Python code, in which Ctrl-C could leave its lock taken.
         self._closed, self._open = False, threading.Lock()
@@ -70,15 +70,16 @@ class InlineBackend(Backend):
     @contextlib.contextmanager
     def _in_env(self) -> Iterator[None]:
         """Keep others from closing the env inside."""
-        with self._gate:
-            self._inside.append(threading.get_ident())
+        visit, thread = object(), threading.get_ident()
         try:
+            with self._gate:
+                self._inside[visit] = thread
             if self._closing or self._closed:
                 raise Halted
             yield
         finally:
+            self._inside.pop(visit, None)  # first, in one call: Ctrl-C between two would leave us inside for ever
             with self._gate:
-                self._inside.remove(threading.get_ident())
                 last = self._closing and not self._inside
                 self._closing = self._closing and not last
             if last:
@@ -220,7 +221,7 @@ class InlineBackend(Backend):
         return [WorkerActivity(0, text, None, self.worker.lanes)]
 
     def stacks(self) -> dict[str, str]:
-        inside = list(self._inside)
+        inside = list(self._inside.values())
         own = stack_of(inside[-1]) if inside else "(nobody collects right now)"
         return {"worker 0 (in this process)": own, **self.worker.env.stacks()}
 
@@ -243,7 +244,7 @@ class InlineBackend(Backend):
 
     def wait_closed(self, timeout: float) -> None:
         """Wait for the thread that is in the env, unless it is this one; `WorkerSilent` after so many seconds."""
-        inside = [thread for thread in self._inside if self._closing and thread != threading.get_ident()]
+        inside = [one for one in self._inside.values() if self._closing and one != threading.get_ident()]
         if inside and not (self._closed or self._open.acquire(timeout=timeout)):
             raise WorkerSilent(
                 f"the thread that collects did not leave the env within {timeout:.1f} s; it closes it when it does. "

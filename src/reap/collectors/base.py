@@ -254,8 +254,8 @@ class BaseCollector(IterableDataset[TensorDict]):
                     self._close(f"it failed: {error!r}", failed=True)
                 raise
             finally:
+                life.busy = None  # first: Ctrl-C can come when the next line returns
                 set_grad_enabled(graded)  # Ctrl-C in the middle of entering `torch.no_grad()` would leave them off
-                life.busy = None
         if self._profiler.timeline is not None:
             self._profiler.timeline.waiting(began, time.perf_counter())
         self._clock.end()

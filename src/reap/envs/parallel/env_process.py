@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from reap._system import silence
 from reap._system.conversation import ChildGone, ChildSilent, Conversation
 from reap._system.interrupts import Interrupts
-from reap._system.messages import until_ready
 from reap._system.pickling import Packed
 from reap._system.processes import DEADLINE, Child, StartMethod, end
 from reap._system.remote_errors import Raised
@@ -39,8 +38,9 @@ class EnvProcess:
         self.number, self.child, self.reply, self.order_fd = number, child, reply, order_fd
         self._timeout = timeout
         self.talk = Conversation(child)
-        self._told = select.poll()  # something was written to `reply`, or nobody is there who could
-        self._told.register(reply, select.POLLIN)
+        self._told = select.poll()  # something was written to `reply`, or nobody is there who could; or to the line
+        for fd in (reply, child.line.fileno()) if timeout is None else (reply, child.sentinel, child.line.fileno()):
+            self._told.register(fd, select.POLLIN)
         self.logged = False  # it is in the log that it is silent
         self.spec: EnvSpec
         self.traits: Traits
@@ -90,20 +90,37 @@ class EnvProcess:
     # ---- what it says ---------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until there is something in the reply pipe, or nobody who could write to it."""
-        if self._timeout is None:
-            while not self._told.poll(1000 * silence.LOGGED_AFTER):
+        """Wait until there is something in the reply pipe, or nobody who could write to it.
+
+        Messages are heard meanwhile: one that is large, or comes after answers to calls that were broken off (Ctrl-C),
+        does not go into the socket, and the child writes to the reply pipe when it has.
+        """
+        timeout, line = self._timeout, self.child.line.fileno()
+        while True:
+            ready = self._told.poll(1000 * (silence.LOGGED_AFTER if timeout is None else timeout))
+            if ready and ready[0][0] != line:  # the line was registered last, so it comes last
+                return
+            if ready:
+                self.hear()
+                if ready[0][1] & select.POLLHUP:  # it is about to end: the reply pipe says so in a moment
+                    self._told.unregister(line)
+            elif timeout is None:
                 self._log_silence()
-        elif not until_ready([self.reply, self.child.sentinel], within=self._timeout):
-            raise self.silence()
+            else:
+                raise self.silence()
+
+    def hear(self) -> None:
+        """Keep the messages that have come for whoever wants them, so that it can send others."""
+        with Interrupts().held():  # what is read is also kept
+            self.talk.hear()
 
     def answer(self, call: int | None = None, grace: float = 0.0) -> Any:
-        """Wait for the answer to a call; None: for the next message, whatever it is."""
+        """Wait for the answer to a call; None: for the next thing it says unasked."""
         within = (silence.LOGGED_AFTER if self._timeout is None else self._timeout) + grace
         try:
             while True:
                 try:
-                    return self.talk.next(within) if call is None else self.talk.answer(call, within)
+                    return self.talk.unasked(within) if call is None else self.talk.answer(call, within)
                 except ChildSilent:
                     if self._timeout is not None:
                         raise
@@ -157,9 +174,10 @@ class EnvProcess:
     def kill(self) -> None:
         """End it at once: it has failed, whatever it may still be doing. May be called twice."""
         if not self.ended:
-            self.child.signal(signal.SIGKILL)
-            self.hang_up()
-            end([self.child], patience=0.0, deadline=DEADLINE)
+            with Interrupts().held():  # a few seconds at most; interrupted, it would leave descriptors behind
+                self.child.signal(signal.SIGKILL)
+                self.hang_up()
+                end([self.child], patience=0.0, deadline=DEADLINE)
 
     def hang_up(self) -> None:
         """Close all that leads to it, upon which it ends by itself."""

@@ -65,6 +65,7 @@ class ProcessWorkers(LaneWorkers):
         self._told: dict[int, int] = {}  # of processes that come back: the number of the last call, once it was made
         for n, process in enumerate(self._processes):
             self._selector.register(process.reply, selectors.EVENT_READ, n)
+            self._selector.register(process.child.line.fileno(), selectors.EVENT_READ, n)
 
     def expect(self, action: Mapping[Key, Leaf]) -> None:
         if self._lanes.expects(action):
@@ -96,6 +97,8 @@ class ProcessWorkers(LaneWorkers):
             try:
                 if number < 0:
                     self._hear_newcomer(~number)
+                elif key.fd != self._processes[number].reply:
+                    self._processes[number].hear()  # what is too large for the socket; its byte comes after it
                 else:
                     found.append((number, self._lanes.take(self._processes[number])))
                     if self._lanes.rebuilt:
@@ -147,7 +150,7 @@ class ProcessWorkers(LaneWorkers):
     def _begin(self, unit: int) -> None:
         """Let the lanes of a process that knows everything begin."""
         process = self._processes[unit]
-        self._selector.unregister(process.child.line.fileno())
+        self._selector.modify(process.child.line.fileno(), selectors.EVENT_READ, unit)
         self._selector.register(process.reply, selectors.EVENT_READ, unit)
         for group in self._groups_of(unit):
             self._order_group(group, RESET, range(*self.bounds[group]))
@@ -214,8 +217,9 @@ class ThreadedProcessWorkers(ProcessWorkers):
 
     @staticmethod
     def _close(fds: list[int]) -> None:
-        while fds:
-            os.close(fds.pop())
+        with Interrupts().held():  # what is taken from the list is also closed
+            while fds:
+                os.close(fds.pop())
 
     def _close_pipes(self) -> None:
         for fds in self._ours.values():
@@ -304,6 +308,9 @@ class ThreadedProcessWorkers(ProcessWorkers):
                 if unit < 0:
                     unit = ~unit
                     self._hear_newcomer(unit)
+                    continue
+                if key.fd != self._processes[unit].reply:
+                    self._processes[unit].hear()  # what is too large for the socket; its byte comes after it
                     continue
                 data = os.read(key.fd, ANSWER.size * len(self._unit))
                 whole = list(ANSWER.iter_unpack(data[: len(data) // ANSWER.size * ANSWER.size]))

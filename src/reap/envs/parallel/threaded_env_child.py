@@ -62,9 +62,12 @@ class ThreadedChild(EnvChild):
         self._rows: dict[int, list[Row]] = {}
         self._pipe = _Answers(connection, self._reply, [first for first, _ in lane_workers.bounds])
 
-    def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int]:
-        """Return what a thread is to do; it asks when it has read its order."""
-        thread, lanes = self._lane_workers.threads[number], None
+    def order(self, number: int, what: int, place: int, token: int) -> tuple[int, Sequence[int] | None, int] | None:
+        """Return what a thread is to do; it asks when it has read its order. None: all of them end."""
+        threads = self._lane_workers.threads
+        if not threads:
+            return None
+        thread, lanes = threads[number], None
         if what in (STEP_SOME, RESET):
             lanes = (thread.first + np.flatnonzero(self._some[thread.first : thread.last])).tolist()
         if what in (STEP, STEP_SOME, DRAW):
