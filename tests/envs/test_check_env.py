@@ -483,7 +483,7 @@ def test_whichever_lane_is_ready_first_its_actions_are_the_same(masked):
             self.waits, self.ahead, self.steps = waits, ahead, 0
 
         def shown(self, observation):
-            return dict(observation=observation, action_mask=np.array([1, 0, 1], np.int8)) if masked else observation
+            return {"observation": observation, "action_mask": np.array([1, 0, 1], np.int8)} if masked else observation
 
         def reset(self, **how):
             observation, info = super().reset(**how)
