@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDict
 from torch import nn
 
 from reap._foreign import torch_internals
@@ -55,6 +56,24 @@ class Fingerprint:
         for value in values if depth else ():
             if isinstance(value, (list, dict, tuple)):
                 self._keep(value, depth - 1)
+            else:
+                self._keep_parts(value)
+
+    def _keep_parts(self, value: Any) -> None:
+        """Note what a spec of TorchRL's, its space, or a TensorDict holds, whose parts can be replaced one by one."""
+        if type(value) is TensorDict:
+            contents = _Contents(value)
+            self._keep(contents, 0)
+            inside = list(contents.values())
+        elif type(value).__module__ == "torchrl.data.tensor_specs":
+            specs = vars(value).get("_specs", {})  # of a Composite
+            self._keep(vars(value), 0)
+            self._keep(specs, 0)
+            inside = [*specs.values(), vars(value).get("space")]
+        else:
+            return
+        for part in inside:
+            self._keep_parts(part)
 
     def _keep_if_container(self, value: Any) -> None:
         if type(value) in (list, dict, set, collections.deque, collections.defaultdict, collections.Counter):
@@ -79,6 +98,22 @@ class Fingerprint:
                 if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
                     return False
         return True
+
+
+class _Contents(Mapping[Any, Any]):
+    """A TensorDict as a dict: its own length is that of its tensors."""
+
+    def __init__(self, held: TensorDict) -> None:
+        self._held = held
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._held.get(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._held.keys())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:

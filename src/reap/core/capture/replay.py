@@ -203,7 +203,7 @@ class Captured:
     def bound_with(self, *, but: Tensor) -> list[Any]:
         """What `run` was bound with, beside the values of `but`: where tensors lie, and values that were read."""
         read = {at for call in self._prologue for at in call.reads}
-        values = [t.numpy(force=True).tobytes() for at, t in self._outside.items() if at in read and t is not but]
+        values = [_bytes(t).numpy().tobytes() for at, t in self._outside.items() if at in read and t is not but]
         return [*(t.data_ptr() for t in self._outside.values()), *values]
 
     def halves(self, now: Sequence[int]) -> Halves | None:
@@ -423,7 +423,11 @@ def _settings() -> tuple[Any, ...]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _without_copies(
