@@ -45,8 +45,11 @@ def unchecked_step(env: gym.Env[Any, Any]) -> Callable[[Any], Any] | None:
         return lambda action: inner.step(action)  # looked up each time: somebody may replace it
 
     def step(action: Any) -> Any:
-        observation, reward, terminated, truncated, info = inner.step(action)
+        told = inner.step(action)
         limit._elapsed_steps += 1
-        return observation, reward, terminated, truncated or limit._elapsed_steps >= limit._max_episode_steps, info
+        if limit._elapsed_steps < limit._max_episode_steps:
+            return told
+        observation, reward, terminated, _, info = told
+        return observation, reward, terminated, True, info
 
     return step

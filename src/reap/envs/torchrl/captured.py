@@ -131,6 +131,7 @@ class Base:
         self._rows: list[Room] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = -1
+        self._flagged: set[int] = set()  # rows whose flags may be set, by their ids
         self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
@@ -212,7 +213,7 @@ class Base:
             common = {key: array for key, array in unread.items() if key not in looked_at}
             skipped.append(self._room(common, seen=len(common) < len(unread)))
         self._rows = [*skipped, self._room({}), *skipped, self._room({})]
-        self._turn = -1
+        self._turn, self._flagged = -1, set()
 
     def _room(self, common: Mapping[Key, Array], *, seen: bool = True) -> Room:
         """A row for the lanes to write, and the arrays in it by `keys`; those in `common` are of other rows, too."""
@@ -240,13 +241,18 @@ class Base:
             return tuple(value.numpy().copy() for value in self.given)
         self._turn = (self._turn + 1) % len(self._rows)
         row, results, step = self._rows[self._turn]
-        row.done[:] = row.terminated[:] = row.truncated[:] = False
+        if id(row) in self._flagged:
+            row.done[:] = row.terminated[:] = row.truncated[:] = False
+            self._flagged.remove(id(row))
         self._act(row, actions)
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
+        ended: Any = True
         try:
-            step(self._all, row)
+            ended = step(self._all, row)
         finally:
+            if ended:
+                self._flagged.add(id(row))
             for lock in self.locks:
                 lock.acquire()
         return tuple([array.copy() for array in results]) if self.fresh else results
