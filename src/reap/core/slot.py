@@ -46,6 +46,16 @@ FIRST: Key = ("collector", "first")  # under it: what policies saw at the first 
 FRAME: Key = ("next", "_frame")  # a whole step, where it has no columns (see core/columns/assemble_frames.py)
 
 
+def aligned(make: Callable[..., np.ndarray[Any, Any]], nbytes: int) -> np.ndarray[Any, Any]:
+    """Return so many bytes, made by `np.empty` or `np.zeros`, that begin at a multiple of 64, as torch's own do.
+
+    Convolutions of rows that begin elsewhere have other last bits.
+    """
+    raw = make(nbytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + nbytes]
+
+
 class Layout:
     """Where every column `[T, N, …]` lies in one block of bytes, and which are `loose`: references beside it."""
 
@@ -76,9 +86,7 @@ class Layout:
     def block(self) -> np.ndarray[Any, Any]:
         """Fresh memory for every column."""
         with self.needing_memory():
-            raw = np.zeros(self.nbytes + _ALIGN, np.uint8)
-        start = -raw.ctypes.data % _ALIGN
-        return raw[start : start + self.nbytes]
+            return aligned(np.zeros, self.nbytes)
 
     @contextlib.contextmanager
     def needing_memory(self) -> Iterator[None]:

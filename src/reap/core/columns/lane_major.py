@@ -10,12 +10,13 @@ its batches makes two blocks take turns; what one that keeps them gets beside th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from reap.core.slot import Layout, Pool, Slot
+from reap.core.slot import Layout, Pool, Slot, aligned
 from reap.spec import Key, Leaf, numpy_dtype
 
 Arrays = Mapping[Key, "np.ndarray[Any, Any]"]
@@ -78,7 +79,9 @@ def _lane_major_slot(layout: Layout, index: int) -> Slot:
     """
     arrays = {}
     for key, leaf in layout.columns.items() if index != _RESERVE else ():
+        shape, dtype = (layout.lanes, layout.steps, *leaf.shape), np.dtype(numpy_dtype(leaf.dtype))
         with layout.needing_memory():
-            memory = np.empty((layout.lanes, layout.steps, *leaf.shape), numpy_dtype(leaf.dtype))
-        arrays[key] = memory.swapaxes(0, 1)
+            memory = aligned(np.empty, math.prod(shape) * dtype.itemsize)
+        whole = memory.view(dtype).reshape(shape)
+        arrays[key] = whole.swapaxes(0, 1)
     return Slot(layout, index, arrays)
