@@ -27,6 +27,7 @@ from benchmarks.scripts import ppo_cheetah, ppo_env, sac_env
 from benchmarks.scripts_more import ACTIONS, GAMES, LANES, nature, pong, recurrent_env, recurrent_policy
 
 GROUP = "end to end"
+THREADS = torch.get_num_threads()
 Told = tuple[list[float], dict[str, float]]  # mean reward and loss of each batch, and where the time went
 
 
@@ -172,6 +173,7 @@ def sac(kind: Any, frames: int) -> Told:
 def train(collector: Any, learn: Callable[[Any], float]) -> Told:
     """Collect and learn by turns."""
     curve, spent = [], {"collecting": 0.0, "learning": 0.0}
+    torch.set_num_threads(THREADS)  # TorchRL's ParallelEnv leaves fewer; with others, gradients have other last bits
     torch.manual_seed(1)  # TorchRL draws while it makes a collector
     began = time.perf_counter()
     for batch in collector:
