@@ -65,11 +65,13 @@ class Fingerprint:
             contents = _Contents(value)
             self._keep(contents, 0)
             inside = list(contents.values())
-        elif type(value).__module__ == "torchrl.data.tensor_specs":
-            specs = vars(value).get("_specs", {})  # of a Composite
+        elif _is_spec(value):
             self._keep(vars(value), 0)
-            self._keep(specs, 0)
-            inside = [*specs.values(), vars(value).get("space")]
+            inside = [vars(value).get("space")]
+            for held in vars(value).values():  # those of a Composite are in a dict
+                if isinstance(held, dict) and held and all(map(_is_spec, held.values())):
+                    self._keep(held, 0)
+                    inside += held.values()
         else:
             return
         for part in inside:
@@ -98,6 +100,11 @@ class Fingerprint:
                 if not all(map(operator.is_, now, values)) or (keys and keys != tuple(container)):
                     return False
         return True
+
+
+def _is_spec(value: Any) -> bool:
+    """Whether this is a spec of TorchRL's, or the space of one."""
+    return type(value).__module__ == "torchrl.data.tensor_specs"
 
 
 class _Contents(Mapping[Any, Any]):

@@ -131,7 +131,7 @@ class Base:
         self._rows: list[Room] = []
         self._shapes: list[tuple[int, ...]] = []  # of actions, as the lanes see them
         self._turn = -1
-        self._flagged: set[int] = set()  # rows whose flags may be set, by their ids
+        self._flagged: set[Row] = set()  # rows whose flags may be set
         self.read: list[list[bool]] = []  # for each call of `step` in a recorded one, which results are read
         self.locks: Sequence[Any] = ()
         self.fresh = False  # whether each step's results need memory of their own
@@ -241,9 +241,9 @@ class Base:
             return tuple(value.numpy().copy() for value in self.given)
         self._turn = (self._turn + 1) % len(self._rows)
         row, results, step = self._rows[self._turn]
-        if id(row) in self._flagged:
+        if row in self._flagged:
             row.done[:] = row.terminated[:] = row.truncated[:] = False
-            self._flagged.remove(id(row))
+            self._flagged.remove(row)
         self._act(row, actions)
         for lock in self.locks:  # others may use shared statistics while this env computes
             lock.release()
@@ -252,7 +252,7 @@ class Base:
             ended = step(self._all, row)
         finally:
             if ended:
-                self._flagged.add(id(row))
+                self._flagged.add(row)
             for lock in self.locks:
                 lock.acquire()
         return tuple([array.copy() for array in results]) if self.fresh else results
